@@ -1,4 +1,4 @@
-"""What rounded weights and a rounded cache cost both engines, against bfloat16, in turns.
+"""What rounded weights, caches and inputs of linears cost both engines, against bfloat16, in turns.
 
     python -m benchmarks.rounding_cost --hf-checkpoint runs/quickstart/inputs/model [--json FILE]
 
@@ -46,6 +46,7 @@ from onpolicy.weights.rounding import FORMATS
 
 PLAIN = "bfloat16"
 CACHES = {f"{name} cache": {"rollout_kv_format": name} for name in NUMBERS}
+INPUTS = {f"{name} inputs": {"rollout_activation_format": name} for name in NUMBERS}
 WEIGHTS = {f"{name} weights": {"rollout_weight_format": name} for name in FORMATS}
 
 Setting = tuple[TrainConfig, NumericsContract]
@@ -86,12 +87,12 @@ def times_of_plain(runs: dict[str, list[float]]) -> dict[str, float]:
 
 
 def rollouts(bench: BenchConfig, repetitions: int) -> dict[str, list[float]]:
-    """Tokens a second of servers with each cache."""
+    """Tokens a second of servers with each cache, and with each format of inputs."""
     hf_config = load_config(bench.model.hf_checkpoint)
     requests = random_requests(bench, hf_config.vocab_size)
     longest, measures = bench.prompt_len + bench.max_new_tokens, dict[str, Measure]()
     with ExitStack() as on_exit:
-        for name, (config, contract) in settings_of(bench, CACHES).items():
+        for name, (config, contract) in settings_of(bench, CACHES | INPUTS).items():
             logs = Path(bench.run_dir) / name
             group = make_rollout_group(config, hf_config, contract, logs, longest)
             on_exit.callback(group.stop)
@@ -118,7 +119,7 @@ def main() -> None:
         run_dir=args.run_dir,
     )
     sampled = rollouts(bench(what="rollout"), args.repetitions)
-    of_steps = settings_of(bench(what="step"), WEIGHTS | CACHES)
+    of_steps = settings_of(bench(what="step"), WEIGHTS | CACHES | INPUTS)
     steps = {name: step_of(setting, bench(what="step")) for name, setting in of_steps.items()}
     spent = take_turns(steps, 1, args.repetitions)
     hf_config = load_config(args.hf_checkpoint)

@@ -154,6 +154,10 @@ class NumericsContract:
     """The format that keys and values are rounded to when the cache is written, a name in
     `onpolicy/models/kv_cache.py`; empty: they are in `dtype`."""
 
+    activation_format: str = ""
+    """The format that inputs of linears are rounded to, a name in `onpolicy/models/rounded_inputs.py`;
+    empty: they are in `dtype`."""
+
     log_prob: str = LOG_PROB
 
     attention_chunk: int = ATTENTION_CHUNK
@@ -181,7 +185,7 @@ class NumericsContract:
     @property
     def unrounded(self) -> NumericsContract:
         """The same for a model that rounds nothing: a teacher, a critic."""
-        return dataclasses.replace(self, weight_format="", kv_format="")
+        return dataclasses.replace(self, weight_format="", kv_format="", activation_format="")
 
     @property
     def is_partial(self) -> bool:

@@ -57,13 +57,15 @@ class Completion:
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache."""
 
+    drafts: tuple[int, int] = (0, 0)
+    """Tokens that the engine proposed beforehand, and those of them that were drawn."""
+
     routed_experts: NDArray[np.int32] | None = None
     """int32 [T - 1, layers x k]: experts that computed each token of prompt and response but the
     last; None if they were not asked for, or are not those that the response was sampled with."""
 
     kept_tokens: list[bytes] = field(default_factory=list)
-    """[R]: the tokens that each was drawn from (`ops/kept_tokens.py`); none at all if every one was
-    drawn from the whole vocabulary."""
+    """[R]: what each was drawn from (`ops/kept_tokens.py`); none at all if all from the vocabulary."""
 
     entropy: list[float] = field(default_factory=list)
     """float32 values [R]: of the distribution that each was drawn from, in nats; none at all of an
@@ -134,8 +136,10 @@ class Trajectory:
     """Tokens found in the prefix cache, by all requests together."""
 
     num_prefix_tokens: int = field(default=0, compare=False)
-    """Tokens that those requests began with, which might have been found there; not compared, since
-    rounds make requests."""
+    """Tokens that those requests began with; not compared, since rounds make requests."""
+
+    drafts: tuple[int, int] = field(default=(0, 0), compare=False)
+    """Those of all requests; not compared, since they depend on what else an engine served."""
 
     forks: Forks = ()
     """How it came to be a branch of an episode: (key of a fork, tokens at which it left the branch
@@ -159,15 +163,16 @@ class Trajectory:
             sampled=self.sampled + [True] * len(answer.response_ids),
             rollout_log_probs=self.rollout_log_probs + answer.rollout_log_probs,
             temperatures=self.temperatures + [temperature] * len(answer.response_ids),
-            spans=_joined_spans(self.spans, answer.spans, self.num_sampled),
+            spans=_joined(self.spans, answer.spans, self.num_sampled),
             routed_experts=self._experts_with(answer.routed_experts),
             kept_tokens=self._kept_with(answer),
             entropy=self._entropy_with(answer),
-            grammars=self._grammars_with(answer, grammar),
+            grammars=self._grammars(answer, grammar),
             finish_reason=answer.finish_reason,
             weight_version=answer.weight_version,
             num_cached_tokens=self.num_cached_tokens + answer.num_cached_tokens,
             num_prefix_tokens=self.num_prefix_tokens + len(self.token_ids),
+            drafts=(self.drafts[0] + answer.drafts[0], self.drafts[1] + answer.drafts[1]),
         )
 
     def given(self, token_ids: Sequence[int]) -> Trajectory:
@@ -201,8 +206,8 @@ class Trajectory:
 
     def forked(self, length: int, key: str) -> Trajectory:
         """A branch that shares its first tokens."""
-        forks = (*self.forks, (key, length))
-        return replace(self.until(length), forks=forks, num_cached_tokens=0, num_prefix_tokens=0)
+        anew = replace(self.until(length), num_cached_tokens=0, num_prefix_tokens=0, drafts=(0, 0))
+        return replace(anew, forks=(*self.forks, (key, length)))
 
     def as_given(self, length: int) -> Trajectory:
         """The same tokens, of which those before `length` count as given."""
@@ -242,9 +247,7 @@ class Trajectory:
         is_told = len(answer.entropy) == len(answer.response_ids)
         return self.entropy + answer.entropy if is_known and is_told else []
 
-    def _grammars_with(
-        self, answer: Completion, grammar: Grammar | None
-    ) -> tuple[GrammarSpan, ...]:
+    def _grammars(self, answer: Completion, grammar: Grammar | None) -> tuple[GrammarSpan, ...]:
         if grammar is None or not answer.response_ids:
             return self.grammars
         start, end = self.start_within(grammar), len(self.token_ids) + len(answer.response_ids)
@@ -283,9 +286,7 @@ class Trajectory:
         return self.token_ids[: self.sampled.index(True) if self.num_sampled else None]
 
 
-def _joined_spans(
-    so_far: tuple[Span, ...], more: tuple[Span, ...], length: int
-) -> tuple[Span, ...]:
+def _joined(so_far: tuple[Span, ...], more: tuple[Span, ...], length: int) -> tuple[Span, ...]:
     shifted = [replace(s, start=s.start + length, end=s.end + length) for s in more]
     if so_far and shifted and so_far[-1].version == shifted[0].version:
         shifted[0] = replace(shifted[0], start=so_far[-1].start)

@@ -15,16 +15,11 @@ import torch
 from onpolicy.contract import NumericsContract
 from onpolicy.models.adapters import adapters, add_adapters
 from onpolicy.ops import Operators
-from sglang_patches.tensor_parallel import rank, row_parallel, shard
+from sglang_patches.tensor_parallel import rank, shard
 
 
 def put_in(model: Any, operators: Operators, contract: NumericsContract) -> None:
     """Those of the contract, if it has any, beside the linears of a model that is loaded."""
-    from sglang.srt.layers.linear import RowParallelLinear
-
-    for module in model.modules():
-        if isinstance(module, RowParallelLinear):
-            module.row_parallel = row_parallel(contract)
     add_adapters(model, operators, contract.adapter)
     for adapter in adapters(model):
         for factor in adapter.parameters():

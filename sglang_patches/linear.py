@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from onpolicy.contract import NumericsContract
+from onpolicy.models.rounded_inputs import round_inputs
 from onpolicy.models.tensor_parallel import engine_style
 from onpolicy.ops import Operators
 from sglang_patches import own_layers, registry
@@ -46,6 +47,16 @@ def install(operators: Operators, contract: NumericsContract) -> None:
         own_layers.replace(ROW_TARGET, row_forward, operators)
     registry.hook(STYLE_TARGET, engine_style, "replace")
     registry.hook(HEADS_TARGET, _attend_with_own_heads, "around")
+
+
+def prepare_linears(model: torch.nn.Module, contract: NumericsContract) -> None:
+    """Tell those of a model that is loaded what adapters ask them for, and what they are to read."""
+    from sglang.srt.layers.linear import LinearBase, RowParallelLinear
+
+    for module in model.modules():
+        if isinstance(module, RowParallelLinear):
+            module.row_parallel = row_parallel(contract)
+    round_inputs(model, contract.activation_format, (LinearBase,))
 
 
 def _attend_with_own_heads(

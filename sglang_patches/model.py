@@ -19,6 +19,7 @@ from onpolicy.ops.checks.self_check import self_check
 from onpolicy.ops.partial import aligned_side
 from sglang_patches import adapters, registry
 from sglang_patches.fusion import fuse
+from sglang_patches.linear import prepare_linears
 from sglang_patches.own_layers import keep_norms
 from sglang_patches.tensor_parallel import row_parallel
 
@@ -38,6 +39,7 @@ def install(operators: Operators, contract: NumericsContract, *, fuses: bool) ->
         registry.report["self_check"] = checked
         if fuses and not contract.is_partial:
             fuse(runner, operators)
+        prepare_linears(runner.model, contract)
         adapters.put_in(runner.model, operators, contract)
         return result
 

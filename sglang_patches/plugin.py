@@ -38,6 +38,7 @@ from sglang_patches import (
     requests,
     sampler,
     shared_names,
+    speculation,
     status,
     trainers_model,
     versions,
@@ -99,5 +100,6 @@ def _share_model(contract: NumericsContract, operators: Operators, *, fuses: boo
         requests.install()
         prompt_answers.install()
         request_seeds.install()
+        speculation.install(contract)
     trainers_model.install(contract)
     model.install(operators, contract, fuses=fuses)

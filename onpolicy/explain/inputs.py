@@ -116,6 +116,7 @@ def with_case(config: ExplainConfig) -> ExplainConfig:
             config.servers,
             rollout_weight_format=contract.get("weight_format", ""),
             rollout_kv_format=contract.get("kv_format", ""),
+            rollout_activation_format=contract.get("activation_format", ""),
         ),
         temperature=case["params"]["temperature"],
         max_prompt_len=max(8, case["prompt_len"]),

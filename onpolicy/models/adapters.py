@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -29,6 +29,7 @@ from onpolicy.contract import AdapterShape, OperatorShapes
 from onpolicy.errors import ConfigError
 from onpolicy.models.expert_adapters import ExpertLowRank, expert_adapter_size
 from onpolicy.models.experts import AlignedExperts, choosers, has_usual_experts
+from onpolicy.models.low_rank import LowRankModule
 from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops.base import Operators
 from onpolicy.ops.low_rank import Factors, add_low_rank
@@ -39,14 +40,17 @@ CHILD = "lora"
 
 ALL_LINEAR = "all-linear"
 
+FactorValues = Callable[[str, torch.Size], Tensor | None]
+"""(a factor's name in transformers' model, its whole shape) -> its numbers; None: as it is."""
 
-class LowRank(nn.Module):
+
+class LowRank(LowRankModule):
     """What is added to the result of one linear, or to a tensor-parallel rank's part of it."""
 
     def __init__(self, linear: Any, operators: Operators, shape: AdapterShape):
-        super().__init__()
+        super().__init__(shape.scale)
         out_features, in_features = _features(linear)
-        self.operators, self.scale, self.is_on = operators, shape.scale, True
+        self.operators = operators
         self.row_parallel: RowParallel = getattr(linear, "row_parallel", WHOLE)
         like = linear.weight.detach()
         self.A = nn.Parameter(like.new_zeros(shape.rank, in_features))
@@ -109,9 +113,9 @@ def factors_of(linear: nn.Module) -> Factors | None:
     return adapter.factors if isinstance(adapter, LowRank) and adapter.is_on else None
 
 
-def adapters(model: nn.Module) -> Iterator[LowRank | ExpertLowRank]:
+def adapters(model: nn.Module) -> Iterator[LowRankModule]:
     """Those of a model, in its order."""
-    return (module for module in model.modules() if isinstance(module, (LowRank, ExpertLowRank)))
+    return (module for module in model.modules() if isinstance(module, LowRankModule))
 
 
 @contextmanager
@@ -140,7 +144,7 @@ def first_values(name: str, shape: torch.Size, seed: int) -> Tensor:
 def drawn_values(name: str, shape: torch.Size, seed: int) -> Tensor:
     """float32 numbers of absolute value below 1 / sqrt(K), as PEFT draws those of A, from the run's seed
     and the parameter's name alone; K: the last of its sizes."""
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    digest = hashlib.sha256(f"{seed} causal_lm.{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
     return (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[-1])
 

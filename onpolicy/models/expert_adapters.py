@@ -8,41 +8,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
-
 from onpolicy.contract import AdapterShape
 from onpolicy.models.experts import expert_sizes
+from onpolicy.models.low_rank import LowRankModule, Pair
 from onpolicy.ops.experts import ExpertFactors
 from onpolicy.ops.low_rank import Factors
 
 
-class ExpertLowRank(nn.Module):
+class ExpertLowRank(LowRankModule):
     """What is added to the products of a layer's experts, or to a tensor-parallel rank's part of them.
 
     gate_up.A: [E, r, H]; gate_up.B: [E, 2, I / P, r]; down.A: [E, r, I / P]; down.B: [E, H, r].
     """
 
     def __init__(self, experts: Any, shape: AdapterShape):
-        super().__init__()
-        self.scale, self.is_on = shape.scale, True
+        super().__init__(shape.scale)
         like, rank = experts.down_proj.detach(), shape.rank
         count, inner, hidden = expert_sizes(experts)
         # Gate and up stand apart, so that a rank's part of both is one block of B.
-        self.gate_up = _Pair(
+        self.gate_up = Pair(
             like.new_zeros(count, rank, hidden), like.new_zeros(count, 2, inner, rank)
         )
-        self.down = _Pair(like.new_zeros(count, rank, inner), like.new_zeros(count, hidden, rank))
+        self.down = Pair(like.new_zeros(count, rank, inner), like.new_zeros(count, hidden, rank))
 
     @property
     def factors(self) -> ExpertFactors:
         gate_up = Factors(self.gate_up.A, self.gate_up.B.flatten(1, 2), self.scale)
         return ExpertFactors(gate_up, Factors(self.down.A, self.down.B, self.scale))
-
-
-class _Pair(nn.Module):
-    def __init__(self, a: Tensor, b: Tensor):
-        super().__init__()
-        self.A, self.B = nn.Parameter(a), nn.Parameter(b)
 
 
 def expert_adapter_size(experts: Any, rank: int) -> int:

@@ -22,6 +22,7 @@ from transformers.integrations.moe import _default_apply_gate
 
 from onpolicy.models.by_operators import ByOperators
 from onpolicy.models.norms import is_norm
+from onpolicy.models.rounded_inputs import InputRounding
 from onpolicy.ops.base import Operators
 from onpolicy.ops.experts import Gate, gated_halves, mix_experts
 from onpolicy.ops.row_parallel import RowParallel
@@ -47,11 +48,16 @@ class AlignedExperts(nn.Module):
         self.own_gate: Gate | None = None if _has_default_gate(experts) else experts._apply_gate
         self.act_fn: Any = getattr(experts, "act_fn", None)
         self.operators, self.row_parallel = operators, row_parallel
+        self.rounding: InputRounding | None = None
+        """What their products read goes through it, if it is rounded (`rounded_inputs.py`)."""
         self.lora: Any = None
         """Their adapters, if they have any (`expert_adapters.py`)."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H], int64 [T, k], [T, k] -> [T, H]."""
+        rounding = self.rounding
+        if rounding is not None:
+            hidden_states = rounding(hidden_states)
         return mix_experts(
             self.operators,
             hidden_states,
@@ -64,6 +70,7 @@ class AlignedExperts(nn.Module):
             gate_up_bias=getattr(self, "gate_up_proj_bias", None),
             down_bias=getattr(self, "down_proj_bias", None),
             adapter=self.lora.factors if self.lora is not None and self.lora.is_on else None,
+            in_few_kernels=rounding is None,
         )
 
     def _weight(self, parameter: Tensor) -> Tensor:
@@ -71,6 +78,10 @@ class AlignedExperts(nn.Module):
         return parameter.transpose(1, 2).contiguous() if self.is_transposed else parameter
 
     def _gate(self) -> Gate:
+        gate = self._whole_gate()
+        return gate if self.rounding is None else self.rounding.after(gate, self.row_parallel)
+
+    def _whole_gate(self) -> Gate:
         if self.own_gate is None:
             return gated_halves(self.operators, self.act_fn)
         own_gate = self.own_gate

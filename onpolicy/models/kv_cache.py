@@ -1,17 +1,16 @@
 """Keys and values as a cache with 8 bits a number keeps them: with a scale for each token and head.
 
 They are rounded when they are written, and both engines attend to what is read back. The rollout's cache
-holds the bytes, and the trainer rounds whole sequences by the same functions. A gradient passes as if
-nothing had been rounded: straight-through (Bengio et al., arXiv:1308.3432).
+holds the bytes, and the trainer rounds whole sequences by the same functions. A gradient passes
+straight through.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
-from onpolicy.weights.rounding import dequantise, quantise
+from onpolicy.weights.rounding import dequantise, quantise, straight_through
 
 NUMBERS = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
 """What --rollout-kv-format names: formats of `onpolicy/weights/rounding.py`, and how they are stored."""
@@ -43,15 +42,4 @@ def as_cached(x: Tensor, kv_format: str) -> Tensor:
     """Keys or values [T, H, D], as they are read from a cache; as they are without a format."""
     if not kv_format:
         return x
-    read: Tensor = _StraightThrough.apply(x, kv_format)
-    return read
-
-
-class _StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, kv_format: str) -> Tensor:
-        return unpacked(packed(x, kv_format), kv_format, x.dtype)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    return straight_through(x, lambda x: unpacked(packed(x, kv_format), kv_format, x.dtype))

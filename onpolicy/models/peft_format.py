@@ -9,15 +9,23 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from onpolicy.config.groups import LoraConfig
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
-from onpolicy.models.adapters import is_adapters
+from onpolicy.models.adapters import FactorValues, first_values, is_adapters
 from onpolicy.models.experts import has_usual_experts
-from onpolicy.models.peft_adapter import CONFIG, NESTED, WEIGHTS, PeftAdapter, linear_of
+from onpolicy.models.peft_adapter import (
+    CONFIG,
+    NESTED,
+    WEIGHTS,
+    PeftAdapter,
+    linear_of,
+    read_peft_adapter,
+)
 from onpolicy.models.peft_experts import (
     from_peft,
     of_experts,
@@ -55,6 +63,18 @@ def export_adapter(
         "inference_mode": True,
     }
     (directory / CONFIG).write_text(json.dumps(config, indent=2))
+
+
+def first_factors(begins_with: str, seed: int) -> FactorValues:
+    """What training begins with: the adapter in a directory, if one is given, or what is drawn."""
+    adapter = read_peft_adapter(begins_with, "--lora-adapter") if begins_with else None
+    given = read_factors(adapter) if adapter else {}
+
+    def values(name: str, shape: torch.Size) -> Tensor:
+        found = given.get(name)
+        return first_values(name, shape, seed) if found is None else found
+
+    return values
 
 
 def read_factors(adapter: PeftAdapter) -> dict[str, Tensor]:

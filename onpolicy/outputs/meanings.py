@@ -20,6 +20,7 @@ MEANINGS = {
     "rollout/log_probs": "mean log-probability of the sampled tokens, from the rollout engine",
     "rollout/num_cached_tokens": "tokens before answers that were found in the engines' prefix caches",
     "rollout/prefix_cache_hit_rate": "share of all tokens before answers that were found there",
+    "rollout/draft_acceptance_rate": "share of the tokens drafted in engines that were then drawn",
     "rollout/num_filtered_groups": "groups left out: all rewards are equal, or no episode is there",
     "rollout/num_resampled_groups": "groups with equal rewards that others were drawn in the place of",
     "rollout/num_surplus_groups": "complete groups that were more than the rollout needed, and dropped",
@@ -156,7 +157,12 @@ MEANINGS = {
     "eval/response_length": "mean length of evaluation responses",
 }
 
-BY_THE_CLOCK = ("perf/", "rollout/num_cached_tokens", "rollout/prefix_cache_hit_rate")
+BY_THE_CLOCK = (
+    "perf/",
+    "rollout/num_cached_tokens",
+    "rollout/prefix_cache_hit_rate",
+    "rollout/draft_acceptance_rate",
+)
 """How the names of those metrics begin in which equal runs may differ."""
 
 for _estimator in (

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from onpolicy.config import secrets
-from onpolicy.config.sglang_flags import tensor_parallel_size
+from onpolicy.config.sglang_flags import draft_rows, tensor_parallel_size
 from onpolicy.contract import (
     CONTRACT_VARIABLE,
     ENTROPY_VARIABLE,
@@ -104,12 +104,17 @@ class EngineSpec:
     @property
     def needed_tokens(self) -> int:
         """What the cache of any engine must hold, whoever started it: one sequence."""
-        return self.longest_sequence and self.longest_sequence + CACHE_MARGIN
+        return self.longest_sequence and self.longest_sequence + cache_margin(self.sglang_args)
 
     @property
     def admin_api_key(self) -> str:
         """What SGLang wants for weights and other control calls, if it was given one."""
         return self.sglang_secrets.get("--admin-api-key", "")
+
+
+def cache_margin(sglang_args: Sequence[str]) -> int:
+    """Tokens of the cache beside a sequence; SGLang reserves two drafts for each that goes on."""
+    return CACHE_MARGIN + 2 * draft_rows(sglang_args)
 
 
 def engine_flags(spec: EngineSpec, port: int) -> list[str]:
@@ -138,6 +143,15 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
         flags.append("--is-embedding")
     if spec.returns_routed_experts:
         flags.append("--enable-return-routed-experts")
+    if spec.contract.is_aligned and draft_rows(spec.sglang_args):
+        # A chain: GPU backends mask trees, by a way of theirs. An overlapped pass was never tried.
+        flags += [
+            "--speculative-ngram-min-bfs-breadth",
+            "1",
+            "--speculative-ngram-max-bfs-breadth",
+            "1",
+        ]
+        flags.append("--disable-overlap-schedule")
     if spec.contract.shares_model:
         # The cache keeps every key: windows are a rule on positions.
         flags += ["--model-impl", "transformers", "--disable-hybrid-swa-memory"]

@@ -15,7 +15,7 @@ from annotated_types import Gt
 from pydantic import TypeAdapter, with_config
 from typing_extensions import TypedDict
 
-from onpolicy.config.groups.engines import KvFormat, WeightFormat
+from onpolicy.config.groups.engines import EightBits, WeightFormat
 from onpolicy.errors import ConfigError
 from onpolicy.grammar import GrammarSpan
 from onpolicy.outputs.trajectories import Count, TrajectoryRecord, read, write
@@ -63,7 +63,8 @@ class _Contract(TypedDict):
     row_parallel_blocks: Count
     kinds: list[str]
     weight_format: NotRequired[WeightFormat]
-    kv_format: NotRequired[KvFormat]
+    kv_format: NotRequired[EightBits]
+    activation_format: NotRequired[EightBits]
 
 
 @with_config(CLOSED)

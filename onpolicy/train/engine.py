@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from onpolicy.config.groups import TrainerConfig
+from onpolicy.contract import AdapterShape
+from onpolicy.models.adapters import FactorValues, without_adapters
 from onpolicy.models.hf_config import has_experts
 from onpolicy.models.policy import PackedTokens
 from onpolicy.models.trainable import frozen_digest
@@ -42,6 +45,15 @@ class ShardedModel(ABC):
     """
 
     module: nn.Module
+
+    optimizer: Any
+    """The engine's own; None if the model is not trained."""
+
+    adapter: AdapterShape | None = None
+    """The adapters that are trained in the place of all weights."""
+
+    is_base = False
+    """Whether this is what adapters are beside, without them."""
 
     @abstractmethod
     def use(self, operators: Operators) -> None:
@@ -114,9 +126,21 @@ class ShardedModel(ABC):
     ) -> AbstractContextManager[None]:
         """Meanwhile let every module compute with what `around` makes of its operators."""
 
-    def without_adapters(self) -> ShardedModel | None:
+    @abstractmethod
+    def fill_adapters(self, values: FactorValues) -> None:
+        """Give adapters numbers, before the first step or between two."""
+
+    def without_adapters(self) -> Self | None:
         """The model that adapters are beside, of the same memory; None if it has no adapters."""
-        return None
+        if self.adapter is None:
+            return None
+        base = copy.copy(self)
+        base.optimizer, base.is_base = None, True
+        return base
+
+    def as_it_is(self) -> AbstractContextManager[None]:
+        """Meanwhile adapters are off in what this is the base of."""
+        return without_adapters(self.module) if self.is_base else nullcontext()
 
     def frozen_digest(self) -> str:
         """The digest of this rank's part of what is not trained; "" if it has none."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from onpolicy.contract import NumericsContract
 
@@ -129,6 +130,22 @@ def dequantise(numbers: Tensor, scale: Tensor, weight_format: str, dtype: torch.
     """What `quantise` gave -> [N, K], each product rounded once."""
     blocks = _in_blocks(numbers, FORMATS[weight_format].block) * scale[:, None, :, None]
     return _from_blocks(blocks, numbers.shape).to(dtype)
+
+
+def straight_through(x: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
+    """`rounding(x)`, with the gradient of x: straight-through (Bengio et al., arXiv:1308.3432)."""
+    rounded: Tensor = _StraightThrough.apply(x, rounding)
+    return rounded
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
+        return rounding(x)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def _in_blocks(whole: Tensor, block: tuple[int, int]) -> Tensor:

@@ -12,7 +12,11 @@ pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.engine
 
 PROMPTS, TOKENS = 6, 12
-ROUNDED = ("--rollout-weight-format", "int4_group128", "--rollout-kv-format", "fp8_e4m3")
+LORA = ("--lora-rank", "4")
+ROUNDED = (
+    "--rollout-weight-format", "int4_group128", "--rollout-kv-format", "fp8_e4m3",
+    "--rollout-activation-format", "int8",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -26,6 +30,15 @@ ROUNDED = ("--rollout-weight-format", "int4_group128", "--rollout-kv-format", "f
             ["--megatron-tp", "2", "--megatron-sequence-parallel", *ROUNDED],
         ),
         ("qwen2", "float32", 2, ["--megatron-cp", "2"]),
+        ("qwen3", "bfloat16", 2, ["--megatron-tp", "2", *LORA]),
+        pytest.param("qwen3-tied", "bfloat16", 1, [*LORA, *ROUNDED[:2]], marks=pytest.mark.runs),
+        pytest.param(
+            "qwen2",
+            "bfloat16",
+            2,
+            ["--megatron-tp", "2", "--megatron-sequence-parallel", *LORA],
+            marks=pytest.mark.runs,
+        ),
         ("qwen3-tied", "bfloat16", 2, ["--megatron-pp", "2"]),
         ("qwen3-moe", "bfloat16", 2, ["--megatron-ep", "2"]),
     ],

@@ -46,6 +46,8 @@ OF_KINDS = {
         "layers.logprob_processor.InputLogprobProcessor.forward",
         "managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
         "managers.tokenizer_manager.TokenizerManager._send_one_request",
+        "speculative.spec_info.SpeculativeAlgorithm.create_worker",
+        "mem_cache.allocation.assign_req_to_token_pool_func",
     },
 }
 """What comes with one kind alone; rotary and activation are functions of the model's own modules."""

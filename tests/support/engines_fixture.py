@@ -33,6 +33,7 @@ def make_engines(
     make_rollout: MakeRollout = make_rollout_group,
     lora: groups.LoraConfig | None = None,
     algorithm: groups.AlgorithmConfig | None = None,
+    sglang_args: tuple[str, ...] = (),
     **engine,
 ) -> EnginePair:
     """An aligned engine pair, not started yet; `tp_size` is the rollout's."""
@@ -52,6 +53,7 @@ def make_engines(
             str(CHUNKED_PREFILL_SIZE),
             "--tp-size",
             str(tp_size),
+            *sglang_args,
         ),
     )
     contract = contract_for(config, hf_config, aligned=True)

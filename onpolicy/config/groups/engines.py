@@ -32,7 +32,7 @@ WeightSync = Annotated[
         "Choose --weight-sync tensor or ipc.",
     ),
 ]
-KvFormat = Literal["", "int8", "fp8_e4m3"]
+EightBits = Literal["", "int8", "fp8_e4m3"]
 """See `onpolicy/models/kv_cache.py`; empty: the model's dtype."""
 
 WeightFormat = Literal[
@@ -101,6 +101,11 @@ class KeyConfig(CpuConfig):
     started without. Command lines can be read by everyone on the host, files need not."""
 
 
+BY_BOTH_ENGINES = Against(lambda run: run.plan.is_governed or not run.plan.starts_aligned,
+    "both engines round it by the same function, which stock operators do not",
+    "Add --true-on-policy-mode without --mismatch-governor, or leave the flag out.")  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoundingConfig:
     rollout_weight_format: Annotated[
@@ -119,16 +124,24 @@ class RoundingConfig:
     them, else the servers alone."""
 
     rollout_kv_format: Annotated[
-        KvFormat,
+        EightBits,
         DecidesResults(True),
-        Against(lambda run: run.plan.is_governed or not run.plan.starts_aligned,
-            "both engines round keys and values by the same function, which stock operators do not",
-            "Add --true-on-policy-mode without --mismatch-governor, or leave the flag out."),
+        BY_BOTH_ENGINES,
         Against(lambda run: getattr(run, "attribution", None), "--attribution has contracts of its own"),
     ] = ""  # fmt: skip
     """Keep the cache in 8 bits a number, keys and values rounded with a scale for each token and head
     when they are written: a rollout holds about twice the tokens. Both engines compute with what is read
     back. On CPUs."""
+
+    rollout_activation_format: Annotated[
+        EightBits,
+        DecidesResults(True),
+        BY_BOTH_ENGINES,
+        Against(lambda run: getattr(run, "attribution", None), "--attribution has contracts of its own"),
+    ] = ""  # fmt: skip
+    """Round what linear layers read to 8 bits a number, with a scale for each token, as a deployment
+    that multiplies in 8 bits does; with --rollout-weight-format it is W8A8. Both engines compute with
+    what was rounded."""
 
 
 @dataclass(frozen=True, kw_only=True)

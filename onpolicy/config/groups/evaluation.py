@@ -11,7 +11,7 @@ from onpolicy.config.groups.agents import has_agent
 from onpolicy.config.groups.inputs import PROCEDURAL, DataConfig
 from onpolicy.config.groups.remote_reward import RemoteName
 from onpolicy.config.groups.reward import RuleName, sources_of, weights_of
-from onpolicy.config.groups.rollout import NO_LIMIT_IS_MINUS_ONE, RolloutConfig
+from onpolicy.config.groups.rollout import NO_DRAFTS, NO_LIMIT_IS_MINUS_ONE, RolloutConfig
 from onpolicy.config.kinds import SMALLEST_TEMPERATURE, Count, CountOrZero
 from onpolicy.config.rules import NO_RESULT, Against, Facts, Parsed, Together
 from onpolicy.config.strict_yaml import broken_kind, read_mapping, require_known, require_mapping
@@ -250,10 +250,12 @@ class EvalSetsConfig:
     eval_temperature: Annotated[float, at_least(0), NOT_NEARLY_GREEDY, BY_EVAL] = 1.0
     """Temperature of evaluation samples; 0 is greedy."""
 
-    eval_top_p: Annotated[float | None, above(0), at_most(1), BY_EVAL] = None
+    eval_top_p: Annotated[float | None, above(0), at_most(1), BY_EVAL, NO_DRAFTS] = None
     """--rollout-top-p of evaluation samples; the rollout's if not given."""
 
-    eval_top_k: Annotated[int | None, at_least(-1), NO_LIMIT_IS_MINUS_ONE, BY_EVAL] = None
+    eval_top_k: Annotated[int | None, at_least(-1), NO_LIMIT_IS_MINUS_ONE, BY_EVAL, NO_DRAFTS] = (
+        None
+    )
     """--rollout-top-k of evaluation samples; the rollout's if not given."""
 
     eval_max_response_len: Annotated[int | None, at_least(1), BY_EVAL] = None

@@ -24,15 +24,12 @@ class LoraConfig:
             "SGLang's own kernels have no adapters here, and merging them into bfloat16 weights loses "
             "most of an update",
             "Add --true-on-policy-mode, and leave out --mismatch-governor."),
-        Against(lambda run: run.train_backend != "fsdp",
-            "--train-backend {run.train_backend} has no adapters yet",
-            "Choose --train-backend fsdp, or leave --lora-rank out."),
         Against(lambda run: run.rollout_server_url,
             "servers that run already (--rollout-server-url) were started without adapters",
             "Let the run start its servers, or leave --lora-rank out."),
     ] = 0  # fmt: skip
     """Train low-rank adapters of this rank beside frozen linears (LoRA), in the place of all weights; 0:
-    all weights. For --true-on-policy-mode and fsdp."""
+    all weights. For --true-on-policy-mode."""
 
     lora_alpha: Annotated[Positive, BY_LORA] = 32.0
     """What an adapter adds is multiplied by lora_alpha / lora_rank."""

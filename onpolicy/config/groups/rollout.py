@@ -7,6 +7,7 @@ from fallback_correction.ranges import ReadBy, Rule, above, at_least, at_most
 from onpolicy.algorithm.registry import ESTIMATORS
 from onpolicy.config.kinds import SMALLEST_TEMPERATURE, Count, CountOrZero, Unasked
 from onpolicy.config.rules import NO_RESULT, Against, Facts, Together
+from onpolicy.config.sglang_flags import draft_rows
 
 MAX_SAMPLES = 10_000_000
 """Most samples of a rollout: one process holds all of them."""
@@ -26,6 +27,12 @@ ONE_TOKEN = Against(
     "with {run.plan.aligned_by} log-probabilities are those of what a token is drawn from, and of one "
     "token that is 0, of which nothing can be learnt",
     "Give 2 or more, or run without {run.plan.aligned_by}.",
+)
+
+NO_DRAFTS = Against(
+    lambda run: run.plan.may_align and draft_rows(run.sglang_args),
+    "with --sglang-speculative-algorithm an answer could not say what each token was drawn from",
+    "Leave one of the two out.",
 )
 
 
@@ -56,15 +63,15 @@ class SamplingConfig:
     rollout_max_response_len: Count = Unasked(1024)
     """Longest response, in tokens; if not given, at most half of the model's context."""
 
-    rollout_top_p: Annotated[float, above(0), at_most(1)] = 1.0
+    rollout_top_p: Annotated[float, above(0), at_most(1), NO_DRAFTS] = 1.0
     """Sample from the likeliest tokens that together have this probability, of what --rollout-top-k
     left. With --true-on-policy-mode both sides take log-probabilities, entropy and KL of what a token
     was drawn from (docs/filters.md); else of the whole vocabulary."""
 
-    rollout_top_k: Annotated[int, at_least(-1), NO_LIMIT_IS_MINUS_ONE, ONE_TOKEN] = -1
+    rollout_top_k: Annotated[int, at_least(-1), NO_LIMIT_IS_MINUS_ONE, ONE_TOKEN, NO_DRAFTS] = -1
     """Sample from the k likeliest tokens."""
 
-    rollout_min_p: Annotated[float, at_least(0), at_most(1)] = 0.0
+    rollout_min_p: Annotated[float, at_least(0), at_most(1), NO_DRAFTS] = 0.0
     """Drop tokens less likely than this share of the likeliest."""
 
     rollout_stop_token_ids: Annotated[tuple[int, ...], at_least(0)] = ()

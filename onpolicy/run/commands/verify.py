@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from onpolicy.config.tools import VerifyConfig
+from onpolicy.models.adapters import drawn_values
 from onpolicy.models.hf_config import load_config
 from onpolicy.outputs.directory import versions
 from onpolicy.outputs.progress import Phases
@@ -28,7 +29,6 @@ from onpolicy.run.commands.verify_inputs import (
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.cluster_engines import MakeEngines
 from onpolicy.run.launch.contracts import contract_for
-from onpolicy.train.fsdp.sharding import draw_adapters
 from onpolicy.train.policy_trainer import PolicyTrainer
 from onpolicy.types import Prompt, Request, Sample, SamplingParams, TrainSample
 
@@ -106,7 +106,12 @@ def passes(report: Report, config: VerifyConfig) -> bool:
 
 
 def _draw_adapters(trainer: PolicyTrainer, seed: int) -> None:
-    draw_adapters(trainer.policy.module, seed, DRAWN)
+    """Give every B, which begins as zeros, numbers with which adapters change what is computed."""
+
+    def values(name: str, shape: torch.Size) -> torch.Tensor | None:
+        return DRAWN * drawn_values(name, shape, seed) if name.endswith(".B") else None
+
+    trainer.policy.fill_adapters(values)
 
 
 def _sample(

@@ -70,6 +70,7 @@ def contract_for(
         backend=backend,
         weight_format=weight_format,
         kv_format=kv_format,
+        activation_format=_servers(config).rollout_activation_format,
         device="cuda" if torch.cuda.is_available() else "cpu",
         dtype=model.dtype,
         shapes=shapes,

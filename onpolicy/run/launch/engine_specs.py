@@ -18,7 +18,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.groups import EngineConfig, ServerConfig
 from onpolicy.config.groups.agents import has_agent
 from onpolicy.config.secrets import reveal
-from onpolicy.config.sglang_flags import max_total_tokens, tensor_parallel_size
+from onpolicy.config.sglang_flags import draft_rows, max_total_tokens, tensor_parallel_size
 from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
@@ -27,7 +27,7 @@ from onpolicy.models.size import ModelSize
 from onpolicy.ops.backends import require_servable
 from onpolicy.ops.machine import Machine
 from onpolicy.rollout.base import RolloutGroup
-from onpolicy.rollout.engine_args import CACHE_MARGIN, MAX_CONCURRENCY, EngineSpec
+from onpolicy.rollout.engine_args import MAX_CONCURRENCY, EngineSpec, cache_margin
 from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.run.launch.host_shares import placement_here, share_of_cores
 from onpolicy.run.launch.memory_model import RunMemory, token_bytes
@@ -83,7 +83,11 @@ def rollout_spec(
         _spec(config, engine, hf_config, contract, longest_sequence, requests),
         weight_format="" if contract.is_aligned else engine.rollout_weight_format,
         returns_routed_experts=replays_routing(config, contract),
-        returns_entropy=config.algorithm.compares_entropies and contract.is_aligned,
+        returns_entropy=(
+            config.algorithm.compares_entropies
+            and contract.is_aligned
+            and not draft_rows(config.sglang_args)
+        ),
         serves_text=has_agent(config.agent),  # a stop string needs a tokenizer
     )
     if not engine.colocate:
@@ -146,16 +150,16 @@ def _cache_tokens(
     if asked is not None or contract.device != "cpu":
         return asked or 0
     longest = longest_sequence or hf_config.max_position_embeddings
-    return cache_tokens(hf_config, contract, longest, requests)
+    one = longest + cache_margin(config.sglang_args)
+    return cache_tokens(hf_config, contract, one, requests)
 
 
 def cache_tokens(
-    hf_config: PretrainedConfig, contract: NumericsContract, longest_sequence: int, requests: int
+    hf_config: PretrainedConfig, contract: NumericsContract, one: int, requests: int
 ) -> int:
-    """Tokens for the cache of a CPU engine: as many of `requests` sequences of that length as fit
-    CACHE_BYTES, and one in any case. One more than that, since SGLang keeps room to spare when it
+    """Tokens for the cache of a CPU engine: as many of `requests` sequences, which need `one` each, as
+    fit CACHE_BYTES, and one in any case. One more than that, since SGLang keeps room to spare when it
     admits a request."""
-    one = longest_sequence + CACHE_MARGIN
     fitting = CACHE_BYTES // token_bytes(hf_config, contract)
     return max(one, min((requests + 1) * one, fitting))
 

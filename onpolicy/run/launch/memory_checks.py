@@ -18,7 +18,7 @@ from onpolicy.config.sglang_flags import memory_fraction
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, ContractError
 from onpolicy.models.size import ModelSize
-from onpolicy.rollout.engine_args import CACHE_MARGIN, EngineSpec
+from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.run.launch.classifiers import classifier_memory
 from onpolicy.run.launch.engine_specs import rollout_spec
 from onpolicy.run.launch.memory_model import RunMemory
@@ -92,8 +92,8 @@ def require_cache(spec: EngineSpec) -> None:
     if needed > tokens:
         raise ConfigError(
             f"--sglang-max-total-tokens={tokens}: the longest prompt and response have "
-            f"{spec.longest_sequence} tokens, and with {CACHE_MARGIN} that SGLang keeps free they need "
-            f"{needed}. Raise it, or leave it out."
+            f"{spec.longest_sequence} tokens, and with {needed - spec.longest_sequence} that SGLang "
+            f"keeps free they need {needed}. Raise it, or leave it out."
         )
     if spec.max_concurrency * needed > tokens:
         logger.info(

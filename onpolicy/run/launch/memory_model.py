@@ -88,7 +88,7 @@ def _megatron_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dic
         "weights": weights + copies,
         "gradients": FLOAT32 * size.trained // model_ranks,
         "AdamW": 2 * FLOAT32 * size.trained * config.takes_steps // shards,
-        "masters": weights * bool(rollout_format(config)),
+        "masters": weights * bool(rollout_format(config) and not config.lora.lora_rank),
         "reference": weights * config.loads_reference,
         "exchanged gradients": FLOAT32 * size.trained // ranks * orders,
     }

@@ -3,10 +3,9 @@ writes for any number of ranks."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
-from onpolicy.models.adapters import without_adapters
+from onpolicy.models.adapters import FactorValues
+from onpolicy.models.align import AlignedLinear
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.peft_format import first_factors
 from onpolicy.models.policy import PackedTokens, PolicyModel
+from onpolicy.models.rounded_inputs import round_inputs
 from onpolicy.models.value_head import ValueModel
 from onpolicy.ops import Operators
 from onpolicy.ops.log_probs import Head
@@ -30,7 +32,7 @@ from onpolicy.train.engine import Check, Loss, ShardedModel, recomputes_activati
 from onpolicy.train.fsdp.gradients import sum_gradients
 from onpolicy.train.fsdp.masters import Masters
 from onpolicy.train.fsdp.optimizer import clip_gradients, make_optimizer, take_step
-from onpolicy.train.fsdp.sharding import gather_buckets, load_sharded_policy
+from onpolicy.train.fsdp.sharding import fill_adapters, gather_buckets, load_sharded_policy
 from onpolicy.train.gradient_norm import global_norm
 from onpolicy.train.state import IndexReader, create_missing_moments
 from onpolicy.weights.digest import WeightBucket, WeightPart
@@ -57,10 +59,11 @@ class FsdpModel(ShardedModel):
         self.dtype: torch.dtype = getattr(torch, contract.dtype)
         self.adapter = contract.adapter if trained and not has_values else None
         self.module = self._load(path, contract, operators, trained)
-        self.is_base = False
-        """Whether this is what adapters are beside."""
+        if self.adapter is not None:
+            self.fill_adapters(first_factors(config.lora.lora_adapter, config.seed))
         contract = contract if rounds else contract.unrounded
         self.module.kv_format = contract.kv_format
+        round_inputs(self.module, contract.activation_format, (AlignedLinear,))
         self.masters = Masters(self.module, contract.weight_format, self.dtype)
         self.turn = sum_gradients(self.module, in_order=config.plan.is_rank_invariant)
         self.optimizer: torch.optim.AdamW | None = None
@@ -88,8 +91,6 @@ class FsdpModel(ShardedModel):
             context=contract.context,
             kind=self.kind,
             adapter=self.adapter,
-            seed=self.config.seed,
-            begins_with=self.config.lora.lora_adapter,
             trained=trained,
         )
 
@@ -97,18 +98,13 @@ class FsdpModel(ShardedModel):
         self.module.use(operators)
 
     def score(self, batches: Sequence[PackedTokens]) -> list[Any]:
-        scored_by = without_adapters(self.module) if self.is_base else nullcontext()
-        with torch.no_grad(), scored_by:
+        with torch.no_grad(), self.as_it_is():
             scores = [self.module(packed) for packed in batches]
         self._free_gathered_weights()
         return scores
 
-    def without_adapters(self) -> FsdpModel | None:
-        if self.adapter is None:
-            return None
-        base = copy.copy(self)
-        base.optimizer, base.is_base = None, True
-        return base
+    def fill_adapters(self, values: FactorValues) -> None:
+        fill_adapters(self.module, values)
 
     def head(self) -> Head:
         head = self.module.head()

@@ -21,10 +21,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
-from onpolicy.models.adapters import drawn_values, first_values, is_adapters
+from onpolicy.models.adapters import FactorValues, is_adapters
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.peft_adapter import read_peft_adapter
-from onpolicy.models.peft_format import read_factors
 from onpolicy.models.policy import PolicyModel, empty_policy
 from onpolicy.models.stored import stored_tensors
 from onpolicy.models.value_head import ValueHead, ValueModel
@@ -49,15 +47,12 @@ def load_sharded_policy(
     context: int | None = None,
     kind: type[PolicyModel] = PolicyModel,
     adapter: AdapterShape | None = None,
-    seed: int = 0,
-    begins_with: str = "",
     trained: bool = True,
 ) -> PolicyModel:
     """Load the weights, each rank its shards: those that are trained in float32, and all others in
     `dtype`, in which everything is computed.
 
-    Every rank reads its own shards of the checkpoint's files. Adapters are those of the
-    directory `begins_with`, or begin as `seed` says.
+    Every rank reads its own shards of the checkpoint's files. Adapters have no numbers yet.
     """
     config = load_config(path, trust_remote_code, context=context)
     model = empty_policy(config, operators, trust_remote_code, row_parallel_blocks, kind, adapter)
@@ -71,32 +66,18 @@ def load_sharded_policy(
     load_shards(model, PREFIX, path, config, trust_remote_code)
     if isinstance(model, ValueModel):
         _load_head(model.value_head, path)
-    _begin_adapters(model, seed, begins_with)
     return model
 
 
 @torch.no_grad()
-def _begin_adapters(model: PolicyModel, seed: int, begins_with: str) -> None:
-    adapter = read_peft_adapter(begins_with, "--lora-adapter") if begins_with else None
-    given = read_factors(adapter) if adapter else {}
+def fill_adapters(model: PolicyModel, values: FactorValues) -> None:
+    """Give adapters numbers, each rank its rows of them."""
     for name, parameter in model.named_parameters():
         if is_adapters(name):
             assert isinstance(parameter, DTensor)
-            values = given.get(name.removeprefix(PREFIX))
-            if values is None:
-                values = first_values(name, parameter.shape, seed)
-            parameter.to_local().copy_(rows_of(parameter, values))
-
-
-@torch.no_grad()
-def draw_adapters(model: nn.Module, seed: int, size: float) -> None:
-    """Give every B, which begins as zeros, numbers of this size, so that adapters change what the model
-    computes."""
-    for name, parameter in model.named_parameters():
-        if is_adapters(name) and name.endswith(".B"):
-            assert isinstance(parameter, DTensor)
-            values = size * drawn_values(name, parameter.shape, seed)
-            parameter.to_local().copy_(rows_of(parameter, values))
+            whole = values(name.removeprefix(PREFIX), parameter.shape)
+            if whole is not None:
+                parameter.to_local().copy_(rows_of(parameter, whole))
 
 
 def _shard(model: PolicyModel, dtype: torch.dtype, activation_checkpointing: bool) -> None:

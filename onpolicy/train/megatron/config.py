@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
-from onpolicy.contract import NumericsContract
+from onpolicy.contract import AdapterShape, NumericsContract
 from onpolicy.models.experts import expert_blocks, routers_of
 from onpolicy.models.facts import ModelFacts
 from onpolicy.ops.base import Operators
@@ -59,6 +59,12 @@ class AlignedConfig(TransformerConfig):
     kv_format: str = ""
     """The contract's."""
 
+    activation_format: str = ""
+    """The contract's."""
+
+    adapter: AdapterShape | None = None
+    """The contract's."""
+
     expert_dispatch: str = "alltoall"
     """The layout's; Megatron's own setting would refuse micro-batches of different lengths."""
 
@@ -99,6 +105,8 @@ def make_config(
         windows=tuple(layer.window for layer in facts.attention),
         row_parallel_blocks=contract.row_parallel_blocks,
         kv_format=contract.kv_format,
+        activation_format=contract.activation_format,
+        adapter=contract.adapter,
         expert_dispatch=layout.moe_token_dispatcher_type,
         moe_token_dispatcher_type="alltoall",
         num_layers=hf_config.num_hidden_layers,

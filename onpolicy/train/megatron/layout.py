@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
+from onpolicy.train.megatron.adapter_map import ADAPTED
 from onpolicy.train.megatron.family import divided_sizes, family_of, num_experts
 
 
@@ -86,6 +87,12 @@ class MegatronLayout:
                 f"world_size={world_size}: no multiple of {tp * pp * cp} = --megatron-tp {tp} x "
                 f"--megatron-pp {pp} x --megatron-cp {cp}. Start that many ranks, or a multiple "
                 "(--actor-num-ranks-per-node, or with GPUs --actor-num-gpus-per-node)."
+            )
+        targets = contract.adapter.targets if contract.adapter is not None else ()
+        for name in sorted(set(targets) - ADAPTED):
+            yield (
+                f"--lora-target-modules: --train-backend megatron has no adapters of {name} yet. Name "
+                f"some of {', '.join(sorted(ADAPTED))}, or choose --train-backend fsdp."
             )
         if self.sequence_parallel and tp == 1:
             yield (

@@ -15,13 +15,14 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from onpolicy.train.megatron.collectives import gather_rows
-from onpolicy.train.megatron.weight_map import Part
+from onpolicy.train.megatron.parts import Part
 from onpolicy.train.megatron.weights import Place, global_parameters, unwrap, weight_map_of
 from onpolicy.weights.rounding import is_rounded, round_weight
 
 
 class Masters:
-    """Made after the optimizer, which begins with weights as they were."""
+    """Made after the optimizer, which begins with weights as they were. What is not trained, as the base
+    that adapters are beside, is rounded once and has none."""
 
     def __init__(self, model: nn.Module, weight_format: str, *, trained: bool):
         """Rounds the weights of `model`, if there is a format; `trained`: and keeps what they were."""
@@ -33,29 +34,34 @@ class Masters:
             for name, shape in shapes.items()
             if is_rounded(name, torch.empty(shape, device="meta"))
         }
+        named = global_parameters(policy)
         self._rounded = {
             name: parameter.detach()
-            for name, parameter in global_parameters(policy).items()
+            for name, parameter in named.items()
             if self._parts(name, self._place.tp_rank)
         }
-        kept = self._rounded if trained else {}
-        self.beside = {name: torch.empty_like(parameter) for name, parameter in kept.items()}
+        kept = [name for name in self._rounded if trained and named[name].requires_grad]
+        self.beside = {name: torch.empty_like(named[name]) for name in kept}
         """Masters, by the global names of the parameters, in their shapes."""
-        self.round()
+        for name in self._rounded:
+            self._round(name)
 
     def round(self) -> None:
         """Keep what the parameters are, and let the model compute with that rounded; collective."""
-        group = parallel_state.get_tensor_model_parallel_group()
-        for name, parameter in self._rounded.items():
-            if name in self.beside:
-                self.beside[name].copy_(parameter)
-            held = gather_rows(parameter, group).chunk(group.size())
-            whole = {
-                key: round_weight(tensor, self._format)
-                for key, tensor in self._put_together(name, held).items()
-            }
-            for part in self._parts(name, self._place.tp_rank):
-                parameter[part.target] = whole[part.name][part.source]
+        for name in self.beside:
+            self._round(name)
+
+    def _round(self, name: str) -> None:
+        group, parameter = parallel_state.get_tensor_model_parallel_group(), self._rounded[name]
+        if name in self.beside:
+            self.beside[name].copy_(parameter)
+        held = gather_rows(parameter, group).chunk(group.size())
+        whole = {
+            key: round_weight(tensor, self._format)
+            for key, tensor in self._put_together(name, held).items()
+        }
+        for part in self._parts(name, self._place.tp_rank):
+            parameter[part.target] = whole[part.name][part.source]
 
     def swap(self) -> None:
         """Let masters and rounded weights change places."""

@@ -33,10 +33,12 @@ from transformers import PretrainedConfig
 
 from onpolicy.contract import NumericsContract
 from onpolicy.models.policy import PackedTokens
+from onpolicy.models.rounded_inputs import round_inputs
 from onpolicy.models.scoring import HiddenScores, TaughtScores, rows_asked, score_rows
 from onpolicy.models.value_head import ValueHead, Values
 from onpolicy.ops.base import Operators
 from onpolicy.ops.log_probs import Head, Scores, VocabParallel
+from onpolicy.train.megatron.adapters import add_adapters, factors_of
 from onpolicy.train.megatron.attention import AlignedAttention
 from onpolicy.train.megatron.batch import LocalTokens
 from onpolicy.train.megatron.collectives import share_rows
@@ -44,6 +46,7 @@ from onpolicy.train.megatron.config import AlignedConfig, make_config
 from onpolicy.train.megatron.family import is_sparse
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.modules import (
+    LINEARS,
     AlignedColumnLinear,
     AlignedMLP,
     AlignedNorm,
@@ -84,6 +87,7 @@ class PolicyGptModel(GPTModel):
         for module in shared:
             if module.weight is not None:
                 set_tensor_model_parallel_attributes(module.weight, True, 0, 1)
+        round_inputs(self, config.activation_format, LINEARS)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         if self.value_head is None:
@@ -124,7 +128,8 @@ class PolicyGptModel(GPTModel):
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         assert self.config.operators is not None and self.config.hf_config is not None
         vocabulary = VocabParallel(self.config.hf_config.vocab_size, self.tp_group)
-        return Head(self.config.operators, weight, None, vocabulary)
+        adapter = factors_of(self.output_layer)
+        return Head(self.config.operators, weight, None, vocabulary, adapter=adapter)
 
     def _values(self, hidden: Tensor, head: ValueHead, local: LocalTokens) -> Values:
         """Every tensor-parallel rank computes all of them, and all of their gradient."""
@@ -196,6 +201,7 @@ def build_model(
     """
     config = make_config(hf_config, contract, operators, layout)
     model = PolicyGptModel(config, has_values=has_values)
+    add_adapters(model, config.adapter)
     model.to(device)
     return model
 

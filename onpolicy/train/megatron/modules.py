@@ -23,6 +23,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor, nn
 
 from onpolicy.ops.row_parallel import RowParallel, tree_sum
+from onpolicy.train.megatron.adapters import JoinedLowRank
 from onpolicy.train.megatron.collectives import gather_rows, tree_sum_rows
 from onpolicy.train.megatron.config import AlignedConfig
 
@@ -67,6 +68,7 @@ class AlignedColumnLinear(ColumnParallelLinear):
         super().__init__(*args, stride=stride, **kwargs)
         # What Megatron's initialisation would note, and its gradient norm counts by.
         set_tensor_model_parallel_attributes(self.weight, True, 0, stride)
+        self.lora: JoinedLowRank | None = None
 
     def _forward_impl(
         self,
@@ -84,7 +86,8 @@ class AlignedColumnLinear(ColumnParallelLinear):
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, tp_group)
         assert self.config.operators is not None
-        return self.config.operators.linear(input, weight, bias)
+        out = self.config.operators.linear(input, weight, bias)
+        return out if self.lora is None else self.lora(input, out)
 
 
 class AlignedRowLinear(RowParallelLinear):
@@ -96,13 +99,14 @@ class AlignedRowLinear(RowParallelLinear):
         super().__init__(*args, stride=stride, **kwargs)
         set_tensor_model_parallel_attributes(self.weight, True, 1, stride)
         self.row_parallel = row_parallel(self.config, self.tp_group)
+        self.lora: JoinedLowRank | None = None
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         assert self.config.operators is not None
         out = self.config.operators.row_parallel_linear(
             input_, self.weight, self.bias, self.row_parallel
         )
-        return out, None
+        return out if self.lora is None else self.lora(input_, out), None
 
 
 class WholeLinear(nn.Module):
@@ -115,10 +119,16 @@ class WholeLinear(nn.Module):
         self.weight = nn.Parameter(weight)
         # Under sequence parallelism every rank sees other tokens: Megatron adds up the gradients.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.lora: JoinedLowRank | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.config.operators is not None
-        return self.config.operators.linear(x, self.weight)
+        out = self.config.operators.linear(x, self.weight)
+        return out if self.lora is None else self.lora(x, out)
+
+
+LINEARS = (AlignedColumnLinear, AlignedRowLinear, WholeLinear)
+"""What stands for the linears of a checkpoint, but for its output projection and routers."""
 
 
 class NormedRowLinear(AlignedRowLinear):

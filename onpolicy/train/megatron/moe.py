@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from onpolicy.models.by_operators import ByOperators, Choice
+from onpolicy.models.rounded_inputs import InputRounding
 from onpolicy.models.routing_replay import RoutingReplay
 from onpolicy.ops.experts import expert_outputs, gated_halves, mix_outputs
 from onpolicy.train.megatron.batch import LocalTokens
@@ -205,6 +206,8 @@ class AlignedExperts(nn.Module):
         self.group = parallel_state.get_expert_model_parallel_group()
         self.tensor_group = parallel_state.get_expert_tensor_parallel_group()
         self.row_parallel = row_parallel(config, self.tensor_group)
+        self.rounding: InputRounding | None = None
+        """What their products read goes through it, if it is rounded."""
         count = config.num_moe_experts // self.group.size()
         inner = config.moe_ffn_hidden_size // self.tensor_group.size()
         dtype, hidden = config.params_dtype, config.hidden_size
@@ -230,13 +233,16 @@ class AlignedExperts(nn.Module):
     def _outputs(self, rows: Tensor, experts: Tensor) -> list[Tensor]:
         """[S, H], int64 [S] -> float32 [S, H] for each of this rank's blocks of the sum over I."""
         assert self.config.operators is not None
+        gate = gated_halves(self.config.operators, self.config.activation)
+        if self.rounding is not None:
+            rows, gate = self.rounding(rows), self.rounding.after(gate, self.row_parallel)
         return expert_outputs(
             self.config.operators,
             rows,
             experts,
             self.gate_up.flatten(1, 2),
             self.down,
-            gated_halves(self.config.operators, self.config.activation),
+            gate,
             self.row_parallel,
         )
 

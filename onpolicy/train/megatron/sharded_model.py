@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
+from onpolicy.models.adapters import FactorValues
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.operator_shapes import operator_shapes
+from onpolicy.models.peft_format import first_factors
 from onpolicy.models.policy import PackedTokens
 from onpolicy.models.value_head import Values
 from onpolicy.ops import Operators
@@ -46,7 +48,7 @@ from onpolicy.train.megatron.schedule import (
     share_vectors,
 )
 from onpolicy.train.megatron.state import read_tensors, write_tensors
-from onpolicy.train.megatron.weights import export_buckets, load_hf_weights
+from onpolicy.train.megatron.weights import export_buckets, fill_adapters, load_hf_weights
 from onpolicy.weights.digest import WeightBucket, WeightPart
 
 
@@ -67,10 +69,13 @@ class MegatronModel(ShardedModel):
     ):
         self.config, self.operators = config, operators
         contract = contract if rounds else contract.unrounded
+        self.adapter = contract.adapter if trained and not has_values else None
         self.device = distributed.device(contract.device)
-        self.module = self._load(path, contract, layout, has_values)
         self.ordered: OrderedGradients | None = None
         self.optimizer: MegatronOptimizer | None = None
+        self.module = self._load(path, contract, layout, has_values)
+        if self.adapter is not None:
+            self.fill_adapters(first_factors(config.lora.lora_adapter, config.seed))
         if trained:
             self.module = with_gradients(self.module, config)
             if config.plan.is_rank_invariant and orders_gradients(layout):
@@ -86,7 +91,7 @@ class MegatronModel(ShardedModel):
         hf_config = load_config(path, trust, context=contract.context)
         # A teacher may be of other sizes than the policy, whose shapes the contract has.
         shapes = operator_shapes(ModelFacts(hf_config, trust), contract.row_parallel_blocks)
-        contract = replace(contract, shapes=shapes)
+        contract = replace(contract, shapes=shapes, adapter=self.adapter)
         model = build_model(
             hf_config, contract, self.operators, layout, self.device, has_values=has_values
         )
@@ -98,11 +103,17 @@ class MegatronModel(ShardedModel):
         config_of(self.module).operators = operators
 
     def score(self, batches: Sequence[PackedTokens]) -> list[Any]:
-        return score(self.module, batches)
+        with self.as_it_is():
+            return score(self.module, batches)
+
+    def fill_adapters(self, values: FactorValues) -> None:
+        fill_adapters(self.module, values)
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()  # of which it may have copies in float32
 
     def head(self) -> Head:
         head: Head = get_attr_wrapped_model(self.module, "head")()
-        return replace(head, weight=head.weight.detach())
+        return head.holding([None if x is None else x.detach() for x in head.tensors])
 
     def accumulate_gradients(
         self, batches: Sequence[WeighedBatch], loss: Loss, check: Check | None

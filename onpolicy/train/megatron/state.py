@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from onpolicy.errors import CheckpointError
 from onpolicy.train import distributed
+from onpolicy.train.megatron.adapters import sharded_adapters
+from onpolicy.train.megatron.weights import first_layer, global_name, unwrap
 from onpolicy.train.state import IndexReader, create_missing_moments
 
 _METADATA = {
@@ -61,7 +64,8 @@ def read_tensors(
             )
     except CheckpointingException as error:
         raise CheckpointError(str(error)) from error
-    model.module.load_state_dict(state["model"])
+    # Of a model with adapters all else is as --hf-checkpoint has it.
+    model.module.load_state_dict(state["model"], strict=unwrap(model).config.adapter is None)
     _load_optimizer(optimizer, state["optimizer"])
 
 
@@ -95,9 +99,13 @@ def _state(
 ) -> dict[str, Any]:
     _create_missing_moments(optimizer)
     metadata = dict(_METADATA)  # Megatron adds its process groups to it
-    named = model.module.sharded_state_dict(metadata=metadata)
-    # Without the layers' empty extra states: pickles, which a loader would run.
-    weights = {name: x for name, x in named.items() if not isinstance(x, ShardedObject)}
+    policy = unwrap(model)
+    if policy.config.adapter is not None:
+        weights = sharded_adapters(policy, partial(global_name, first=first_layer(policy)))
+    else:
+        named = model.module.sharded_state_dict(metadata=metadata)
+        # Without the layers' empty extra states: pickles, which a loader would run.
+        weights = {name: x for name, x in named.items() if not isinstance(x, ShardedObject)}
     return {
         "model": weights,
         "optimizer": optimizer.sharded_state_dict(weights, is_loading, metadata=metadata),

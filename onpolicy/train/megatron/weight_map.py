@@ -13,7 +13,10 @@ from functools import partial
 
 from transformers import PretrainedConfig
 
+from onpolicy.contract import AdapterShape
+from onpolicy.models.adapters import is_adapters
 from onpolicy.models.weight_files import VALUE_HEAD
+from onpolicy.train.megatron.adapter_map import adapter_parameters, adapter_part, adapter_shapes
 from onpolicy.train.megatron.family import (
     Family,
     expert_size,
@@ -24,20 +27,7 @@ from onpolicy.train.megatron.family import (
     shared_expert_size,
 )
 from onpolicy.train.megatron.layout import MegatronLayout
-
-Block = tuple[int | slice, ...]
-"""Indexes a tensor: one entry per leading axis, whole axes left out."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A block of a Hugging Face tensor, and the block of a parameter that holds it."""
-
-    name: str
-    """Hugging Face's. Example: 'model.layers.0.self_attn.q_proj.weight'"""
-
-    source: Block
-    target: Block
+from onpolicy.train.megatron.parts import Block, Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +39,15 @@ class WeightMap:
     has_values: bool = False
     """Whether a critic's head is in the place of the output projection."""
 
+    adapter: AdapterShape | None = None
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every Hugging Face tensor of the model, in the order in which they are exported."""
+        """Every Hugging Face tensor of the model, in the order in which they are exported; adapters
+        last."""
+        return {**self.stored_shapes(), **adapter_shapes(self.stored_shapes(), self.adapter)}
+
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those that a checkpoint has."""
         c = self.config
         shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (c.vocab_size, c.hidden_size)}
         for layer in range(c.num_hidden_layers):
@@ -120,7 +117,7 @@ class WeightMap:
                 names += [f"{_VALUE_HEAD}weight", f"{_VALUE_HEAD}bias"]
             elif not self.config.tie_word_embeddings or stage > 0:
                 names.append("output_layer.weight")
-        return names
+        return [*names, *adapter_parameters(names, self.adapter)]
 
     def _leaves(self, layer: int) -> list[str]:
         attention = ["linear_qkv.weight", "linear_proj.weight"]
@@ -147,6 +144,9 @@ class WeightMap:
 
     def parts(self, parameter: str, tp_rank: int, ep_rank: int) -> Iterator[Part]:
         """The blocks that make up a parameter, by its global name, on the ranks of these indices."""
+        if is_adapters(parameter):
+            yield adapter_part(parameter, lambda weight: self.parts(weight, tp_rank, ep_rank))
+            return
         if parameter in ("embedding.word_embeddings.weight", "output_layer.weight"):
             tied = parameter.startswith("embedding") or self.config.tie_word_embeddings
             rows = self._vocabulary_rows(tp_rank)

@@ -13,11 +13,13 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
+from onpolicy.models.adapters import FactorValues, is_adapters
 from onpolicy.models.weight_files import VALUE_HEAD, CheckpointReader
 from onpolicy.train import distributed
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.model import PolicyGptModel
-from onpolicy.train.megatron.weight_map import HEAD, Part, WeightMap, is_expert
+from onpolicy.train.megatron.parts import Part
+from onpolicy.train.megatron.weight_map import HEAD, WeightMap, is_expert
 from onpolicy.weights.digest import WeightBucket, WeightPart
 
 
@@ -47,7 +49,7 @@ def load_hf_weights(model: nn.Module, path: str | Path) -> None:
     weight_map = weight_map_of(policy)
     reader = CheckpointReader(path)
     parameters, place = global_parameters(policy), Place.mine()
-    shapes, unread = weight_map.shapes(), policy.config.unread
+    shapes, unread = weight_map.stored_shapes(), policy.config.unread
     assert parameters.keys() == set(weight_map.parameters(place.stage))
     if policy.has_values:
         # A head that is not there begins with zeros, and a projection is not read.
@@ -56,6 +58,8 @@ def load_hf_weights(model: nn.Module, path: str | Path) -> None:
     reader.require(shapes, unread)
     with torch.no_grad():
         for name, parameter in parameters.items():
+            if is_adapters(name):  # which no checkpoint has
+                continue
             filled = 0
             parameter.zero_()  # what no token stands for in a vocabulary that does not divide
             for part in weight_map.parts(name, place.tp_rank, place.ep_rank):
@@ -65,6 +69,20 @@ def load_hf_weights(model: nn.Module, path: str | Path) -> None:
                     filled += block.numel()
             may_lack = name.startswith(("embedding.", "output_layer.", "value_head."))
             assert may_lack or filled == parameter.numel(), name
+
+
+@torch.no_grad()
+def fill_adapters(model: nn.Module, values: FactorValues) -> None:
+    """Give adapters numbers, each rank those that it holds."""
+    policy, place = unwrap(model), Place.mine()
+    weight_map = weight_map_of(policy)
+    shapes = weight_map.shapes()
+    for name, parameter in global_parameters(policy).items():
+        if is_adapters(name):
+            for part in weight_map.parts(name, place.tp_rank, place.ep_rank):
+                whole = values(part.name, torch.Size(shapes[part.name]))
+                if whole is not None:
+                    parameter[part.target].copy_(whole[part.source])
 
 
 def export_buckets(
@@ -206,7 +224,7 @@ def weight_map_of(policy: PolicyGptModel) -> WeightMap:
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
     )
-    return WeightMap(config.hf_config, layout, policy.has_values)
+    return WeightMap(config.hf_config, layout, policy.has_values, config.adapter)
 
 
 def global_parameters(policy: PolicyGptModel) -> dict[str, Tensor]:

@@ -75,7 +75,13 @@ def test_a_bad_value_is_refused_by_name_with_a_remedy(argv, message):
     [
         (["--rollout-top-k", "1"], "--rollout-top-k=1: .*of one token that is 0"),
         (["--sglang-kv-cache-dtype", "fp8_e4m3"], "--sglang-kv-cache-dtype: .*because cached keys"),
-        (["--sglang-speculative-algorithm", "EAGLE"], "--sglang-speculative-algorithm"),
+        (["--sglang-speculative-algorithm", "EAGLE"], "speculative-algorithm=EAGLE: .*from NGRAM"),
+        (
+            ["--sglang-speculative-algorithm", "NGRAM", "--sglang-tp-size", "2"],
+            "speculative-algorithm=NGRAM: not with --sglang-tp-size=2, .*a corpus of its own",
+        ),
+        (["--sglang-speculative-accept-threshold-acc", "0.5"], "if its seed draws it"),
+        (["--sglang-speculative-ngram-max-bfs-breadth", "4"], "drafts are one chain"),
         (["--sglang-enable-lora"], "--sglang-enable-lora"),
         (["--sglang-tokenizer-worker-num", "2"], "--sglang-tokenizer-worker-num: .*in one process"),
         (["--sglang-quantization=fp8"], "--sglang-quantization"),
@@ -102,6 +108,15 @@ def test_true_on_policy_mode_refuses_what_breaks_it_and_stock_does_not(argv, mes
     with pytest.raises(ConfigError, match=message):
         check(*MODE, *argv)
     check(*argv)
+
+
+def test_drafts_of_n_grams_are_for_wholly_aligned_operators():
+    argv = ["--sglang-speculative-algorithm", "ngram", "--sglang-speculative-num-draft-tokens", "4"]
+    check(*MODE, *argv)
+    with pytest.raises(ConfigError, match=r"--rollout-top-p=0.5: .*Leave one of the two out"):
+        check(*MODE, *argv, "--rollout-top-p", "0.5")
+    with pytest.raises(ConfigError, match="speculative-algorithm=NGRAM: not with --align"):
+        check(*argv, "--align", "linear,log_probs")
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,13 @@ def test_megatron_has_the_same_bits_on_any_number_of_data_parallel_ranks(
     check(ranks, job.under({"megatron_distributed_optimizer": not whole_optimizer}))
 
 
+def test_megatron_has_the_same_bits_of_adapters_on_any_number_of_data_parallel_ranks(
+    ranks, checkpoint
+):
+    pytest.importorskip("megatron.core")
+    check(ranks, Job(path=checkpoint, **ADAPTED))
+
+
 def check(ranks, job):
     alone, *others = (run(group, job, updates=UPDATES) for group in ranks.values())
     least = 1 if not job.config().lora.lora_rank else 0.1

@@ -1,12 +1,12 @@
-"""A trainer that attends to keys and values in 8 bits, and what a scale that is off by an ulp does."""
+"""A trainer with keys and values, or inputs of linears, in 8 bits, and a scale that is an ulp off."""
 
 import pytest
 import torch
 
 from onpolicy.errors import ParityError
-from onpolicy.models import kv_cache
+from onpolicy.models import kv_cache, rounded_inputs
 from onpolicy.train import policy_trainer
-from tests.support.megatron_training import Job, make, make_samples
+from tests.support.megatron_training import Job, make, make_samples, weights
 from tests.support.policies_in_memory import checked_operators
 
 
@@ -36,6 +36,37 @@ def test_one_scale_that_is_off_by_an_ulp_is_a_mismatch(checkpoint, monkeypatch, 
     monkeypatch.setattr(kv_cache, "quantise", one_off)
     with pytest.raises(ParityError):
         trainer.train(samples, 0, [0.0])
+
+
+@pytest.mark.parametrize("activation_format", ["int8", "fp8_e4m3"])
+def test_one_input_whose_scale_is_off_by_an_ulp_is_a_mismatch(
+    checkpoint, monkeypatch, activation_format
+):
+    trainer = trainer_of(checkpoint, rollout_activation_format=activation_format)
+    samples, round_weight = make_samples(trainer), rounded_inputs.round_weight
+    metrics = trainer.train(samples, 0, [0.0]).metrics
+    assert metrics["parity/num_mismatched_tokens"] == 0 < metrics["parity/num_compared_tokens"]
+    assert metrics["train/kl_loss"] == 0  # the reference's inputs are rounded too
+
+    def one_off(rows, weight_format):
+        rounded = round_weight(rows, weight_format)
+        rounded[0] = torch.nextafter(rounded[0], 2 * rounded[0])  # of a first token
+        return rounded
+
+    monkeypatch.setattr(rounded_inputs, "round_weight", one_off)
+    with pytest.raises(ParityError):
+        trainer.train(samples, 0, [0.0])
+
+
+def test_activations_that_are_computed_again_are_rounded_alike(checkpoint):
+    def step(**trainer):
+        changes = {"engine": {"rollout_activation_format": "fp8_e4m3"}, "trainer": trainer}
+        made = make(Job(path=checkpoint, backend="fsdp", changes=changes))
+        made.train(make_samples(made), 0, [0.0])
+        return weights(made)
+
+    kept, again = step(), step(activation_checkpointing=True)
+    assert all(torch.equal(kept[name], again[name]) for name in kept)
 
 
 def test_whoever_rounds_no_keys_computes_other_log_probs(checkpoint):

@@ -1,0 +1,75 @@
+"""The names and the places of adapters, which follow from those of the weights that they are beside.
+
+A linear of Megatron's may be several of transformers', each of which has an adapter of its own:
+`...self_attention.linear_qkv.lora.k_proj.B` is `...self_attn.k_proj.lora.B`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from onpolicy.contract import AdapterShape
+from onpolicy.train.megatron.parts import Block, Part
+
+JOINED = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+    "shared_gate": ("shared_expert_gate",),
+    "output_layer": ("lm_head",),
+}
+"""The linears of transformers that are one of Megatron's, in the order of its rows."""
+
+ADAPTED = {name for names in JOINED.values() for name in names}
+
+
+def adapter_shapes(
+    weights: Mapping[str, tuple[int, ...]], adapter: AdapterShape | None
+) -> dict[str, tuple[int, ...]]:
+    """The factors that are beside these weights, by the names of both in transformers."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (rows, *columns) in weights.items():
+        linear, _, kind = name.rpartition(".")
+        is_target = adapter is not None and linear.rpartition(".")[2] in adapter.targets
+        if adapter is not None and is_target and kind == "weight" and ".experts." not in name:
+            shapes[f"{linear}.lora.A"] = (adapter.rank, *columns)
+            shapes[f"{linear}.lora.B"] = (rows, adapter.rank)
+    return shapes
+
+
+def adapter_parameters(parameters: Iterable[str], adapter: AdapterShape | None) -> list[str]:
+    """Megatron's names of the factors that are beside these parameters."""
+    targets = adapter.targets if adapter is not None else ()
+    linears = [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]
+    return [
+        f"{linear}.lora.{part}.{factor}"
+        for linear in linears
+        for part in JOINED.get(linear.rpartition(".")[2], ())
+        if part in targets
+        for factor in "AB"
+    ]
+
+
+def adapter_part(parameter: str, parts_of: Callable[[str], Iterable[Part]]) -> Part:
+    """What a rank holds of a factor, by Megatron's name of it.
+
+    parts_of: what it holds of a weight. The rows that it has of one tensor follow each other.
+    """
+    linear, _, own = parameter.partition(".lora.")
+    name, _, factor = own.partition(".")
+    parts = [p for p in parts_of(f"{linear}.weight") if p.name.endswith(f"{name}.weight")]
+    whole = f"{parts[0].name.removesuffix('.weight')}.lora.{factor}"
+    first, last = parts[0].source, parts[-1].source
+    if factor == "A":
+        return Part(whole, (slice(None), *first[1:]), ())
+    if not first or first[0] == slice(None):
+        return Part(whole, (), ())
+    start, stop = _rows(first).start, _rows(last).stop
+    return Part(whole, (slice(start, stop),), (slice(0, stop - start),))
+
+
+def _rows(block: Block) -> slice:
+    rows = block[0]
+    assert isinstance(rows, slice)
+    return rows

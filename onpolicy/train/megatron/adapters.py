@@ -1,0 +1,160 @@
+"""Low-rank adapters beside Megatron's linears: one for each linear of transformers that is in it.
+
+The arithmetic is `onpolicy/ops/low_rank.py`'s, as in the rollout. Where tensor-parallel ranks share N,
+each has its rows of B, and its part of the gradient of A, which is whole on every rank; where they share
+K, each has its columns of A, and B is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from torch import Tensor, nn
+
+from onpolicy.contract import AdapterShape
+from onpolicy.models.adapters import CHILD, is_adapters
+from onpolicy.models.low_rank import LowRankModule, Pair
+from onpolicy.ops.low_rank import Factors, add_low_rank
+from onpolicy.ops.row_parallel import WHOLE, RowParallel
+from onpolicy.train.megatron.adapter_map import JOINED
+
+if TYPE_CHECKING:
+    from onpolicy.train.megatron.config import AlignedConfig
+
+
+class JoinedLowRank(LowRankModule):
+    """What is added to the result of one of Megatron's linears, or to a rank's part of it.
+
+    `parts` names the linears of transformers that it is, of which `sizes` rows follow each other, again
+    and again; those of them that are targets have a pair of factors under their names.
+    """
+
+    def __init__(
+        self, linear: Any, parts: Sequence[str], sizes: Sequence[int], shape: AdapterShape
+    ):
+        super().__init__(shape.scale)
+        self.config: AlignedConfig = linear.config
+        self.parts, self.sizes = tuple(parts), tuple(sizes)
+        self.row_parallel: RowParallel = getattr(linear, "row_parallel", WHOLE)
+        shares_rows = isinstance(linear, ColumnParallelLinear)
+        self.group: dist.ProcessGroup | None = linear.tp_group if shares_rows else None
+        """The ranks that share N."""
+        rows, columns = linear.weight.shape
+        self.groups = rows // sum(sizes)
+        like = linear.weight.detach()
+        for part, size in zip(parts, sizes, strict=True):
+            if part in shape.targets:
+                a = like.new_zeros(shape.rank, columns)
+                b = like.new_zeros(self.groups * size, shape.rank)
+                pair = Pair(a, b)
+                _note_for_megatron(pair, linear)
+                self.add_module(part, pair)
+
+    def forward(self, x: Tensor, out: Tensor) -> Tensor:
+        """[..., K] and what the linear gives, [..., N] -> [..., N] in its dtype."""
+        if not self.is_on:
+            return out
+        by_part = out.unflatten(-1, (self.groups, -1)).split(self.sizes, dim=-1)
+        named = zip(self.parts, by_part, strict=True)
+        added = [self._added(name, x, part) for name, part in named]
+        return torch.cat(added, dim=-1).flatten(-2)
+
+    def _added(self, name: str, x: Tensor, out: Tensor) -> Tensor:
+        """[..., K] and [..., groups, size], the result of one of the linears -> its sum."""
+        assert self.config.operators is not None
+        if name not in self._modules:
+            return out
+        factors, flat = self.factors(name), out.flatten(-2)
+        whole = add_low_rank(self.config.operators, x, flat, factors, self.row_parallel)
+        return whole.view(out.shape)
+
+    def factors(self, name: str) -> Factors:
+        """Those of one of the linears."""
+        pair = self.get_submodule(name)
+        assert isinstance(pair, Pair)
+        a: Tensor = pair.A
+        if self.group is not None:
+            a = copy_to_tensor_model_parallel_region(a, self.group)
+        return Factors(a, pair.B, self.scale)
+
+
+def _note_for_megatron(pair: Pair, linear: Any) -> None:
+    """Say of both factors whose gradients Megatron adds up, and counts in their norm."""
+    whole = [pair.A, pair.B]
+    if isinstance(linear, ColumnParallelLinear):
+        set_tensor_model_parallel_attributes(pair.B, True, 0, 1)
+        return  # the gradient of A is added up where it is computed
+    if isinstance(linear, RowParallelLinear):
+        set_tensor_model_parallel_attributes(pair.A, True, 1, 1)
+        whole = [pair.B]
+    for factor in whole:  # each rank has that of its own tokens
+        factor.sequence_parallel = linear.config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def add_adapters(model: Any, shape: AdapterShape | None) -> None:
+    """Put adapters, which are zeros, beside the linears of a pipeline stage that a contract names; all
+    else is frozen from now on. Without a shape nothing is done."""
+    if shape is None:
+        return
+    model.requires_grad_(False)
+    for name, linear in list(model.named_modules()):
+        parts = JOINED.get(name.rpartition(".")[2], ())
+        if set(shape.targets).intersection(parts):
+            linear.lora = JoinedLowRank(linear, parts, _sizes(linear, parts), shape)
+    if model.pre_process:
+        # Megatron computes layers again, and sends gradients back through a pipeline, only if what
+        # enters them has a gradient.
+        model.embedding.register_forward_hook(_require_gradient)
+
+
+def _require_gradient(embedding: nn.Module, args: Any, out: Tensor) -> Tensor:
+    return out.requires_grad_() if torch.is_grad_enabled() else out
+
+
+def _sizes(linear: Any, parts: Sequence[str]) -> list[int]:
+    """Megatron keeps the queries of a group, then its key, then its value; then the next group."""
+    if len(parts) == 3:
+        config = linear.config
+        queries = config.num_attention_heads // config.num_query_groups
+        return [queries * config.kv_channels, config.kv_channels, config.kv_channels]
+    return [len(linear.weight) // len(parts)] * len(parts)
+
+
+def factors_of(output_layer: nn.Module) -> Factors | None:
+    """Those beside the output projection, where they are on."""
+    adapter = output_layer._modules.get(CHILD)
+    if not isinstance(adapter, JoinedLowRank) or not adapter.is_on:
+        return None
+    return adapter.factors("lm_head")
+
+
+def sharded_adapters(model: nn.Module, key_of: Callable[[str], str]) -> dict[str, ShardedTensor]:
+    """All that Megatron's checkpoints hold of a stage with adapters, by its own names of them; `key_of`
+    a name is that in the whole model."""
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    found = {}
+    for name, factor in model.named_parameters():
+        if is_adapters(name):
+            is_shared = getattr(factor, "tensor_model_parallel", False)
+            own = [(factor.partition_dim, rank, ranks)] if is_shared else []  # type: ignore[attr-defined]
+            found[name] = ShardedTensor.from_rank_offsets(
+                key_of(name),
+                factor,
+                *own,
+                replica_id=(0, 0 if is_shared else rank, replica),
+                allow_shape_mismatch=name.endswith("lm_head.B"),  # whose last rows may be padding
+            )
+    return found
