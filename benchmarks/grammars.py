@@ -157,7 +157,7 @@ def sampled_and_trained(pair: EnginePair, grammar: Grammar | None) -> tuple[floa
 
 
 def resident_mib() -> int:
-    """Of this process and of all that the server has."""
+    """Memory of this process and of all that the server has."""
     me = psutil.Process()
     return sum(p.memory_info().rss for p in (me, *me.children(recursive=True))) >> 20
 
