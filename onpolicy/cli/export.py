@@ -33,6 +33,10 @@ class ExportConfig:
     ] = ""  # fmt: skip
     """The format."""
 
+    activations: Literal["", "fp8_e4m3"] = ""
+    """Have whoever loads the checkpoint round what linears read, too, as a run with this
+    --rollout-activation-format does. With --quantised fp8_e4m3."""
+
     merge: str = ""
     """Directory of an adapter in PEFT's format, such as step_N/hf of a run with --lora-rank, which is
     merged into --hf-checkpoint."""
@@ -54,6 +58,11 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("--quantised, --merge: one of the two says what is written. Give one.")
     if config.dtype and not config.merge:
         raise ConfigError(f"--dtype={config.dtype}: only --merge reads it. Leave it out.")
+    if config.activations not in ("", config.quantised):
+        raise ConfigError(
+            f"--activations={config.activations}: products are of numbers of one format. Give "
+            f"--quantised {config.activations}, or leave it out."
+        )
     if Path(config.output).exists():
         raise ConfigError(f"--output={config.output}: is there already. Give another directory.")
     require_directory("--output", str(Path(config.output).absolute().parent))
@@ -67,6 +76,8 @@ def main(argv: Sequence[str]) -> int:
 
     from onpolicy.models.quantised import export_quantised
 
-    count = export_quantised(Path(config.hf_checkpoint), Path(config.output), config.quantised)
-    print(f"{config.output}: {count} weights in {config.quantised}")
+    source, output = Path(config.hf_checkpoint), Path(config.output)
+    count = export_quantised(source, output, config.quantised, bool(config.activations))
+    inputs = ", as what they are multiplied with" if config.activations else ""
+    print(f"{config.output}: {count} weights in {config.quantised}{inputs}")
     return 0

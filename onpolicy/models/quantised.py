@@ -29,9 +29,12 @@ BITS = {"int3": 3, "int3_group128": 3, "int4": 4, "int4_group128": 4, "int8": 8}
 FLOATS = {"fp8_e4m3"}
 
 
-def export_quantised(source: Path, directory: Path, weight_format: str) -> int:
+def export_quantised(
+    source: Path, directory: Path, weight_format: str, rounds_inputs: bool = False
+) -> int:
     """Write the checkpoint of `source` in a format; returns how many of its tensors are rounded.
 
+    `rounds_inputs`: whoever loads it also rounds what linears read, with a scale for each token.
     Raises ConfigError for a checkpoint that transformers could not read so.
     """
     config = load_config(str(source), False)
@@ -55,7 +58,9 @@ def export_quantised(source: Path, directory: Path, weight_format: str) -> int:
     }
     kept -= {name.removesuffix(".weight") for name in taken}
     file = directory / "config.json"
-    told = json.loads(file.read_text()) | {"quantization_config": _told(weight_format, kept)}
+    told = json.loads(file.read_text()) | {
+        "quantization_config": _told(weight_format, kept, rounds_inputs)
+    }
     file.write_text(json.dumps(told, indent=2))
     return len(taken)
 
@@ -91,21 +96,22 @@ def _packed(numbers: Tensor, bits: int) -> Tensor:
     return torch.from_numpy(words.view("<i4").copy())
 
 
-def _told(weight_format: str, kept: set[str]) -> dict[str, Any]:
+def _told(weight_format: str, kept: set[str], rounds_inputs: bool) -> dict[str, Any]:
     """What config.json says of it."""
     is_float, columns = weight_format in FLOATS, FORMATS[weight_format].block[1]
-    weights = {
+    numbers = {
         "num_bits": 8 if is_float else BITS[weight_format],
         "type": "float" if is_float else "int",
         "symmetric": True,
-        "dynamic": False,
-        "strategy": "group" if columns else "channel",
-        **({"group_size": columns} if columns else {}),
     }
+    blocks = {"strategy": "group", "group_size": columns} if columns else {"strategy": "channel"}
+    group = {"targets": ["Linear"], "weights": numbers | {"dynamic": False} | blocks}
+    if rounds_inputs:
+        group["input_activations"] = numbers | {"dynamic": True, "strategy": "token"}
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized" if is_float else "pack-quantized",
         "quantization_status": "compressed",
         "ignore": sorted(kept),
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "config_groups": {"group_0": group},
     }

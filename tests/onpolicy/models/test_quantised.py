@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from onpolicy.cli.main import main
+from onpolicy.models.rounded_inputs import round_inputs
 from onpolicy.weights.rounding import is_rounded, round_weight
 from tests.support.tiny import make_checkpoint
 
@@ -24,12 +25,15 @@ def exported(source, target, *argv):
     return main(["export", "--hf-checkpoint", str(source), "--output", str(target), *argv])
 
 
-def loaded(path):
-    whole = CompressedTensorsConfig(run_compressed=False)
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, quantization_config=whole
+def whole(path):
+    apart = CompressedTensorsConfig(run_compressed=False)
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, quantization_config=apart
     )
-    return {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+
+
+def loaded(path):
+    return {name: tensor.bfloat16() for name, tensor in whole(path).state_dict().items()}
 
 
 @pytest.mark.parametrize("weight_format", ["int3", "int4_group128", "int8", "fp8_e4m3"])
@@ -47,9 +51,27 @@ def test_transformers_loads_the_bits_that_a_run_computes_with(source, tmp_path, 
     assert sizes[0] < 0.85 * sizes[1]
 
 
+def test_transformers_rounds_the_inputs_that_a_run_rounds(source, tmp_path):
+    """compressed-tensors' own code gives the same logits, bit for bit, where products are the same."""
+    weights = ["--quantised", "fp8_e4m3"]
+    assert exported(source, tmp_path / "both", *weights, "--activations", "fp8_e4m3") == 0
+    assert exported(source, tmp_path / "weights", *weights) == 0
+    theirs, ours = (whole(tmp_path / name) for name in ("both", "weights"))
+    ids = torch.arange(40)[None] % 130
+    with torch.no_grad():
+        plain = ours(ids).logits
+        round_inputs(ours, "fp8_e4m3", (torch.nn.Linear,))
+        assert torch.equal(ours(ids).logits, theirs(ids).logits)
+        assert not torch.equal(ours(ids).logits, plain)
+
+
 def test_what_cannot_be_written_is_refused(source, checkpoint, tmp_path, capsys):
     assert exported(source, tmp_path / "out") == 2
     assert "--quantised, --merge: one of the two" in capsys.readouterr().err
+    assert (
+        exported(source, tmp_path / "out", "--quantised", "int4", "--activations", "fp8_e4m3") == 2
+    )
+    assert "--activations=fp8_e4m3: products" in capsys.readouterr().err
     assert exported(source, tmp_path, "--quantised", "int4") == 2
     assert "is there already" in capsys.readouterr().err
     assert exported(checkpoint, tmp_path / "out", "--quantised", "int4_group128") == 2
