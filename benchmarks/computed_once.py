@@ -64,9 +64,9 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     """Both in turns, and the median seconds of each phase."""
     hf_config, load = load_config(config.model.hf_checkpoint), os.getloadavg()
     first = setting(config, hf_config, "aligned", backends(config)[0])
-    with on_cluster(*first) as make_engines, ExitStack() as on_exit:
+    with on_cluster(*first) as cluster, ExitStack() as on_exit:
         runs = {
-            kind: on_exit.enter_context(started(config, hf_config, kind, make_engines))
+            kind: on_exit.enter_context(started(config, hf_config, kind, cluster.make_engines))
             for kind in SHARED
         }
         steps = {kind: run.step for kind, run in runs.items()}

@@ -30,11 +30,11 @@ def bench_loop(config: BenchConfig) -> dict[str, Any]:
     hf_config = load_config(config.model.hf_checkpoint)
     backend = backends(config)[0]
     with (
-        on_cluster(*setting(config, hf_config, "aligned", backend)) as make_engines,
+        on_cluster(*setting(config, hf_config, "aligned", backend)) as cluster,
         ExitStack() as on_exit,
     ):
         runs = {
-            kind: on_exit.enter_context(started_run(config, hf_config, kind, make_engines))
+            kind: on_exit.enter_context(started_run(config, hf_config, kind, cluster.make_engines))
             for kind in KINDS
         }
         result = compare_in_turns(

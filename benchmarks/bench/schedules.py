@@ -51,9 +51,9 @@ def bench_schedules(config: BenchConfig) -> dict[str, Any]:
     """
     hf_config = load_config(config.model.hf_checkpoint)
     first = setting(config, hf_config, "aligned", backends(config)[0])
-    with on_cluster(*first) as make_engines, ExitStack() as on_exit:
+    with on_cluster(*first) as cluster, ExitStack() as on_exit:
         runs = {
-            name: on_exit.enter_context(started(config, hf_config, name, make_engines))
+            name: on_exit.enter_context(started(config, hf_config, name, cluster.make_engines))
             for name in schedules(config)
         }
         take_turns({name: run.step for name, run in runs.items()}, WARM_UP, config.repetitions)

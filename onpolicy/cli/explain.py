@@ -32,7 +32,8 @@ def main(argv: Sequence[str]) -> int:
     with ExitStack() as stack:
         make_engines: MakeEngines = EnginePair
         if config.cluster.num_ranks > 1 or config.cluster.ray_address:
-            make_engines = stack.enter_context(on_cluster(train_config, contract))
+            cluster = stack.enter_context(on_cluster(train_config, contract))
+            make_engines = cluster.make_engines
         result = (attribute if config.attribution else explain)(config, make_engines)
     if config.attribution:
         text = attribution_text(result["rows"], result["by"])

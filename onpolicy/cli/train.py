@@ -49,8 +49,8 @@ def _train(config: TrainConfig) -> int:
     config = fit_run(config)
     inputs = read_inputs(config, Scorer(config.reward))
     _say_what_runs(config)
-    with on_cluster(config, inputs.ladder.contract) as make_engines:
-        make_run = partial(Run, make_engines=make_engines)
+    with on_cluster(config, inputs.ladder.contract) as cluster:
+        make_run = partial(Run, make_engines=cluster.make_engines, make_scorer=cluster.make_scorer)
         summary = train_through_losses(config, inputs, make_run)
     print_summary(summary)
     return 0

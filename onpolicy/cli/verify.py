@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
 
     config = fit_verify(config)
     train_config, contract = check_inputs(config)
-    with on_cluster(train_config, contract) as make_engines:
-        report = verify(config, make_engines)
+    with on_cluster(train_config, contract) as cluster:
+        report = verify(config, cluster.make_engines)
     put_out(report, config.json)
     return 0 if passes(report, config) else 1

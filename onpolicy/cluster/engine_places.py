@@ -33,7 +33,9 @@ class Places:
     ):
         """`cpu_threads`: of each process, in place of its slot's share of the cores; 0: that share."""
         self.placement = placement
-        self._cpu_threads, self._colocate, self._hosts = cpu_threads, colocate, hosts
+        self._cpu_threads, self._colocate, self.hosts = cpu_threads, colocate, hosts
+        self.beside: list[Places] = []
+        """Those of other servers of the command, whose GPUs these leave alone."""
         self._require_room = require_room
         self._lost: set[str] = set()
 
@@ -57,9 +59,10 @@ class Places:
         Raises HostLostError if it fits nowhere, or if ranks of the trainer were on that host.
         """
         self._lost.add(spec.node)
-        left = [host for host in self._hosts() if host.name not in self._lost]
+        left = [host for host in self.hosts() if host.name not in self._lost]
         try:
-            placement = place_again(self.placement, spec.tp_size, left, self._colocate)
+            taken = [slot for others in self.beside for slot in others.placement.slots]
+            placement = place_again(self.placement, spec.tp_size, left, self._colocate, taken)
             if self._require_room is not None:
                 self._require_room(self.placement, placement)
         except ConfigError as reason:

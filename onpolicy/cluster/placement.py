@@ -39,9 +39,14 @@ class Placement:
     engines: tuple[Slot, ...]
 
     @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Those of ranks and of engines."""
+        return *self.trainer, *self.engines
+
+    @property
     def hosts(self) -> tuple[Host, ...]:
         """The hosts that the run takes, that of the trainer's rank 0 first."""
-        return tuple(dict.fromkeys(slot.host for slot in (*self.trainer, *self.engines)))
+        return tuple(dict.fromkeys(slot.host for slot in self.slots))
 
     @property
     def is_here(self) -> bool:
@@ -50,8 +55,7 @@ class Placement:
 
     def gpus(self, host: Host) -> set[int]:
         """Numbers of the GPUs that it takes on a host."""
-        slots = (*self.trainer, *self.engines)
-        return {gpu for slot in slots if slot.host == host for gpu in slot.devices}
+        return {gpu for slot in self.slots if slot.host == host for gpu in slot.devices}
 
     def shared_gpus(self, host: Host) -> set[int]:
         """Those of them on which both a rank and an engine are."""
@@ -61,7 +65,7 @@ class Placement:
     @property
     def device(self) -> str:
         """What its processes compute on: `cuda` or `cpu`."""
-        return "cuda" if any(slot.devices for slot in (*self.trainer, *self.engines)) else "cpu"
+        return "cuda" if any(slot.devices for slot in self.slots) else "cpu"
 
     def counts(self, host: Host) -> tuple[int, int]:
         """(ranks, engines) on a host."""
@@ -123,10 +127,12 @@ def place_engines(
     hosts: Sequence[Host],
     placement: Placement = NOTHING,
     colocate: bool = False,
+    taken: Sequence[Slot] = (),
 ) -> Placement:
-    """`placement` and so many engines more, on `hosts`. Raises ConfigError as `place` does."""
+    """`placement` and so many engines more, on `hosts`, and on no GPU that is taken by others. Raises
+    ConfigError as `place` does."""
     if device == "cuda":
-        places = _free_gpus(placement, gpus_per_engine, colocate, hosts)
+        places = _free_gpus(placement, gpus_per_engine, colocate, hosts, taken)
     else:
         places = _least_used(placement, gpus_per_engine, hosts)
     found = list(islice(places, number))
@@ -139,7 +145,11 @@ def place_engines(
 
 
 def place_again(
-    placement: Placement, gpus_per_engine: int, hosts: Sequence[Host], colocate: bool = False
+    placement: Placement,
+    gpus_per_engine: int,
+    hosts: Sequence[Host],
+    colocate: bool = False,
+    taken: Sequence[Slot] = (),
 ) -> Placement:
     """`placement` when `hosts` are left: engines of others take new slots there, and keep their numbers.
 
@@ -151,7 +161,8 @@ def place_again(
         raise ConfigError("ranks of the trainer were there too.")
     kept = tuple(slot for slot in placement.engines if slot.host.name in left)
     number, whole = len(placement.engines) - len(kept), Placement(placement.trainer, kept)
-    placed = place_engines(number, gpus_per_engine, placement.device, hosts, whole, colocate)
+    device = placement.device
+    placed = place_engines(number, gpus_per_engine, device, hosts, whole, colocate, taken)
     new = iter(placed.engines[len(kept) :])
     engines = (slot if slot.host.name in left else next(new) for slot in placement.engines)
     return Placement(placement.trainer, tuple(engines))
@@ -180,10 +191,15 @@ def _ranks_on_cores(cluster: ClusterConfig, hosts: Sequence[Host]) -> tuple[Slot
 
 
 def _free_gpus(
-    placement: Placement, per_engine: int, colocate: bool, hosts: Sequence[Host]
+    placement: Placement,
+    per_engine: int,
+    colocate: bool,
+    hosts: Sequence[Host],
+    others: Sequence[Slot],
 ) -> Iterator[Place]:
     """GPUs for engines, one after another: neighbours on one host that nobody has."""
-    takers = placement.engines if colocate else (*placement.trainer, *placement.engines)
+    ranks = () if colocate else placement.trainer
+    takers = (*ranks, *placement.engines, *others)
     taken = {(slot.host.name, gpu) for slot in takers for gpu in slot.devices}
     for host in hosts:
         free: list[int] = []

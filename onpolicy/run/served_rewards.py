@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,28 +10,42 @@ from pathlib import Path
 from onpolicy.cluster.engine_host import make_server
 from onpolicy.cluster.engine_places import Places
 from onpolicy.cluster.placement import Placement
+from onpolicy.cluster.session import free_memory_on, gpus_on
 from onpolicy.config import TrainConfig
 from onpolicy.rewards import Answers, Failure, Numbers
 from onpolicy.rewards.scorer import Groups, Scorer
 from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.run.launch.classifiers import (
+    classifier_memory,
     classifier_placement,
     classifier_spec,
     has_own_classifier,
 )
-from onpolicy.run.launch.host_shares import placement_here
+from onpolicy.run.launch.host_shares import hosts_here, placement_here
+from onpolicy.run.launch.memory_checks import Needs, require_gpus, require_host
+
+logger = logging.getLogger(__name__)
 
 
-def make_scorer(config: TrainConfig, beside: Placement | None = None) -> Scorer:
+def make_scorer(
+    config: TrainConfig, beside: Places | None = None, needs: Needs | None = None
+) -> Scorer:
     """The scorer of a run, whose servers of a classifier, if it has some of its own, have been started.
 
     beside: where the run's other processes are, if not where `onpolicy train` has them on this host.
+    needs: what those hold, if the hosts are to be asked for memory. Raises ConfigError if servers do not
+    fit there.
     """
     if not has_own_classifier(config):
         return Scorer(config.reward)
     spec = classifier_spec(config)
-    placement = classifier_placement(config, beside or placement_here(config, spec.contract))
-    places = Places(placement, cpu_threads=config.engine.cpu_threads)
+    beside = beside or Places(placement_here(config, spec.contract), hosts=hosts_here)
+    placement = classifier_placement(config, beside.placement, beside.hosts())
+    _require_room(config, placement, beside.placement, needs)
+    for line in placement.describe("reward engine"):
+        logger.info("%s", line)
+    places = Places(placement, cpu_threads=config.engine.cpu_threads, hosts=beside.hosts)
+    places.beside, beside.beside = [beside], [places]
     engine = replace(config.engine, rollout_server_url=(), rollout_base_port=0, colocate=False)
     servers = SglangGroup(
         engine,
@@ -65,6 +80,7 @@ class ServingScorer(Scorer):
             while failed := [i for i, each in enumerate(found) if isinstance(each, Failure)]:
                 if not self.servers.revive():  # else they failed because a server died
                     break
+                self._move()
                 again = super(ServingScorer, self)._ask(source, [[samples[i] for i in failed]])()
                 for i, each in zip(failed, again, strict=True):
                     found[i] = each
@@ -72,6 +88,29 @@ class ServingScorer(Scorer):
 
         return answers
 
+    def _move(self) -> None:
+        """Ask servers where they are now, which is another host if theirs has left the cluster."""
+        urls = tuple(server.url for server in self.servers.servers)
+        if urls != self.config.reward_server_url:
+            self.config = replace(self.config, reward_server_url=urls)
+            self._remotes.pop("model", None)
+
     def close(self) -> None:
         super().close()
         self.servers.stop()
+
+
+def _require_room(
+    config: TrainConfig, placement: Placement, beside: Placement, needs: Needs | None
+) -> None:
+    """Raise ConfigError if a host, or a GPU, has too little memory for the servers of a classifier with
+    what the run has `beside` there. needs: None if it is not asked for."""
+    if needs is None:
+        return
+    own = Needs(lambda _, servers: classifier_memory(config, servers))
+    if placement.device == "cuda":
+        require_gpus(placement, own, gpus_on(placement.hosts))
+    free = free_memory_on(placement.hosts)
+    for host in placement.hosts:
+        together = needs.held(*beside.counts(host)) + own.held(*placement.counts(host))
+        require_host(together, str(host), free[host], placement.device)

@@ -44,3 +44,10 @@ async def act_within(turns, prompt):
     fork = turns.fork()
     within = turns.sample(json_schema={"type": "boolean"}, max_tokens=8, temperature=0.8)
     await asyncio.gather(within, fork.sample(max_tokens=6))
+
+
+async def write_within(turns, prompt):
+    """One long answer within a grammar, which pushes of a free run come into, and a short one after."""
+    await turns.sample(regex="([a-f]{3,5}-){16}[0-9]{2}", max_tokens=80)
+    turns.append(" so: ")
+    await turns.sample(json_schema={"type": "boolean"}, max_tokens=8)

@@ -139,9 +139,6 @@ class RemoteRewardConfig:
         Against(has_agent,
             "the classifier is given a prompt's messages and one answer, and an episode may have more",
             "Leave one of the two out."),
-        Against(lambda run: starts_classifier(run) and run.ray_address,
-            "its servers are started on this host alone, and --ray-address={found} has others",
-            "Start them with `onpolicy serve --ray-address`, and give --reward-server-url."),
     ] = ""  # fmt: skip
     """Checkpoint of the sequence classifier of --rm-type model, with one label. Its tokenizer writes the
     conversation that is scored, and servers of it are started, and started again if they die."""
@@ -153,7 +150,7 @@ class RemoteRewardConfig:
         NO_RESULT,
     ] = 1  # fmt: skip
     """Servers of --reward-checkpoint to start, on aligned operators; samples go to each in turn. On GPUs
-    each takes one that nobody else has; else they share this host's cores."""
+    each takes one that nobody else has; else they share the cores of their hosts."""
 
     reward_server_url: Annotated[
         tuple[str, ...], MODEL, NO_RESULT,

@@ -83,7 +83,7 @@ def evaluate(config: TrainConfig, inputs: Inputs, rollouts_done: int) -> Report:
     with places_on_cluster(HostsConfig(), place, engines.cpu_threads) as places:
         make_rollout = partial(make_rollout_group, places=places)
         make_engines = partial(PublishedEngines, make_rollout=make_rollout)
-        scorer = partial(make_scorer, beside=places.placement)
+        scorer = partial(make_scorer, beside=places)
         with Run(config, inputs, make_engines=make_engines, make_scorer=scorer) as run:
             logger.info("pushing the checkpoint's weights to the servers")
             run.engines.push_weights(0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from onpolicy.cluster.hosts import Host
 from onpolicy.cluster.placement import NOTHING, Placement, place_engines
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import EngineCountConfig, ModelConfig, OperatorsConfig, ServerConfig
@@ -17,7 +19,6 @@ from onpolicy.models.size import ModelSize
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import serve_spec
-from onpolicy.run.launch.host_shares import hosts_here
 from onpolicy.run.launch.memory_model import server_memory
 from onpolicy.run.launch.process_memory import ProcessMemory
 
@@ -51,25 +52,28 @@ def classifier_spec(config: TrainConfig) -> EngineSpec:
         raise ConfigError(f"{FLAG}={reward.reward_checkpoint}: {error}") from error
 
 
-def classifier_memory(config: TrainConfig) -> list[ProcessMemory]:
-    """What they hold; nothing if none is started."""
+def classifier_memory(config: TrainConfig, number: int = 0) -> list[ProcessMemory]:
+    """What they hold, or so many of them; nothing if none is started."""
     if not has_own_classifier(config):
         return []
     hf_config = load_config(config.reward.reward_checkpoint, flag=FLAG)
-    number, size = config.reward.reward_num_engines, ModelSize.of(hf_config, False)
+    number, size = number or config.reward.reward_num_engines, ModelSize.of(hf_config, False)
     held = server_memory(classifier_spec(config), size, hf_config, number)
     return [replace(held, name=f"SGLang server of {FLAG}")]
 
 
-def classifier_placement(config: TrainConfig, beside: Placement) -> Placement:
-    """Where they are: on this host, where they share its cores, or on GPUs that nobody has `beside`.
+def classifier_placement(
+    config: TrainConfig, beside: Placement, hosts: Sequence[Host]
+) -> Placement:
+    """Where they are on `hosts`: by turns, where they share a host's cores, or on GPUs that nobody has
+    `beside`.
 
     Raises ConfigError if there are too few GPUs.
     """
     number = config.reward.reward_num_engines
     others = beside if beside.device == "cuda" else NOTHING
     try:
-        placed = place_engines(number, 1, beside.device, hosts_here(), others)
+        placed = place_engines(number, 1, beside.device, hosts, others)
     except ConfigError as error:
         raise ConfigError(
             f"--reward-num-engines={number}: each takes a GPU that nobody else has, and there are too "
@@ -79,8 +83,10 @@ def classifier_placement(config: TrainConfig, beside: Placement) -> Placement:
     return Placement((), placed.engines[-number:])
 
 
-def classifiers_described(config: TrainConfig, beside: Placement) -> list[str]:
+def classifiers_described(
+    config: TrainConfig, beside: Placement, hosts: Sequence[Host]
+) -> list[str]:
     """Where they are, in words; nothing if none is started. Raises as `classifier_placement` does."""
     if not has_own_classifier(config):
         return []
-    return classifier_placement(config, beside).describe("reward engine")
+    return classifier_placement(config, beside, hosts).describe("reward engine")

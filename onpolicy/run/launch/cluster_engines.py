@@ -11,15 +11,21 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from onpolicy.cluster.engine_places import Places
+from onpolicy.cluster.hosts import Host
 from onpolicy.cluster.placement import Placement, Slot
-from onpolicy.cluster.session import session, when_it_fits
+from onpolicy.cluster.session import alive_hosts, session, when_it_fits
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import HostsConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, ContractError
+from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.base import RolloutGroup
 from onpolicy.run.engines import EnginePair
-from onpolicy.run.launch.classifiers import classifiers_described
+from onpolicy.run.launch.classifiers import (
+    classifier_placement,
+    classifiers_described,
+    has_own_classifier,
+)
 from onpolicy.run.launch.engine_specs import make_rollout_group, places_in
 from onpolicy.run.launch.host_shares import (
     hosts_here,
@@ -28,6 +34,7 @@ from onpolicy.run.launch.host_shares import (
     placement_of_trainer,
 )
 from onpolicy.run.launch.memory_checks import Needs, PlaceOn, fitting, require_room_of
+from onpolicy.run.served_rewards import make_scorer
 from onpolicy.train import Trainer
 
 logger = logging.getLogger(__name__)
@@ -36,17 +43,16 @@ MakeEngines = Callable[..., EnginePair]
 """Takes what `EnginePair` takes, less what makes its trainer."""
 
 
-@contextmanager
-def on_cluster(config: TrainConfig, contract: NumericsContract) -> Iterator[MakeEngines]:
-    """Be in the run's cluster, and know what makes its engines there.
+class OnCluster:
+    """Makes what a run has on the hosts of its cluster, which this process is in."""
 
-    It places them on the hosts that there are when it is called, and says where. It raises ConfigError
-    if they do not fit there, or the memory of a cluster's host. Called again, as after a loss, it raises
-    EngineError for that, and does not wait for other hosts to join.
-    """
-    is_again = False
+    def __init__(self, config: TrainConfig, contract: NumericsContract):
+        self.config, self.contract = config, contract
+        self._places: Places | None = None
+        self._needs: Needs | None = None
 
     def make_engines(
+        self,
         own: TrainConfig,
         hf_config: PretrainedConfig,
         own_contract: NumericsContract,
@@ -54,26 +60,45 @@ def on_cluster(config: TrainConfig, contract: NumericsContract) -> Iterator[Make
         longest_sequence: int,
         make_rollout: Callable[..., RolloutGroup] = make_rollout_group,
     ) -> EnginePair:
-        nonlocal is_again
-        needs = None
+        """Engines and ranks on the hosts that there are, and says where.
+
+        Raises ConfigError if they do not fit there, or the memory of a cluster's host. Called again, as
+        after a loss, it raises EngineError for that, and does not wait for other hosts to join.
+        """
+        config, is_again = self.config, self._places is not None
         if config.cluster.ray_address:
-            needs = Needs.of(own, hf_config, own_contract, longest_sequence)
-        place = partial(fitting, partial(placement_of, config, contract), needs)
+            self._needs = Needs.of(own, hf_config, own_contract, longest_sequence)
+        place = partial(fitting, partial(_place_run, config, self.contract), self._needs)
         placement = _said(*when_it_fits(place, config.cluster, after_a_loss=is_again))
-        is_again = True
-        places = places_in(placement, config, require_room_of(needs))
+        self._places = places_in(placement, config, require_room_of(self._needs))
         return EnginePair(
             own,
             hf_config,
             own_contract,
             directory,
             longest_sequence=longest_sequence,
-            make_rollout=partial(make_rollout, places=places),
+            make_rollout=partial(make_rollout, places=self._places),
             make_trainer=partial(_make_ranks, placement.trainer),
         )
 
+    def make_scorer(self, config: TrainConfig) -> Scorer:
+        """The scorer of a run whose engines have been made; see `served_rewards.make_scorer`."""
+        return make_scorer(config, self._places, self._needs)
+
+
+def _place_run(config: TrainConfig, contract: NumericsContract, hosts: Sequence[Host]) -> Placement:
+    """Where ranks and engines are, if there is room for the servers of a classifier beside them."""
+    placement = placement_of(config, contract, hosts)
+    if has_own_classifier(config):
+        classifier_placement(config, placement, hosts)
+    return placement
+
+
+@contextmanager
+def on_cluster(config: TrainConfig, contract: NumericsContract) -> Iterator[OnCluster]:
+    """Be in the run's cluster, and know what makes its engines there."""
     with session(config.cluster):
-        yield make_engines
+        yield OnCluster(config, contract)
 
 
 @contextmanager
@@ -104,7 +129,12 @@ def places_on_cluster(
             placement = _said(*when_it_fits(partial(fitting, place, needs), cluster))
         else:
             placement = _said(*fitting(place, None, hosts_here()))
-        yield Places(placement, cpu_threads=cpu_threads, require_room=require_room_of(needs))
+        yield Places(
+            placement,
+            cpu_threads=cpu_threads,
+            hosts=alive_hosts if cluster.ray_address else hosts_here,
+            require_room=require_room_of(needs),
+        )
 
 
 def planned(
@@ -118,10 +148,11 @@ def planned(
     try:
         if not config.cluster.ray_address:
             placement = placement_here(config, contract)
-            return placement.describe() + classifiers_described(config, placement)
+            return placement.describe() + classifiers_described(config, placement, hosts_here())
         needs = Needs.of(config, hf_config, contract, longest_sequence)
         with session(config.cluster) as hosts:
-            return fitting(partial(placement_of, config, contract), needs, hosts)[1]
+            placement, lines = fitting(partial(placement_of, config, contract), needs, hosts)
+            return lines + classifiers_described(config, placement, hosts)
     except (ConfigError, ContractError) as error:
         return [f"here and now the run would be refused: {error}"]
 

@@ -28,7 +28,7 @@ from onpolicy.run.ladder import Ladder
 from onpolicy.run.launch.classifiers import classifiers_described
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import rollout_spec
-from onpolicy.run.launch.host_shares import placement_here
+from onpolicy.run.launch.host_shares import hosts_here, placement_here
 from onpolicy.run.launch.input_checks import (
     check_layout,
     require_context,
@@ -133,7 +133,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
         require_weights(config, hf_config)
         # A cluster is asked when a run begins.
         if not (config.cluster.ray_address or config.dry_run):
-            classifiers_described(config, placement_here(config, ladder.contract))
+            classifiers_described(config, placement_here(config, ladder.contract), hosts_here())
         spec = rollout_spec(config, hf_config, ladder.contract, inputs.longest_sequence(config))
         size = ModelSize.of(hf_config, trust, ladder.contract.adapter)
         require_run_fits(config, hf_config, spec, size)

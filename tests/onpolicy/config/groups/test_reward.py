@@ -101,10 +101,6 @@ MODEL = {"rm_type": "model", "reward_checkpoint": "d", "reward_server_url": ("ht
             {**MODEL, "reward_server_url": (), "reward_api_key": "K"},
             "--reward-api-key=K: only --reward-server-url",
         ),
-        (
-            {**MODEL, "reward_server_url": (), "ray_address": "h:1"},
-            "its servers are started on this host alone, and --ray-address=h:1",
-        ),
         ({**MODEL, "reward_server_url": ("h:1",)}, r"--reward-server-url=\['h:1'\]: is no address"),
         ({"rm_type": "exact", "reward_input": "text"}, "only --rm-type model, --rewards with it"),
     ],
