@@ -203,6 +203,27 @@ def test_a_checkpoint_of_adapters_may_be_loaded_in_another_layout(two_ranks, che
         assert metrics[0]["parity/num_mismatched_tokens"] == 0
 
 
+def parts(job, senders):
+    """Names of what is not trained, and of what is, as each rank would send them."""
+    policy = make(job).policy
+    both = (policy.weight_buckets(1 << 15, part, senders) for part in ("frozen", "trained"))
+    return [{name for bucket in buckets for name, _ in bucket} for buckets in both]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layout"),
+    [("qwen3", {"megatron_tp": 2}), ("qwen3", {"megatron_pp": 2}), ("mixtral", {"megatron_ep": 2})],
+)
+def test_after_the_first_push_adapters_alone_travel(two_ranks, model_of, architecture, layout):
+    """From whichever ranks send."""
+    path = model_of(architecture)
+    job = job_of(path, targets="all-linear").under(layout)
+    stored = load_file(path / "model.safetensors").keys()
+    for rank, (frozen, trained) in enumerate(two_ranks.run(parts, job, (1,))):
+        assert frozen == (stored if rank else set())
+        assert bool(trained) == bool(rank) and all(map(is_adapters, trained))
+
+
 def export(job, directory, drawn):
     """Files of the adapter, drawn or as it begins."""
     trainer = make(job)
