@@ -97,16 +97,22 @@ registry.require_active()
 server_args = prepare_server_args(sys.argv[1:])
 server_args.resolve_once()
 server_args.check_server_args()
-print("RESOLVED", json.dumps({name: getattr(resolving_view(server_args), name) for name in (
+view = resolving_view(server_args)
+found = {name: getattr(view, name) for name in (
     "attention_backend", "page_size", "sampling_backend", "disable_radix_cache", "base_gpu_id",
     "disable_overlap_schedule", "disable_custom_all_reduce", "enable_deterministic_inference",
     "chunked_prefill_size", "tp_size",
-)} | {"decode": list(resolving_view(server_args).cuda_graph_config.decode.bs)}))
+)} | {"decode": list(view.cuda_graph_config.decode.bs)}
+if view.speculative_algorithm:
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    worker = SpeculativeAlgorithm.from_string(view.speculative_algorithm).create_worker(server_args)
+    found |= {"worker": worker.__name__, "branches": view.speculative_eagle_topk}
+print("RESOLVED", json.dumps(found))
 """
 
 
-def test_sglang_makes_of_our_flags_what_the_docs_say(checkpoints):
-    """Pages of a token, the radix cache and the overlap schedule on, decoding in graphs up to 256."""
+def resolved_by_sglang(checkpoints, *sglang_args):
+    """What SGLang makes of our flags and these, on 8 GPUs."""
     kind = AttentionShape(heads=2, kv_heads=1, head_dim=128, value_dim=128)
     shapes = OperatorShapes(linear=(), attention=(kind,), norm=(256,), vocab_size=512)
     contract = NumericsContract(
@@ -114,7 +120,7 @@ def test_sglang_makes_of_our_flags_what_the_docs_say(checkpoints):
     )
     spec = EngineSpec(
         hf_checkpoint=str(checkpoints["qwen3"]), contract=contract, host="127.0.0.1", api_key="",
-        seed=0, num_threads=1, first_gpu=4, trust_remote_code=False, sglang_args=("--tp-size", "2"),
+        seed=0, num_threads=1, first_gpu=4, trust_remote_code=False, sglang_args=sglang_args,
     )  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", RESOLVE, *engine_flags(spec, 30000)],
@@ -123,7 +129,12 @@ def test_sglang_makes_of_our_flags_what_the_docs_say(checkpoints):
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESOLVED")]
     assert lines, done.stderr[-3000:]
-    resolved = json.loads(lines[0].removeprefix("RESOLVED"))
+    return json.loads(lines[0].removeprefix("RESOLVED"))
+
+
+def test_sglang_makes_of_our_flags_what_the_docs_say(checkpoints):
+    """Pages of a token, the radix cache and the overlap schedule on, decoding in graphs up to 256."""
+    resolved = resolved_by_sglang(checkpoints, "--tp-size", "2")
     graphs = resolved.pop("decode")
     assert graphs[0] == 1 and graphs[-1] == 256
     assert resolved == {
@@ -132,6 +143,13 @@ def test_sglang_makes_of_our_flags_what_the_docs_say(checkpoints):
         "disable_custom_all_reduce": True, "enable_deterministic_inference": True,
         "chunked_prefill_size": 8192, "tp_size": 2,
     }  # fmt: skip
+
+
+def test_an_engine_that_drafts_verifies_one_chain_by_our_worker(checkpoints):
+    """Which the attention backend has no mask for; and no pass overlaps another."""
+    resolved = resolved_by_sglang(checkpoints, "--speculative-algorithm", "NGRAM")
+    assert (resolved["worker"], resolved["branches"]) == ("ChainWorker", 1)
+    assert resolved["attention_backend"] == "fa3" and resolved["disable_overlap_schedule"]
 
 
 def test_verify_on_one_gpu_goes_as_far_as_the_engines_scheduler(tmp_path, checkpoints):
