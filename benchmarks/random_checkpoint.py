@@ -83,9 +83,11 @@ def main() -> None:
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--geometry", choices=GEOMETRIES, default="qwen3-0.6b")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--vocab-size", type=int, help="a smaller vocabulary than the model's")
     args = parser.parse_args()
     sizes = {**COMMON, **GEOMETRIES[args.geometry]}
     sizes["num_hidden_layers"] = args.layers or sizes["num_hidden_layers"]
+    sizes["vocab_size"] = args.vocab_size or sizes["vocab_size"]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes), dtype=torch.bfloat16)
     model.save_pretrained(args.directory, max_shard_size="500MB")

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from onpolicy.contract import AdapterShape, OperatorShapes
 from onpolicy.errors import ConfigError
 from onpolicy.models.expert_adapters import ExpertLowRank, expert_adapter_size
-from onpolicy.models.experts import AlignedExperts, choosers, has_usual_experts
+from onpolicy.models.experts import AlignedExperts, choosers, expert_sizes, has_usual_experts
 from onpolicy.models.low_rank import LowRankModule
 from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops.base import Operators
@@ -95,7 +95,8 @@ def add_adapters(model: nn.Module, operators: Operators, shape: AdapterShape | N
         )
     for module in chosen:
         if isinstance(module, AlignedExperts):
-            module.lora = ExpertLowRank(module, shape)
+            like = module.down_proj.detach()
+            module.lora = ExpertLowRank(like, expert_sizes(module), shape)
         else:
             module.add_module(CHILD, LowRank(module, operators, shape))
             module.register_forward_hook(_add)

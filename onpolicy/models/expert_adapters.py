@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from onpolicy.contract import AdapterShape
 from onpolicy.models.experts import expert_sizes
 from onpolicy.models.low_rank import LowRankModule, Pair
@@ -21,10 +23,10 @@ class ExpertLowRank(LowRankModule):
     gate_up.A: [E, r, H]; gate_up.B: [E, 2, I / P, r]; down.A: [E, r, I / P]; down.B: [E, H, r].
     """
 
-    def __init__(self, experts: Any, shape: AdapterShape):
+    def __init__(self, like: Tensor, sizes: tuple[int, int, int], shape: AdapterShape):
+        """like: of the dtype and on the device of the weights; sizes: E, I / P and H."""
         super().__init__(shape.scale)
-        like, rank = experts.down_proj.detach(), shape.rank
-        count, inner, hidden = expert_sizes(experts)
+        (count, inner, hidden), rank = sizes, shape.rank
         # Gate and up stand apart, so that a rank's part of both is one block of B.
         self.gate_up = Pair(
             like.new_zeros(count, rank, hidden), like.new_zeros(count, 2, inner, rank)

@@ -92,14 +92,19 @@ def expert_outputs(
     down: Tensor,
     gate: Gate,
     row_parallel: RowParallel,
+    adapter: ExpertFactors | None = None,
 ) -> list[Tensor]:
     """What its expert makes of each row, in this rank's blocks of the sum over I.
 
-    rows: [S, H]; experts: int64 [S]; the rest as in `mix_experts`. Returns float32 [S, H] each.
+    rows: [S, H]; experts: int64 [S]; the rest as in `mix_experts`. Returns float32 [S, H] each; last, if
+    there is an `adapter`, what it adds to the sum over all blocks, the same on every rank.
     """
     sorted_rows = SortedRows.of(experts, len(gate_up))
-    hidden = _gated(operators, rows, sorted_rows, gate_up, gate, None, None)
-    return _down(operators, hidden, sorted_rows, down, row_parallel)
+    hidden = _gated(operators, rows, sorted_rows, gate_up, gate, None, adapter)
+    outputs = _down(operators, hidden, sorted_rows, down, row_parallel)
+    if adapter is None:
+        return outputs
+    return [*outputs, _added_to_down(operators, hidden, sorted_rows, adapter.down, row_parallel)]
 
 
 class SortedRows(NamedTuple):

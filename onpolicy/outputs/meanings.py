@@ -1,9 +1,9 @@
 """Names and meanings of everything a run logs.
 
-A reward function of the user's may add `rollout/reward/<name>`, a function that rolls out
-`episodes/<name>`, a correction of the user's `tis/<name>`. Evaluation sets that have names log
-`eval/<set>/<metric>` instead of `eval/<metric>`, and tokens of a lag `lag/<lag>/<metric>`. A number
-stands for the k of `avg@k`, `pass@k` and `maj@k`.
+A reward function of the user's may add `rollout/reward/<name>` and `eval/reward/<name>`, a function
+that rolls out `episodes/<name>`, a correction of the user's `tis/<name>`. Evaluation sets that have
+names log `eval/<set>/<metric>` instead of `eval/<metric>`, and tokens of a lag `lag/<lag>/<metric>`. A
+number stands for the k of `avg@k`, `pass@k` and `maj@k`.
 """
 
 import re
@@ -179,7 +179,8 @@ def meaning(metric: str) -> str:
     kind, _, rest = metric.partition("/")
     eval_set, _, name = rest.partition("/")
     if kind == "eval" and name:
-        return f"{MEANINGS.get(f'eval/{name}', '')} (of the set {eval_set})"
+        said = MEANINGS.get(f"eval/{name}", "")
+        return said and f"{said} (of the set {eval_set})"
     if kind == "lag" and name:
         return f"{MEANINGS.get(f'lag/{name}', '')} (of lag {eval_set})"
     return MEANINGS.get(metric, "")

@@ -8,7 +8,7 @@ from math import comb
 from statistics import fmean
 
 from onpolicy.config.groups.evaluation import ks_of
-from onpolicy.rollout.statistics import mean_response_length, truncated_ratio
+from onpolicy.rollout.statistics import mean_response_length, reward_parts, truncated_ratio
 from onpolicy.types import SampleGroup
 
 
@@ -17,10 +17,11 @@ def eval_metrics(
 ) -> dict[str, float]:
     """The metrics of `count` episodes a prompt; an episode passes if its reward is positive.
 
-    They are `eval/avg@8` and so on, and `eval/NAME/avg@8` for a set with a name. A prompt without an
-    episode counts in none of them, one with fewer than k in no pass@k; what no prompt counts in is not
-    there, and neither is maj@n where no episode has an answer. num_failed: attempts at episodes that
-    came to nothing, where episodes are a function's.
+    They are `eval/avg@8` and so on, and `eval/NAME/avg@8` for a set with a name; `eval/reward/PART` is
+    the mean of what one of several rewards said. A prompt without an episode counts in none of them, one
+    with fewer than k in no pass@k; what no prompt counts in is not there, and neither is maj@n where no
+    episode has an answer. num_failed: attempts at episodes that came to nothing, where episodes are a
+    function's.
     """
     found = {} if num_failed is None else {"num_failed_episodes": num_failed}
     if there := [group for group in groups if group.samples]:
@@ -30,7 +31,7 @@ def eval_metrics(
 
 
 def _of_episodes(groups: Sequence[SampleGroup], count: int) -> dict[str, float]:
-    """The metrics of prompts that have an episode each."""
+    """The metrics of prompts that have an episode each, and the parts of their rewards."""
     passed = [[reward > 0 for reward in group.rewards] for group in groups]
     found = {f"avg@{count}": fmean(reward for group in groups for reward in group.rewards)}
     for k in ks_of(count):
@@ -41,7 +42,7 @@ def _of_episodes(groups: Sequence[SampleGroup], count: int) -> dict[str, float]:
         found[f"maj@{count}"] = fmean(map(majority_passes, answers, passed))
     found["truncated_ratio"] = truncated_ratio(groups)
     found["response_length"] = mean_response_length(groups)
-    return found
+    return found | reward_parts(groups, "reward")
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

@@ -41,10 +41,15 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
         "rollout/log_probs": fmean(x for sample in samples for x in sample.rollout_log_probs),
         **_cache_metrics([sample.trajectory for sample in samples]),
         **_draft_metrics([sample.trajectory for sample in samples]),
-        **_means("rollout/reward", [_mean_parts(episode) for episode in episodes]),
+        **reward_parts(groups, "rollout/reward"),
         **metrics,
         **_episode_metrics(episodes),
     }
+
+
+def reward_parts(groups: Sequence[SampleGroup], prefix: str) -> dict[str, float]:
+    """The mean over episodes of each further number that rewards said, as `prefix`/NAME."""
+    return _means(prefix, [_mean_parts(episode) for episode in _episodes(groups)])
 
 
 def _cache_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

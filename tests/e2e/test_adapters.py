@@ -1,5 +1,7 @@
-"""Runs of adapters that lose an engine or are resumed, and what becomes of their adapters."""
+"""Runs of adapters that lose an engine or a rank, are resumed, or have other ranks, under both training
+engines; and what becomes of their adapters."""
 
+import functools
 import json
 import signal
 
@@ -8,11 +10,20 @@ import pytest
 
 from onpolicy.cli.main import main
 from tests.support.processes import is_guard
-from tests.support.train_runs import ROLLOUTS, finish, metrics_of, run_hash, wait_for
+from tests.support.train_runs import (
+    ROLLOUTS,
+    a_rank_is_lost,
+    finish,
+    metrics_of,
+    run_hash,
+    summary,
+    wait_for,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.runs]
 
 LORA = ("--lora-rank", "8")
+ONE_THREAD = ("--cpu-threads", "1")
 
 
 def adapters_of(save, done=ROLLOUTS):
@@ -20,18 +31,38 @@ def adapters_of(save, done=ROLLOUTS):
 
 
 @pytest.fixture(scope="module")
-def plain(start, tmp_path_factory):
-    """An undisturbed run: (where it saved, hash)."""
-    directory = tmp_path_factory.mktemp("plain")
-    save = directory / "save"
-    output = finish(start(directory, *LORA, "--save", str(save), "--save-interval", "2"))
-    return save, run_hash(output)
+def run(start, tmp_path_factory):
+    """Makes an undisturbed run, once: (where it saved, hash)."""
+
+    @functools.cache
+    def make(backend, ranks=1):
+        directory = tmp_path_factory.mktemp(f"{backend}{ranks}")
+        save = directory / "save"
+        argv = [*under(backend, ranks), "--save", str(save), "--save-interval", "2"]
+        output = finish(start(directory, *LORA, *argv))
+        assert summary(output)["tokens mismatched"] == "0"
+        return save, run_hash(output)
+
+    return make
 
 
-def test_an_engine_that_is_killed_is_replaced_and_no_bit_changes(start, plain, tmp_path):
-    save = tmp_path / "save"
+@pytest.fixture(scope="module")
+def plain(run):
+    return run("fsdp")
+
+
+def under(backend, ranks=1):
+    """The flags of so many ranks of a training engine."""
+    if backend == "megatron":
+        pytest.importorskip("megatron.core")
+    return ["--train-backend", backend, "--actor-num-ranks-per-node", str(ranks), *ONE_THREAD]
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_an_engine_that_is_killed_is_replaced_and_no_bit_changes(start, run, tmp_path, backend):
+    save, plain = tmp_path / "save", run(backend)
     argv = ["--rollout-num-engines", "2", "--save", str(save), "--save-interval", "4"]
-    process = start(tmp_path, *LORA, *argv)
+    process = start(tmp_path, *LORA, *under(backend), *argv)
     wait_for(lambda: len(metrics_of(tmp_path)) >= 1 or process.poll() is not None)
     servers = [child for child in psutil.Process(process.pid).children() if is_guard(child)]
     servers[-1].send_signal(signal.SIGKILL)
@@ -41,16 +72,37 @@ def test_an_engine_that_is_killed_is_replaced_and_no_bit_changes(start, plain, t
     assert adapters_of(save) == adapters_of(plain[0])
 
 
-def test_a_resumed_run_ends_as_the_undisturbed_one_and_with_another_scale_it_does_not(
-    start, plain, tmp_path
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_a_run_that_loses_a_rank_goes_on_from_its_checkpoint_to_the_same_bits(
+    start, run, tmp_path, backend
 ):
-    save = tmp_path / "save"
-    argv = ["--load", str(plain[0] / "step_000002"), "--save", str(save), "--save-interval", "2"]
-    output = finish(start(tmp_path / "resumed", *LORA, *argv))
+    save, expected = run(backend)
+    output = finish(a_rank_is_lost(start, tmp_path, *LORA, *under(backend)))
+    assert "rank 0 of the trainer ended by itself, or was killed" in output
+    assert "the run begins from the last checkpoint" in output
+    assert run_hash(output) == expected
+    assert adapters_of(tmp_path / "save") == adapters_of(save)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_three_ranks_have_the_bits_of_one(run, backend):
+    (alone, expected), (save, found) = run(backend), run(backend, 3)
+    assert found == expected and adapters_of(save) == adapters_of(alone)
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [("fsdp", 1), ("megatron", 2)])
+def test_a_resumed_run_ends_as_the_undisturbed_one(start, run, tmp_path, backend, ranks):
+    """On other ranks, too."""
+    save, (before, expected) = tmp_path / "save", run(backend)
+    argv = ["--load", str(before / "step_000002"), "--save", str(save), "--save-interval", "2"]
+    output = finish(start(tmp_path, *LORA, *under(backend, ranks), *argv))
     assert "resumed from" in output
-    assert run_hash(output) == plain[1]
-    assert adapters_of(save) == adapters_of(plain[0]) != adapters_of(plain[0], 2)
-    output = finish(start(tmp_path / "other", *LORA, "--lora-alpha", "16"))
+    assert run_hash(output) == expected
+    assert adapters_of(save) == adapters_of(before) != adapters_of(before, 2)
+
+
+def test_with_another_scale_a_run_has_other_bits(start, plain, tmp_path):
+    output = finish(start(tmp_path, *LORA, "--lora-alpha", "16"))
     assert run_hash(output) != plain[1]
 
 

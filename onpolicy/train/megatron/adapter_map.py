@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+from transformers import PretrainedConfig
+
 from onpolicy.contract import AdapterShape
+from onpolicy.train.megatron.family import expert_size, is_sparse, num_experts
 from onpolicy.train.megatron.parts import Block, Part
 
 JOINED = {
@@ -21,34 +24,53 @@ JOINED = {
 }
 """The linears of transformers that are one of Megatron's, in the order of its rows."""
 
-ADAPTED = {name for names in JOINED.values() for name in names}
+EXPERTS = "experts"
+"""All experts of a layer, which are one module in both."""
+
+ADAPTED = {name for names in JOINED.values() for name in names} | {EXPERTS}
 
 
 def adapter_shapes(
-    weights: Mapping[str, tuple[int, ...]], adapter: AdapterShape | None
+    config: PretrainedConfig, weights: Mapping[str, tuple[int, ...]], adapter: AdapterShape | None
 ) -> dict[str, tuple[int, ...]]:
     """The factors that are beside these weights, by the names of both in transformers."""
     shapes: dict[str, tuple[int, ...]] = {}
+    if adapter is None:
+        return shapes
     for name, (rows, *columns) in weights.items():
         linear, _, kind = name.rpartition(".")
-        is_target = adapter is not None and linear.rpartition(".")[2] in adapter.targets
-        if adapter is not None and is_target and kind == "weight" and ".experts." not in name:
+        is_target = linear.rpartition(".")[2] in adapter.targets
+        if is_target and kind == "weight" and ".experts." not in name:
             shapes[f"{linear}.lora.A"] = (adapter.rank, *columns)
             shapes[f"{linear}.lora.B"] = (rows, adapter.rank)
+    for layer in range(config.num_hidden_layers * (EXPERTS in adapter.targets)):
+        if is_sparse(config, layer):
+            shapes |= _expert_shapes(f"model.layers.{layer}.mlp.experts", config, adapter.rank)
     return shapes
+
+
+def _expert_shapes(experts: str, config: PretrainedConfig, rank: int) -> dict[str, tuple[int, ...]]:
+    count, inner, hidden = num_experts(config), expert_size(config), config.hidden_size
+    return {
+        f"{experts}.lora.gate_up.A": (count, rank, hidden),
+        f"{experts}.lora.gate_up.B": (count, 2, inner, rank),
+        f"{experts}.lora.down.A": (count, rank, inner),
+        f"{experts}.lora.down.B": (count, hidden, rank),
+    }
 
 
 def adapter_parameters(parameters: Iterable[str], adapter: AdapterShape | None) -> list[str]:
     """Megatron's names of the factors that are beside these parameters."""
     targets = adapter.targets if adapter is not None else ()
-    linears = [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]
-    return [
-        f"{linear}.lora.{part}.{factor}"
-        for linear in linears
-        for part in JOINED.get(linear.rpartition(".")[2], ())
-        if part in targets
-        for factor in "AB"
-    ]
+    names = []
+    for parameter in parameters:
+        module, _, kind = parameter.rpartition(".")
+        leaf = module.rpartition(".")[2]
+        parts = JOINED.get(leaf, ()) if kind == "weight" else ()
+        names += [f"{module}.lora.{part}" for part in parts if part in targets]
+        if leaf == EXPERTS and EXPERTS in targets:
+            names.append(f"{module}.lora.{kind}")
+    return [f"{name}.{factor}" for name in names for factor in "AB"]
 
 
 def adapter_part(parameter: str, parts_of: Callable[[str], Iterable[Part]]) -> Part:
@@ -67,6 +89,16 @@ def adapter_part(parameter: str, parts_of: Callable[[str], Iterable[Part]]) -> P
         return Part(whole, (), ())
     start, stop = _rows(first).start, _rows(last).stop
     return Part(whole, (slice(start, stop),), (slice(0, stop - start),))
+
+
+def expert_adapter_part(parameter: str, experts: slice, inner: slice) -> Part:
+    """What a rank holds of a factor of all experts, of which it has some, and of each a part of the
+    intermediate axis."""
+    layers, _, own = parameter.partition(".mlp.experts.")
+    layer = layers.rpartition(".")[2]
+    is_cut = own in ("lora.gate_up.B", "lora.down.A")
+    source: Block = (experts, slice(None), inner) if is_cut else (experts,)
+    return Part(f"model.layers.{layer}.mlp.experts.{own}", source, ())
 
 
 def _rows(block: Block) -> slice:

@@ -24,10 +24,12 @@ from torch import Tensor, nn
 
 from onpolicy.contract import AdapterShape
 from onpolicy.models.adapters import CHILD, is_adapters
+from onpolicy.models.expert_adapters import ExpertLowRank
 from onpolicy.models.low_rank import LowRankModule, Pair
 from onpolicy.ops.low_rank import Factors, add_low_rank
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
-from onpolicy.train.megatron.adapter_map import JOINED
+from onpolicy.train.megatron.adapter_map import EXPERTS, JOINED
+from onpolicy.train.megatron.parts import is_expert
 
 if TYPE_CHECKING:
     from onpolicy.train.megatron.config import AlignedConfig
@@ -109,13 +111,28 @@ def add_adapters(model: Any, shape: AdapterShape | None) -> None:
         return
     model.requires_grad_(False)
     for name, linear in list(model.named_modules()):
-        parts = JOINED.get(name.rpartition(".")[2], ())
+        leaf = name.rpartition(".")[2]
+        parts = JOINED.get(leaf, ())
         if set(shape.targets).intersection(parts):
             linear.lora = JoinedLowRank(linear, parts, _sizes(linear, parts), shape)
+        elif leaf == EXPERTS and EXPERTS in shape.targets:
+            linear.lora = _beside_experts(linear, shape)
     if model.pre_process:
         # Megatron computes layers again, and sends gradients back through a pipeline, only if what
         # enters them has a gradient.
         model.embedding.register_forward_hook(_require_gradient)
+
+
+def _beside_experts(experts: Any, shape: AdapterShape) -> ExpertLowRank:
+    """With the adapters of this rank's experts."""
+    weights = experts.down.detach()
+    count, hidden, inner = weights.shape
+    adapter = ExpertLowRank(weights, (count, inner, hidden), shape)
+    for factor in (adapter.gate_up.B, adapter.down.A):
+        set_tensor_model_parallel_attributes(factor, True, 2, 1)
+    for factor in adapter.parameters():
+        factor.allreduce = experts.down.allreduce  # type: ignore[attr-defined]
+    return adapter
 
 
 def _require_gradient(embedding: nn.Module, args: Any, out: Tensor) -> Tensor:
@@ -144,17 +161,27 @@ def sharded_adapters(model: nn.Module, key_of: Callable[[str], str]) -> dict[str
     a name is that in the whole model."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     ranks = parallel_state.get_tensor_model_parallel_world_size()
-    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    replicas = {
+        False: parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        True: parallel_state.get_expert_data_parallel_rank(),
+    }
+    experts = (
+        0,
+        parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_world_size(),
+    )
     found = {}
     for name, factor in model.named_parameters():
         if is_adapters(name):
             is_shared = getattr(factor, "tensor_model_parallel", False)
             own = [(factor.partition_dim, rank, ranks)] if is_shared else []  # type: ignore[attr-defined]
+            if is_expert(name):
+                own.append(experts)
             found[name] = ShardedTensor.from_rank_offsets(
                 key_of(name),
                 factor,
                 *own,
-                replica_id=(0, 0 if is_shared else rank, replica),
+                replica_id=(0, 0 if is_shared else rank, replicas[is_expert(name)]),
                 allow_shape_mismatch=name.endswith("lm_head.B"),  # whose last rows may be padding
             )
     return found

@@ -45,6 +45,14 @@ def share_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _pass(x, group, _gather, _own)
 
 
+def own_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's of rows that all ranks have alike: [ranks * T, ...] -> [T, ...].
+
+    Every rank takes back the gradients of all of them.
+    """
+    return _pass(x, group, _own, _gather)
+
+
 def exchange_rows(
     x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
 ) -> Tensor:

@@ -27,11 +27,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from onpolicy.models.by_operators import ByOperators, Choice
+from onpolicy.models.expert_adapters import ExpertLowRank
 from onpolicy.models.rounded_inputs import InputRounding
 from onpolicy.models.routing_replay import RoutingReplay
-from onpolicy.ops.experts import expert_outputs, gated_halves, mix_outputs
+from onpolicy.ops.experts import ExpertFactors, expert_outputs, gated_halves, mix_outputs
+from onpolicy.ops.row_parallel import WHOLE, RowParallel
 from onpolicy.train.megatron.batch import LocalTokens
-from onpolicy.train.megatron.collectives import exchange_rows, gather_rows, sum_rows
+from onpolicy.train.megatron.collectives import exchange_rows, gather_rows, own_rows, sum_rows
 from onpolicy.train.megatron.config import AlignedConfig
 from onpolicy.train.megatron.family import shared_expert_size
 from onpolicy.train.megatron.modules import AlignedMLP, WholeLinear, WholeMLP, row_parallel
@@ -157,7 +159,7 @@ class AlignedMoeLayer(MegatronModule):
             chosen = enter(chosen)
         else:
             enter = partial(copy_to_tensor_model_parallel_region, group=group)
-        mixed = self.experts(enter(x), enter(weights), chosen).to(x.dtype)[:, None]
+        mixed = self.experts(enter(x), enter(weights), chosen, weights).to(x.dtype)[:, None]
         return self._with_shared(mixed, hidden_states), None
 
     def _with_shared(self, mixed: Tensor, hidden_states: Tensor) -> Tensor:
@@ -206,6 +208,8 @@ class AlignedExperts(nn.Module):
         self.group = parallel_state.get_expert_model_parallel_group()
         self.tensor_group = parallel_state.get_expert_tensor_parallel_group()
         self.row_parallel = row_parallel(config, self.tensor_group)
+        self.of_rows = RowParallel(config.row_parallel_blocks, self.row_parallel.group)
+        """The same sums before tokens are shared out."""
         self.rounding: InputRounding | None = None
         """What their products read goes through it, if it is rounded."""
         count = config.num_moe_experts // self.group.size()
@@ -217,13 +221,33 @@ class AlignedExperts(nn.Module):
             set_tensor_model_parallel_attributes(parameter, True, 2, 1)
             # Megatron sums the gradients of experts over the ranks that hold the same ones.
             parameter.allreduce = self.group.size() == 1  # type: ignore[attr-defined]
+        self.lora: ExpertLowRank | None = None
 
-    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """[T, H], [T, k], int64 [T, k] -> float32 [T, H]; under sequence parallelism this rank's T."""
-        return mix_outputs(self._results(x, chosen), weights, self.row_parallel)
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, own_weights: Tensor) -> Tensor:
+        """[T, H], [T, k], int64 [T, k] -> float32 [T, H]; under sequence parallelism this rank's T.
+
+        own_weights: those of the tokens that come out, whose gradients are not summed over ranks.
+        """
+        results = self._results(x, chosen)
+        if self._factors() is None:
+            return mix_outputs(results, weights, self.row_parallel)
+        *blocks, added = results
+        mixed = mix_outputs(blocks, weights, self.row_parallel)
+        if self.config.sequence_parallel:
+            added = own_rows(added, self.tensor_group)
+        return mixed + mix_outputs([added], own_weights, WHOLE)  # once, and not on every rank
+
+    def _factors(self) -> ExpertFactors | None:
+        if self.lora is None or not self.lora.is_on:
+            return None
+        gate_up, down = self.lora.factors
+        # Each rank has its rows of B, and so its part of the gradient of A, which is whole.
+        a = copy_to_tensor_model_parallel_region(gate_up.a, self.tensor_group)
+        return ExpertFactors(gate_up._replace(a=a), down)
 
     def _results(self, x: Tensor, chosen: Tensor) -> Sequence[Tensor]:
-        """The results of every token's k choices: float32 [T * k, H] for each of this rank's blocks."""
+        """The results of every token's k choices: float32 [T * k, H] for each of this rank's blocks, and
+        of adapters (`expert_outputs`)."""
         if self.group.size() == 1:
             rows = x[:, None].expand(-1, chosen.shape[1], -1).reshape(-1, x.shape[1])
             return self._outputs(rows, chosen.reshape(-1))
@@ -243,7 +267,8 @@ class AlignedExperts(nn.Module):
             self.gate_up.flatten(1, 2),
             self.down,
             gate,
-            self.row_parallel,
+            self.of_rows,
+            self._factors(),
         )
 
     def _stacked(self, rows: Tensor, experts: Tensor) -> Tensor:

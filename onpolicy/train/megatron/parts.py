@@ -17,3 +17,8 @@ class Part:
 
     source: Block
     target: Block
+
+
+def is_expert(parameter: str) -> bool:
+    """Whether a parameter, by its name, is shared by expert parallelism."""
+    return ".mlp.experts." in parameter

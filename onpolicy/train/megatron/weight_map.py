@@ -16,7 +16,12 @@ from transformers import PretrainedConfig
 from onpolicy.contract import AdapterShape
 from onpolicy.models.adapters import is_adapters
 from onpolicy.models.weight_files import VALUE_HEAD
-from onpolicy.train.megatron.adapter_map import adapter_parameters, adapter_part, adapter_shapes
+from onpolicy.train.megatron.adapter_map import (
+    adapter_parameters,
+    adapter_part,
+    adapter_shapes,
+    expert_adapter_part,
+)
 from onpolicy.train.megatron.family import (
     Family,
     expert_size,
@@ -27,7 +32,7 @@ from onpolicy.train.megatron.family import (
     shared_expert_size,
 )
 from onpolicy.train.megatron.layout import MegatronLayout
-from onpolicy.train.megatron.parts import Block, Part
+from onpolicy.train.megatron.parts import Block, Part, is_expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,8 @@ class WeightMap:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every Hugging Face tensor of the model, in the order in which they are exported; adapters
         last."""
-        return {**self.stored_shapes(), **adapter_shapes(self.stored_shapes(), self.adapter)}
+        stored = self.stored_shapes()
+        return {**stored, **adapter_shapes(self.config, stored, self.adapter)}
 
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:
         """Those that a checkpoint has."""
@@ -145,7 +151,7 @@ class WeightMap:
     def parts(self, parameter: str, tp_rank: int, ep_rank: int) -> Iterator[Part]:
         """The blocks that make up a parameter, by its global name, on the ranks of these indices."""
         if is_adapters(parameter):
-            yield adapter_part(parameter, lambda weight: self.parts(weight, tp_rank, ep_rank))
+            yield self._adapter_part(parameter, tp_rank, ep_rank)
             return
         if parameter in ("embedding.word_embeddings.weight", "output_layer.weight"):
             tied = parameter.startswith("embedding") or self.config.tie_word_embeddings
@@ -213,6 +219,15 @@ class WeightMap:
             else:
                 yield f"{expert}{down}.weight", (slice(None), share), (local,)
 
+    def _adapter_part(self, parameter: str, tp_rank: int, ep_rank: int) -> Part:
+        if not is_expert(parameter):
+            return adapter_part(parameter, lambda weight: self.parts(weight, tp_rank, ep_rank))
+        count = num_experts(self.config) // self.layout.expert_model_parallel_size
+        experts = slice(ep_rank * count, (ep_rank + 1) * count)
+        return expert_adapter_part(
+            parameter, experts, self._share(expert_size(self.config), tp_rank)
+        )
+
     def _stored(self, layer: int, leaf: str) -> str:
         """The checkpoint's name of a tensor, by the one that it has in a layer of transformers."""
         if leaf.startswith("mlp.") and is_sparse(self.config, layer):
@@ -242,11 +257,6 @@ class WeightMap:
         size, ranks = self.config.vocab_size, self.layout.tensor_model_parallel_size
         part = -(-size // ranks)
         return slice(min(tp_rank * part, size), min((tp_rank + 1) * part, size))
-
-
-def is_expert(parameter: str) -> bool:
-    """Whether a parameter, by its name, is shared by expert parallelism."""
-    return ".mlp.experts." in parameter
 
 
 _EMBEDDING = "model.embed_tokens.weight"

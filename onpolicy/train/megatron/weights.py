@@ -18,8 +18,8 @@ from onpolicy.models.weight_files import VALUE_HEAD, CheckpointReader
 from onpolicy.train import distributed
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.model import PolicyGptModel
-from onpolicy.train.megatron.parts import Part
-from onpolicy.train.megatron.weight_map import HEAD, WeightMap, is_expert
+from onpolicy.train.megatron.parts import Part, is_expert
+from onpolicy.train.megatron.weight_map import HEAD, WeightMap
 from onpolicy.weights.digest import WeightBucket, WeightPart
 
 

@@ -109,7 +109,7 @@ def test_only_adapters_have_gradients_which_are_those_of_merged_weights(experts)
 
 @torch.no_grad()
 def test_ranks_that_share_the_intermediate_axis_have_the_bits_of_one(experts):
-    whole = adapted(experts, RowParallel(2))
+    whole, given = adapted(experts, RowParallel(2)), inputs()
 
     @torch.no_grad()
     def of_rank(rank):
@@ -121,13 +121,13 @@ def test_ranks_that_share_the_intermediate_axis_have_the_bits_of_one(experts):
         ours.down_proj.copy_(whole.down_proj.chunk(2, 2)[rank])
         for name, parameter in ours.lora.named_parameters():
             parameter.copy_(shard(whole.lora.get_parameter(name), parameter, rank))
-        return ours(*inputs())
+        return ours(*given)
 
-    one = whole(*inputs())
+    one = whole(*given)
     for found in on_ranks(2, of_rank):
         assert torch.equal(found, one)
     whole.row_parallel = RowParallel(4)
-    assert not torch.equal(whole(*inputs()), one)
+    assert not torch.equal(whole(*given), one)
 
 
 def test_all_linear_is_experts_and_shared_ones_and_no_router(facts):

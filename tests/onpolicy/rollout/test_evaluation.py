@@ -95,3 +95,18 @@ def test_a_prompt_with_fewer_than_k_episodes_counts_in_no_pass_at_k():
     assert metrics["eval/pass@1"] == 0.25
     assert metrics["eval/pass@2"] == 1.0
     assert "eval/pass@2" not in eval_metrics([lost], 2)
+
+
+def test_the_parts_of_a_sets_rewards_are_its_metrics_too():
+    """Means over episodes, as in a rollout."""
+    one, other = group((1, "7"), (0.5, "8")), group((0, "9"))
+    for sample, parts in zip(
+        one.samples, ({"math": 1.0, "brief": 0.0}, {"math": 0.0, "brief": 0.5}), strict=True
+    ):
+        sample.reward_parts = parts
+    other.samples[0].reward_parts = {"math": 0.5, "brief": 1.0}
+    metrics = eval_metrics([one, other], 2, "aime")
+    assert metrics["eval/aime/reward/math"] == 0.5 == metrics["eval/aime/reward/brief"]
+    assert eval_metrics([other], 1)["eval/reward/math"] == 0.5
+    assert not any("reward" in name for name in eval_metrics([group((1, "7"))], 1))
+    assert meaning("eval/aime/reward/math") == "", "a name of the user's own"

@@ -8,11 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
 from onpolicy.models.adapters import is_adapters
+from onpolicy.models.hf_config import load_config
 from onpolicy.run.commands.verify import _draw_adapters
+from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.state import IndexReader
 from tests.onpolicy.train.megatron.test_trainer import LAYOUTS, SMOOTH, require_same_steps
+from tests.support.megatron_ranks import make_contract
 from tests.support.megatron_training import RATES, Job, equal, make, make_samples, weights
 
 pytest.importorskip("megatron.core")
@@ -199,6 +203,27 @@ def test_a_checkpoint_of_adapters_may_be_loaded_in_another_layout(two_ranks, che
         assert metrics[0]["parity/num_mismatched_tokens"] == 0
 
 
+def parts(job, senders):
+    """Names of what is not trained, and of what is, as each rank would send them."""
+    policy = make(job).policy
+    both = (policy.weight_buckets(1 << 15, part, senders) for part in ("frozen", "trained"))
+    return [{name for bucket in buckets for name, _ in bucket} for buckets in both]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layout"),
+    [("qwen3", {"megatron_tp": 2}), ("qwen3", {"megatron_pp": 2}), ("mixtral", {"megatron_ep": 2})],
+)
+def test_after_the_first_push_adapters_alone_travel(two_ranks, model_of, architecture, layout):
+    """From whichever ranks send."""
+    path = model_of(architecture)
+    job = job_of(path, targets="all-linear").under(layout)
+    stored = load_file(path / "model.safetensors").keys()
+    for rank, (frozen, trained) in enumerate(two_ranks.run(parts, job, (1,))):
+        assert frozen == (stored if rank else set())
+        assert bool(trained) == bool(rank) and all(map(is_adapters, trained))
+
+
 def export(job, directory, drawn):
     """Files of the adapter, drawn or as it begins."""
     trainer = make(job)
@@ -222,9 +247,85 @@ def test_the_adapter_is_written_and_read_as_by_the_other_engine(
     assert two_ranks.run(export, job, tmp_path / "first", False)[0] != ours
 
 
-def test_experts_are_refused_by_name(model_of):
-    with pytest.raises(
-        ConfigError, match="--train-backend megatron has no adapters of experts yet"
-    ):
-        two = job_of(model_of("qwen3-moe"), targets="q_proj,experts")
-        make(two)
+MIXTURES = {
+    "tensor": {"megatron_tp": 2},
+    "tensor and sequence": {"megatron_tp": 2, "megatron_sequence_parallel": True},
+    "experts": {"megatron_ep": 2},
+    "experts, all gathered": {"megatron_ep": 2, "megatron_moe_dispatcher": "allgather"},
+}
+OF_FOUR = {"megatron_tp": 2, "megatron_ep": 2, "megatron_sequence_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layout"),
+    [
+        *(("qwen3-moe", layout) for layout in MIXTURES),
+        ("mixtral", "experts"),
+        ("qwen2-moe", "tensor and sequence"),
+        ("glm4-moe", "tensor"),
+    ],
+)
+def test_adapters_of_experts_compute_and_learn_as_in_the_other_engine(
+    two_ranks, model_of, architecture, layout
+):
+    """Also those of experts that all tokens share, whole on each rank or not."""
+    job = job_of(model_of(architecture), targets="all-linear").under(MIXTURES[layout])
+    require_same_steps(two_ranks.run(learn, job)[0][:3], learn(in_the_other_engine(job))[:3])
+
+
+def test_adapters_read_what_their_linears_and_experts_read_in_8_bits(two_ranks, model_of):
+    engine = {"rollout_activation_format": "fp8_e4m3"}
+    job = job_of(model_of("qwen3-moe"), "data", "all-linear", engine=engine)
+    job = job.under(MIXTURES["tensor and sequence"])
+    log_probs = learn(in_the_other_engine(job))[0]
+    assert two_ranks.run(learn, job)[0][0][0] == log_probs[0]
+    exact = job_of(model_of("qwen3-moe"), "data", "all-linear")
+    assert learn(in_the_other_engine(exact))[0][0] != log_probs[0]
+
+
+def test_four_ranks_share_adapters_of_experts_both_ways(four_ranks, model_of, tmp_path):
+    job = job_of(model_of("qwen3-moe"), targets="all-linear").under(OF_FOUR)
+    whole = four_ranks.run(learn, job, tmp_path)[0]
+    require_same_steps(whole[:3], learn(in_the_other_engine(job))[:3])
+    resumed = four_ranks.run(learn, job, None, tmp_path)[0]
+    assert resumed[0] == whole[0][1:] and equal(resumed[2], whole[2])
+
+
+@contextmanager
+def weights_count_on_every_rank():
+    """What is added once gets its routers' gradients from every rank."""
+    from onpolicy.train.megatron.moe import AlignedExperts
+
+    forward = AlignedExperts.forward
+
+    def summed(self, x, weights, chosen, own_weights):
+        return forward(self, x, weights, chosen, weights)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AlignedExperts, "forward", summed)
+        yield
+
+
+@pytest.mark.parametrize("break_", [gradients_are_not_summed, weights_count_on_every_rank])
+def test_gradients_of_experts_that_are_summed_wrongly_are_noticed(two_ranks, model_of, break_):
+    job = job_of(model_of("qwen3-moe"), targets="all-linear").under(MIXTURES["tensor"])
+    broken = two_ranks.run(partial(learn, break_=break_), job)[0]
+    with pytest.raises(AssertionError):
+        require_same_steps(broken[:3], learn(in_the_other_engine(job))[:3])
+
+
+def test_a_checkpoint_of_experts_goes_on_with_the_same_bits(two_ranks, model_of, tmp_path):
+    job = job_of(model_of("qwen3-moe"), targets="experts,o_proj", dtype="bfloat16")
+    job = job.under(MIXTURES["experts"])
+    whole = two_ranks.run(learn, job, tmp_path)[0]
+    resumed = two_ranks.run(learn, job, None, tmp_path)[0]
+    assert resumed[0] == whole[0][1:] and equal(resumed[2], whole[2])
+
+
+def test_what_it_has_no_adapters_for_is_refused_by_name(checkpoint):
+    config, contract = load_config(str(checkpoint)), make_contract(checkpoint)
+    shape = AdapterShape(rank=4, scale=1.0, targets=("latent_proj", "q_proj"))
+    layout = MegatronLayout()
+    layout.check(config, replace(contract, adapter=replace(shape, targets=("q_proj",))), 1)
+    with pytest.raises(ConfigError, match="megatron has no adapters of latent_proj yet"):
+        layout.check(config, replace(contract, adapter=shape), 1)

@@ -10,7 +10,8 @@ from transformers import AutoConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.weight_files import CheckpointReader
 from onpolicy.train.megatron.layout import MegatronLayout
-from onpolicy.train.megatron.weight_map import WeightMap, is_expert
+from onpolicy.train.megatron.parts import is_expert
+from onpolicy.train.megatron.weight_map import WeightMap
 
 DENSE = ["qwen3", "qwen3-tied", "qwen2", "llama", "smollm3", "olmo2"]
 SPARSE = ["qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe"]
