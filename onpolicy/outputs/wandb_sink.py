@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,9 @@ Answer = TypeVar("Answer")
 
 RUN_ID = "wandb_run_id"
 """File in the run directory that names the run there."""
+
+END_SECONDS = 30.0
+"""How long a service may take to end that nothing is sent to any more."""
 
 FINISH_SECONDS = 120
 """How long the end of a run waits for what is not sent yet; it stays in the run directory."""
@@ -88,10 +92,17 @@ class WandbSink(Sink):
 
 
 def _end_service() -> None:
-    """Have wandb end its service now: when a process ends it prints a traceback of a broken one."""
+    """Have wandb end its service now: when a process ends it prints a traceback of a broken one, and
+    waits for one that hangs as long as that does. Such a one is left behind."""
+    ending = threading.Thread(target=_teardown, daemon=True)
+    ending.start()
+    ending.join(END_SECONDS)
+
+
+def _teardown() -> None:
     import wandb
 
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception, SystemExit):  # it exits as a service that failed did
         wandb.teardown()
 
 
@@ -113,7 +124,7 @@ def check_wandb(output: OutputConfig) -> None:
             wandb.login(verify=True)
     except (wandb.Error, ValueError, OSError) as error:
         _log_offline(f"--use-wandb: {_reason(error)}", output.wandb_required, error)
-        wandb.teardown()  # it has read WANDB_MODE
+        _end_service()  # it has read WANDB_MODE
 
 
 def _reason(error: Exception) -> str:

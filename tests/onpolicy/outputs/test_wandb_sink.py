@@ -5,12 +5,14 @@ import os
 import re
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import OutputConfig
 from onpolicy.errors import ConfigError
+from onpolicy.outputs import wandb_sink
 from onpolicy.outputs.directory import RunDirectory, check_sinks
 
 OUTPUT = OutputConfig(use_wandb=True, wandb_group="sums", wandb_run_name="first")
@@ -47,6 +49,17 @@ UNREACHABLE = {
         "--use-wandb: .*127.0.0.1:9",
     ),
 }
+
+
+def test_a_service_that_does_not_end_is_left_behind(nobody, caplog):
+    """As one does now and then that was too busy to answer: wandb waits for it without a limit."""
+    ended = threading.Event()
+    nobody.setattr("wandb.teardown", ended.wait)
+    nobody.setattr(wandb_sink, "END_SECONDS", 0.1)
+    nobody.setenv("WANDB_MODE", "of")
+    check_sinks(OUTPUT)
+    assert os.environ["WANDB_MODE"] == "offline" and len(ours(caplog)) == 1
+    ended.set()
 
 
 @pytest.mark.parametrize("name", UNREACHABLE)
