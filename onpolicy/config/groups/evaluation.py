@@ -229,6 +229,15 @@ def _unscored(run: Facts) -> str | None:
     return None
 
 
+def _cut(run: Facts) -> str | None:
+    """The first set of a file that is sampled from a part of the vocabulary."""
+    for name, values in read_sets(run.eval_config).items():
+        for key, whole in (("top_p", (1.0,)), ("top_k", (-1, 1))):
+            if values.get(key, whole[0]) not in whole:
+                return f"--eval-config={run.eval_config}: {name}: {key}={values[key]}"
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvalSetsConfig:
     eval_prompt_data: Annotated[tuple[str, ...], Parsed(eval_sets)] = ()
@@ -240,6 +249,8 @@ class EvalSetsConfig:
         Together(_unscored,
             "{found}: no reward scores its responses. Give the set rm_type or rewards in --eval-config, "
             "or the run --rm-type, --custom-rm-path or --rewards."),
+        Together(lambda run: NO_DRAFTS.when(run) and _cut(run), "{found}: " + NO_DRAFTS.rule + ". "
+            + NO_DRAFTS.remedy),
     ] = ""  # fmt: skip
     """YAML file of sets instead, each with its own samples per prompt, sampling, lengths, interval and
     reward (docs/outputs.md); the flags say what a set does not."""

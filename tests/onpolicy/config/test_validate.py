@@ -1,4 +1,5 @@
 import dataclasses
+from contextlib import nullcontext
 
 import pytest
 
@@ -110,11 +111,17 @@ def test_true_on_policy_mode_refuses_what_breaks_it_and_stock_does_not(argv, mes
     check(*argv)
 
 
-def test_drafts_of_n_grams_are_for_wholly_aligned_operators():
+def test_drafts_of_n_grams_are_for_wholly_aligned_operators(tmp_path):
     argv = ["--sglang-speculative-algorithm", "ngram", "--sglang-speculative-num-draft-tokens", "4"]
     check(*MODE, *argv)
     with pytest.raises(ConfigError, match=r"--rollout-top-p=0.5: .*Leave one of the two out"):
         check(*MODE, *argv, "--rollout-top-p", "0.5")
+    file = tmp_path / "sets.yaml"
+    evaluated = ["--eval-interval", "1", "--rm-type", "math", "--eval-config", str(file)]
+    for cut, message in ((-1, ""), (5, r"sets.yaml: hard: top_k=5: with --sglang-spec.*Leave one")):
+        file.write_text(f"eval: {{datasets: [{{name: hard, path: x.jsonl, top_k: {cut}}}]}}")
+        with pytest.raises(ConfigError, match=message) if message else nullcontext():
+            check(*MODE, *argv, *evaluated)
     with pytest.raises(ConfigError, match="speculative-algorithm=NGRAM: not with --align"):
         check(*argv, "--align", "linear,log_probs")
 
