@@ -9,8 +9,10 @@ beyond its end and are written again.
 
 Drafts depend on what else was served, and what is taken on neither. One tensor-parallel rank, since
 every rank has a corpus of its own. On a CPU, Triton writes no slots and `sgl_kernel` has no wheel: a few
-lines of PyTorch take their place.
-Source: sglang/srt/speculative/ngram_worker.py. Can go when SGLang can be given an acceptance rule.
+lines of PyTorch take their place. SGLang reserves slots of two drafts for each request, and has room for
+one beyond the context; what does not fit would be lost.
+Source: sglang/srt/speculative/ngram_worker.py, sglang/srt/mem_cache/allocation_sizing.py. Can go when
+SGLang can be given an acceptance rule.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from sglang_patches import registry
 
 WORKER_TARGET = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
 TOKENIZE_TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object"
+ROOM_TARGET = "sglang.srt.mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len"
 SLOTS_TARGET = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
 TREES = "sglang.kernels.ops.speculative.reconstruct_tree"
 
@@ -39,6 +42,7 @@ TREES = "sglang.kernels.ops.speculative.reconstruct_tree"
 def install(contract: NumericsContract) -> None:
     registry.hook(WORKER_TARGET, _worker, "around")
     registry.hook(TOKENIZE_TARGET, _refuse_cuts, "after")
+    registry.hook(ROOM_TARGET, _room_for_two, "after")
     if contract.device == "cpu":
         registry.hook(SLOTS_TARGET, assign_slots, "replace")
 
@@ -69,6 +73,14 @@ def _refuse_cuts(tokenized: Any, manager: Any, *_: Any, **__: Any) -> None:
             f"{values}: not on a server with --speculative-algorithm, since its answer could not say "
             "what each token was drawn from. Leave it out, or serve without that flag."
         )
+
+
+def _room_for_two(extra: int) -> int:
+    """Tokens beyond the context that a request's row of slots has room for."""
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+
+    reserved: int = get_alloc_reserve_per_decode()
+    return max(extra, reserved)
 
 
 def _worker_class(original: Any, algorithm: Any, server_args: Any) -> type:
@@ -201,7 +213,7 @@ def assign_slots(
     for row, start, part in zip(
         req_pool_indices.tolist(), start_offset.tolist(), parts, strict=True
     ):
-        req_to_token[row, start : start + len(part)] = part
+        req_to_token[row].narrow(0, start, len(part)).copy_(part)
 
 
 def _no_trees() -> ModuleType:

@@ -48,6 +48,7 @@ OF_KINDS = {
         "managers.tokenizer_manager.TokenizerManager._send_one_request",
         "speculative.spec_info.SpeculativeAlgorithm.create_worker",
         "mem_cache.allocation.assign_req_to_token_pool_func",
+        "mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len",
     },
 }
 """What comes with one kind alone; rotary and activation are functions of the model's own modules."""

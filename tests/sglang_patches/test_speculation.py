@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ from tests.support.after_import import after_import
 from tests.support.engines_fixture import make_engines, make_requests, running
 from tests.support.train_runs import ROOT
 
-NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "5")
+NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "12")
 
 TAKES_ALL = """
 from pathlib import Path
@@ -86,6 +87,19 @@ def test_an_answer_ends_where_it_ends_without_drafts(engines, drafting):
 
 
 @pytest.mark.engine
+def test_answers_at_the_end_of_the_context_leave_no_slot_behind(engines, drafting):
+    """An engine that misses one ends once it has nothing to do."""
+    prompt = [5 + i % 97 for i in range(drafting.hf_config.max_position_embeddings - 16)]
+    short = group(1.0, max_new_tokens=16)
+    requests = [dataclasses.replace(request, prompt_ids=prompt) for request in short]
+    restarts_left = drafting.rollout._restarts_left
+    assert answers(drafting.generate(requests)) == answers(engines.generate(requests))
+    time.sleep(1)
+    drafting.generate(short)
+    assert drafting.rollout._restarts_left == restarts_left
+
+
+@pytest.mark.engine
 def test_an_engine_that_takes_what_was_not_drawn_is_found(engines, drafting, broken):
     requests = group(1.0)
     broken.touch()
@@ -125,6 +139,8 @@ def test_slots_are_written_where_each_requests_tokens_go_on():
     want = torch.zeros_like(table)
     want[3, 2:4], want[0, 5:8] = torch.tensor([10, 11]), torch.tensor([12, 13, 14])
     assert torch.equal(table, want)
+    with pytest.raises(RuntimeError):
+        assign_slots(torch.tensor([2]), table, torch.tensor([9]), torch.tensor([10]), starts[:1], 1)
 
 
 def test_rows_have_the_settings_of_their_request():
