@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
 from onpolicy.config.groups import OutputConfig
 from onpolicy.errors import ConfigError, OutputError, in_one_line
 from onpolicy.outputs.metrics import Sink
@@ -24,6 +26,9 @@ Answer = TypeVar("Answer")
 
 RUN_ID = "wandb_run_id"
 """File in the run directory that names the run there."""
+
+SERVICE = "wandb-core"
+"""What wandb's service is called among the children of a process."""
 
 END_SECONDS = 30.0
 """How long a service may take to end that nothing is sent to any more."""
@@ -93,10 +98,14 @@ class WandbSink(Sink):
 
 def _end_service() -> None:
     """Have wandb end its service now: when a process ends it prints a traceback of a broken one, and
-    waits for one that hangs as long as that does. Such a one is left behind."""
+    waits for one that hangs as long as that does. Such a one is killed."""
     ending = threading.Thread(target=_teardown, daemon=True)
     ending.start()
     ending.join(END_SECONDS)
+    if ending.is_alive():
+        for child in psutil.Process().children():
+            if child.name() == SERVICE:
+                child.kill()
 
 
 def _teardown() -> None:
