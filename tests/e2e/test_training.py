@@ -54,7 +54,7 @@ def test_a_run_compares_every_token_of_the_first_step_and_none_differs(plain):
 
 def test_every_metric_has_a_documented_meaning(plain):
     names = {name for record in read_jsonl(plain[0] / "run" / "metrics.jsonl") for name in record}
-    assert all(map(meaning, names - {"step", "rollout/reward/even"}))
+    assert all(map(meaning, names - {"step", "rollout/reward/even", "eval/reward/even"}))
 
 
 def test_the_run_directory_holds_what_one_needs_to_look_at_it_later(plain):

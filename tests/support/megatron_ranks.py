@@ -211,13 +211,10 @@ def reference(job, micro_batches=1):
 
 
 def make_model(job):
-    from megatron.core import parallel_state
-
     from onpolicy.train import distributed
     from onpolicy.train.megatron.make import initialize
 
-    parallel_state.destroy_model_parallel()
-    _end_groups()
+    end_groups()
     distributed.init_process_group()
     config = AutoConfig.from_pretrained(job.path)
     job.layout.check(config, job.contract, distributed.world_size())
@@ -232,8 +229,13 @@ def make_model(job):
     return model
 
 
-def _end_groups():
+def end_groups():
     """End the last layout's groups, which Megatron forgets; each has threads of its own."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if not dist.is_initialized():
+        return
     everyone = dist.group.WORLD
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not everyone and group is not dist.GroupMember.NON_GROUP_MEMBER:

@@ -18,6 +18,7 @@ from onpolicy.errors import ParityError
 from onpolicy.models.hf_config import load_config
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.train import distributed, make_trainer
+from tests.support.megatron_ranks import end_groups
 from tests.support.samples import make_train_sample
 
 BLOCKS = 2
@@ -56,9 +57,7 @@ class Job:
 def make(job, estimator=None):
     """The trainer, in groups of its own."""
     if job.backend == "megatron":
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
+        end_groups()
     distributed.init_process_group()
     config = job.config()
     contract = contract_for(config, load_config(str(job.path)), aligned=True)
