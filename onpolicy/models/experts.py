@@ -55,9 +55,9 @@ class AlignedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H], int64 [T, k], [T, k] -> [T, H]."""
-        rounding = self.rounding
+        gate, rounding = self._gate(), self.rounding
         if rounding is not None:
-            hidden_states = rounding(hidden_states)
+            hidden_states, gate = rounding(hidden_states), rounding.after(gate, self.row_parallel)
         return mix_experts(
             self.operators,
             hidden_states,
@@ -65,7 +65,7 @@ class AlignedExperts(nn.Module):
             top_k_weights,
             self._weight(self.gate_up_proj),
             self._weight(self.down_proj),
-            self._gate(),
+            gate,
             self.row_parallel,
             gate_up_bias=getattr(self, "gate_up_proj_bias", None),
             down_bias=getattr(self, "down_proj_bias", None),
@@ -78,10 +78,6 @@ class AlignedExperts(nn.Module):
         return parameter.transpose(1, 2).contiguous() if self.is_transposed else parameter
 
     def _gate(self) -> Gate:
-        gate = self._whole_gate()
-        return gate if self.rounding is None else self.rounding.after(gate, self.row_parallel)
-
-    def _whole_gate(self) -> Gate:
         if self.own_gate is None:
             return gated_halves(self.operators, self.act_fn)
         own_gate = self.own_gate

@@ -43,16 +43,14 @@ class InputRounding:
     def of_linear(self, linear: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """A linear's arguments, the first one rounded: a hook before its forward pass."""
         row_parallel: RowParallel = getattr(linear, "row_parallel", WHOLE)
-        inner = linear.weight.shape[1]
-        return (self(args[0], inner // row_parallel.blocks_of(inner)), *args[1:])
+        return (self(args[0], row_parallel.block_of(linear.weight.shape[1])), *args[1:])
 
     def after(self, gate: Gate, row_parallel: RowParallel) -> Gate:
         """The gate of experts, whose result their second product reads."""
 
         def rounded(gate_up: Tensor) -> Tensor:
             hidden = gate(gate_up)
-            inner = hidden.shape[-1]
-            return self(hidden, inner // row_parallel.blocks_of(inner))
+            return self(hidden, row_parallel.block_of(hidden.shape[-1]))
 
         return rounded
 

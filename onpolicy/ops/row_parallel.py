@@ -58,6 +58,10 @@ class RowParallel:
             )
         return mine
 
+    def block_of(self, size: int) -> int:
+        """How long each of its blocks is."""
+        return size // self.blocks_of(size)
+
     def split(self, x: Tensor) -> Sequence[Tensor]:
         """This rank's blocks of the last axis: [..., K / ranks] -> [..., K / blocks] each."""
         return x.chunk(self.blocks_of(x.shape[-1]), dim=-1)

@@ -146,12 +146,10 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
     if spec.contract.is_aligned and draft_rows(spec.sglang_args):
         # A chain: GPU backends mask trees, by a way of theirs. An overlapped pass was never tried.
         flags += [
-            "--speculative-ngram-min-bfs-breadth",
-            "1",
-            "--speculative-ngram-max-bfs-breadth",
-            "1",
-        ]
-        flags.append("--disable-overlap-schedule")
+            "--speculative-ngram-min-bfs-breadth", "1",
+            "--speculative-ngram-max-bfs-breadth", "1",
+            "--disable-overlap-schedule",
+        ]  # fmt: skip
     if spec.contract.shares_model:
         # The cache keeps every key: windows are a rule on positions.
         flags += ["--model-impl", "transformers", "--disable-hybrid-swa-memory"]

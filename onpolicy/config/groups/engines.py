@@ -101,9 +101,19 @@ class KeyConfig(CpuConfig):
     started without. Command lines can be read by everyone on the host, files need not."""
 
 
-BY_BOTH_ENGINES = Against(lambda run: run.plan.is_governed or not run.plan.starts_aligned,
-    "both engines round it by the same function, which stock operators do not",
-    "Add --true-on-policy-mode without --mismatch-governor, or leave the flag out.")  # fmt: skip
+NOT_ATTRIBUTED = Against(
+    lambda run: getattr(run, "attribution", None), "--attribution has contracts of its own"
+)
+
+RoundedByBoth = Annotated[
+    EightBits,
+    DecidesResults(True),
+    Against(lambda run: run.plan.is_governed or not run.plan.starts_aligned,
+        "both engines round it by the same function, which stock operators do not",
+        "Add --true-on-policy-mode without --mismatch-governor, or leave the flag out."),
+    NOT_ATTRIBUTED,
+]  # fmt: skip
+"""A format of numbers that are no weights, empty for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +123,7 @@ class RoundingConfig:
         DecidesResults(True),
         Against(lambda run: run.align,
             "with --align the servers hold the trainer's weights, bit for bit"),
-        Against(lambda run: getattr(run, "attribution", None), "--attribution has contracts of its own"),
+        NOT_ATTRIBUTED,
         Against(lambda run: not (run.plan.starts_aligned or hasattr(run, "train_backend")),
             "without --true-on-policy-mode the run that pushes the weights rounds them",
             "Give it to `onpolicy train`."),
@@ -123,22 +133,12 @@ class RoundingConfig:
     (mxfp4), or for 16 and the matrix (nvfp4). With --true-on-policy-mode both engines compute with
     them, else the servers alone."""
 
-    rollout_kv_format: Annotated[
-        EightBits,
-        DecidesResults(True),
-        BY_BOTH_ENGINES,
-        Against(lambda run: getattr(run, "attribution", None), "--attribution has contracts of its own"),
-    ] = ""  # fmt: skip
+    rollout_kv_format: RoundedByBoth = ""
     """Keep the cache in 8 bits a number, keys and values rounded with a scale for each token and head
     when they are written: a rollout holds about twice the tokens. Both engines compute with what is read
     back. On CPUs."""
 
-    rollout_activation_format: Annotated[
-        EightBits,
-        DecidesResults(True),
-        BY_BOTH_ENGINES,
-        Against(lambda run: getattr(run, "attribution", None), "--attribution has contracts of its own"),
-    ] = ""  # fmt: skip
+    rollout_activation_format: RoundedByBoth = ""
     """Round what linear layers read to 8 bits a number, with a scale for each token, as a deployment
     that multiplies in 8 bits does; with --rollout-weight-format it is W8A8. Both engines compute with
     what was rounded."""

@@ -20,42 +20,40 @@ def trainer_of(checkpoint, **engine):
     return make(Job(path=checkpoint, backend="fsdp", changes=changes))
 
 
-@pytest.mark.parametrize("kv_format", kv_cache.NUMBERS)
-def test_one_scale_that_is_off_by_an_ulp_is_a_mismatch(checkpoint, monkeypatch, kv_format):
-    trainer = trainer_of(checkpoint, rollout_kv_format=kv_format)
-    samples, quantise = make_samples(trainer), kv_cache.quantise
+def require_mismatch(trainer, monkeypatch, module, rounding, wrong):
+    """Nothing differs, the reference neither, which is rounded too; and tokens do where `wrong` changes
+    what `rounding` of `module` gives.
+    """
+    samples, right = make_samples(trainer), getattr(module, rounding)
     metrics = trainer.train(samples, 0, [0.0]).metrics
     assert metrics["parity/num_mismatched_tokens"] == 0 < metrics["parity/num_compared_tokens"]
-    assert metrics["train/kl_loss"] == 0  # the reference's cache is rounded too
+    assert metrics["train/kl_loss"] == 0
+    monkeypatch.setattr(module, rounding, lambda rows, name: wrong(right(rows, name)))
+    with pytest.raises(ParityError):
+        trainer.train(samples, 0, [0.0])
 
-    def one_off(rows, kv_format):
-        numbers, scale = quantise(rows, kv_format)
+
+@pytest.mark.parametrize("kv_format", kv_cache.NUMBERS)
+def test_one_scale_that_is_off_by_an_ulp_is_a_mismatch(checkpoint, monkeypatch, kv_format):
+    def one_off(quantised):
+        numbers, scale = quantised
         scale[0] = torch.nextafter(scale[0], torch.tensor(torch.inf))  # of a first token
         return numbers, scale
 
-    monkeypatch.setattr(kv_cache, "quantise", one_off)
-    with pytest.raises(ParityError):
-        trainer.train(samples, 0, [0.0])
+    trainer = trainer_of(checkpoint, rollout_kv_format=kv_format)
+    require_mismatch(trainer, monkeypatch, kv_cache, "quantise", one_off)
 
 
 @pytest.mark.parametrize("activation_format", ["int8", "fp8_e4m3"])
 def test_one_input_whose_scale_is_off_by_an_ulp_is_a_mismatch(
     checkpoint, monkeypatch, activation_format
 ):
-    trainer = trainer_of(checkpoint, rollout_activation_format=activation_format)
-    samples, round_weight = make_samples(trainer), rounded_inputs.round_weight
-    metrics = trainer.train(samples, 0, [0.0]).metrics
-    assert metrics["parity/num_mismatched_tokens"] == 0 < metrics["parity/num_compared_tokens"]
-    assert metrics["train/kl_loss"] == 0  # the reference's inputs are rounded too
-
-    def one_off(rows, weight_format):
-        rounded = round_weight(rows, weight_format)
+    def one_off(rounded):
         rounded[0] = torch.nextafter(rounded[0], 2 * rounded[0])  # of a first token
         return rounded
 
-    monkeypatch.setattr(rounded_inputs, "round_weight", one_off)
-    with pytest.raises(ParityError):
-        trainer.train(samples, 0, [0.0])
+    trainer = trainer_of(checkpoint, rollout_activation_format=activation_format)
+    require_mismatch(trainer, monkeypatch, rounded_inputs, "round_weight", one_off)
 
 
 def test_activations_that_are_computed_again_are_rounded_alike(checkpoint):
