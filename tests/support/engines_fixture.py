@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
 from collections.abc import Iterator
@@ -103,10 +104,19 @@ def hanging_is_noticed(pair: EnginePair, after: float) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def engines(checkpoint, tmp_path_factory):
-    """One server and one trainer in float32."""
+def session_engines(checkpoint, tmp_path_factory):
+    """One server and one trainer in float32, and the checkpoint's weights, which no test changes."""
     with running(make_engines(checkpoint, tmp_path_factory.mktemp("engines"))) as pair:
-        yield pair
+        yield pair, copy.deepcopy(pair.trainer.policy.module.state_dict())
+
+
+@pytest.fixture(scope="module")
+def engines(session_engines):
+    """The session's pair, with the checkpoint's weights whatever an earlier file left in it."""
+    pair, weights = session_engines
+    pair.trainer.policy.module.load_state_dict(weights)
+    pair.push_weights(0)
+    return pair
 
 
 def make_requests(count: int, seed: int, *, max_new_tokens: int = 24, temperature: float = 1.0):
