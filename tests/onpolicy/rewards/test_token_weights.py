@@ -1,14 +1,12 @@
 """Weights of tokens that reward functions say: taken from one, and refused where they do not fit."""
 
-import math
-
 import pytest
 
 from onpolicy.errors import RewardError
 from tests.support.samples import answered, make_completion
 from tests.support.samples import to_score as one_token
 
-ALONE, ALSO = "test_token_weights.halves", "test_token_weights.ones"
+ALONE, ALSO = "reward_functions.halves", "reward_functions.ones"
 
 
 def sample(response):
@@ -18,36 +16,17 @@ def sample(response):
     return made
 
 
-def halves(sample):
-    return {"score": 2.0, "token_weights": [0.5] * len(sample.response_ids), "of": 1}
-
-
-def ones(sample):
-    return {"score": 1.0, "token_weights": (1,) * len(sample.response_ids)}
-
-
-def by_place(samples):
-    return [{"score": i, "token_weights": [i] * 3} for i in range(len(samples))]
-
-
 MISFITS = {
-    "short": ([1.0, 1.0], "token_weights=2 numbers: the sampled tokens are 3. Give one for each"),
-    "below 0": ([1.0, -0.5, 1.0], "token_weights=-0.5: must be at least 0"),
-    "nan": ([1.0, math.nan, 1.0], "token_weights=nan: must be a finite number"),
-    "infinite": ([1.0, math.inf, 1.0], "token_weights=inf: must be a finite number"),
-    "text": ("111", "token_weights='111': must be a list of numbers"),
-    "texts": (["1", "1", "1"], "token_weights='1': must be a finite number"),
-    "number": (1.0, "token_weights=1.0: must be a list of numbers"),
-    "nothing": (None, "token_weights=None: must be a list of numbers"),
-    "of what it made itself": ([1.0, 1.0], "the sampled tokens are 3"),
+    "short": "token_weights=2 numbers: the sampled tokens are 3. Give one for each",
+    "below 0": "token_weights=-0.5: must be at least 0",
+    "nan": "token_weights=nan: must be a finite number",
+    "infinite": "token_weights=inf: must be a finite number",
+    "text": "token_weights='111': must be a list of numbers",
+    "texts": "token_weights='1': must be a finite number",
+    "number": "token_weights=1.0: must be a list of numbers",
+    "nothing": "token_weights=None: must be a list of numbers",
+    "of what it made itself": "the sampled tokens are 3",
 }
-
-
-def misfits(sample):
-    if sample.response == "of what it made itself":
-        sample.trajectory.sampled.pop()
-        sample.trajectory.rollout_log_probs.pop()
-    return {"score": 1.0, "token_weights": MISFITS[sample.response][0]}
 
 
 def test_a_function_says_the_weights_of_its_samples_tokens_beside_the_reward(scorer):
@@ -73,7 +52,7 @@ def test_weights_that_do_not_fit_are_a_failure_of_that_sample_and_no_weights(
     metrics = rule.score([samples])
     assert (failed.reward, failed.has_failed, failed.token_weights) == (0.0, True, None)
     assert metrics["rollout/reward_errors"] == 1
-    assert MISFITS[misfit][1] in caplog.text
+    assert MISFITS[misfit] in caplog.text
 
 
 def test_in_a_weighted_sum_they_are_the_tokens_of_the_one_that_says_them(scorer):
