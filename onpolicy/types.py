@@ -142,7 +142,8 @@ class Sample:
     those of the whole episode."""
 
     token_weights: list[float] | None = None
-    """[R]: what the objective of its sampled tokens is multiplied by, if the episode said it."""
+    """[R]: what the objective of its sampled tokens is multiplied by, if the episode or the reward
+    function said it."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers that the episode said of itself; all its trajectories have them."""

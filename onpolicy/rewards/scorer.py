@@ -14,6 +14,7 @@ from onpolicy.rewards.classifier import Classifier
 from onpolicy.rewards.judge import Judge
 from onpolicy.rewards.remote_rm import RemoteReward
 from onpolicy.rewards.workers import START_SECONDS, Workers
+from onpolicy.token_weights import TOKEN_WEIGHTS
 from onpolicy.trajectory import Completion, FinishReason, Trajectory
 from onpolicy.types import Prompt, Sample
 
@@ -155,6 +156,7 @@ class Scorer:
         given = {source: given[source] for source in weights}  # in their order
         answers = [numbers.pop(ANSWER) for numbers in given.values() if ANSWER in numbers]
         sample.answer = answers[0] if answers else None
+        self._weigh(sample, given)
         if prompt.rule or not (prompt.rewards or self.config.rewards):
             (numbers,) = given.values()
             sample.reward_parts = {name: x for name, x in numbers.items() if name != "score"}
@@ -166,6 +168,23 @@ class Scorer:
             for name, x in numbers.items()
         }
         sample.reward = sum(weights[source] * x["score"] for source, x in given.items())
+
+    def _weigh(self, sample: Sample, given: Mapping[str, Numbers]) -> None:
+        """Take the weights of its tokens from the one that says them; RewardError for two."""
+        said = {
+            self._name(source): numbers.pop(TOKEN_WEIGHTS)
+            for source, numbers in given.items()
+            if TOKEN_WEIGHTS in numbers
+        }
+        if sample.token_weights is not None:
+            said = {"its episode": sample.token_weights, **said}
+        if len(said) > 1:
+            raise RewardError(
+                f"{sample.name}: {' and '.join(said)} say token_weights: a token has one weight. Have "
+                "one of them say it."
+            )
+        for weights in said.values():
+            sample.token_weights = weights
 
     def _counted(
         self,

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from numbers import Real
 from typing import Any
 
 from onpolicy.errors import AgentError
 from onpolicy.rollout.branches import learnt_once, order_of, require_own
 from onpolicy.rollout.episodes import Episode, Turns
 from onpolicy.rollout.statistics import COUNTED
+from onpolicy.token_weights import checked_numbers, checked_weights
 from onpolicy.trajectory import Trajectory
 from onpolicy.types import Prompt, Sample
+
+Check = Callable[[str, Any, int, str], list[float]]
 
 
 def result_of(found: Episode, branches: Collection[Turns]) -> Episode:
@@ -53,9 +55,7 @@ def with_learnt(
         token_rewards = _of_learnt("token_rewards", token_rewards, whole, learnt)
     token_weights = episode.token_weights
     if token_weights is not None:
-        token_weights = _of_learnt("token_weights", token_weights, whole, learnt)
-        if (least := min((x for each in token_weights for x in each), default=0.0)) < 0:
-            raise _nonsense(f"token_weights={least!r}: must be at least 0")
+        token_weights = _of_learnt("token_weights", token_weights, whole, learnt, checked_weights)
     return replace(
         episode,
         trajectories=[*learnt],
@@ -78,13 +78,13 @@ def _require_one_kind(episode: Episode) -> None:
         )
 
 
-def _numbers(name: str, values: Sequence[Any], count: int, of: str) -> list[float]:
-    if len(values) != count:
-        raise _nonsense(f"{name}={len(values)} numbers: {of} are {count}. Give one for each")
-    for value in values:
-        if not isinstance(value, Real) or not math.isfinite(value):
-            raise _nonsense(f"{name}={value!r}: must be a finite number")
-    return [float(value) for value in values]
+def _numbers(
+    name: str, values: Sequence[Any], count: int, of: str, check: Check = checked_numbers
+) -> list[float]:
+    try:
+        return check(name, values, count, of)
+    except ValueError as error:
+        raise _nonsense(str(error)) from None
 
 
 def _of_learnt(
@@ -92,6 +92,7 @@ def _of_learnt(
     by_token: Sequence[Sequence[float]],
     whole: Sequence[Trajectory],
     learnt: Sequence[Trajectory],
+    check: Check = checked_numbers,
 ) -> list[list[float]]:
     if len(by_token) != len(whole):
         raise _nonsense(
@@ -99,7 +100,9 @@ def _of_learnt(
             "one list for each"
         )
     numbers = [
-        _numbers(f"{name}[{i}]", each, known.num_sampled, f"sampled tokens of trajectory {i}")
+        _numbers(
+            f"{name}[{i}]", each, known.num_sampled, f"sampled tokens of trajectory {i}", check
+        )
         for i, (each, known) in enumerate(zip(by_token, whole, strict=True))
     ]
     parts = zip(numbers, learnt, strict=True)

@@ -1,6 +1,7 @@
 """Functions that workers of tests score with. Every worker imports this file, so it imports little."""
 
 import ctypes
+import math
 import os
 import sys
 import time
@@ -84,3 +85,35 @@ def half_the_length(sample):
     if sample.response == "raises":
         raise LookupError("gone")
     return {"score": len(sample.response) / 2, "is_short": len(sample.response) < 3}
+
+
+def halves(sample):
+    return {"score": 2.0, "token_weights": [0.5] * len(sample.response_ids), "of": 1}
+
+
+def ones(sample):
+    return {"score": 1.0, "token_weights": (1,) * len(sample.response_ids)}
+
+
+def by_place(samples):
+    return [{"score": i, "token_weights": [i] * 3} for i in range(len(samples))]
+
+
+MISFITS = {
+    "short": [1.0, 1.0],
+    "below 0": [1.0, -0.5, 1.0],
+    "nan": [1.0, math.nan, 1.0],
+    "infinite": [1.0, math.inf, 1.0],
+    "text": "111",
+    "texts": ["1", "1", "1"],
+    "number": 1.0,
+    "nothing": None,
+    "of what it made itself": [1.0, 1.0],
+}
+
+
+def misfits(sample):
+    if sample.response == "of what it made itself":
+        sample.trajectory.sampled.pop()
+        sample.trajectory.rollout_log_probs.pop()
+    return {"score": 1.0, "token_weights": MISFITS[sample.response]}

@@ -92,7 +92,7 @@ def test_weights_of_tokens_stay_with_those_that_are_learnt():
         ([[1, 1, 1]], r"token_weights=1 lists: the episode has 2 trajectories"),
         ([[1, 1], [1] * 4], r"token_weights\[0\]=2 numbers: sampled tokens of trajectory 0 are 3"),
         ([[1, 1, math.nan], [1] * 4], r"token_weights\[0\]=nan: must be a finite number"),
-        ([[1, -0.5, 1], [1] * 4], r"token_weights=-0.5: must be at least 0"),
+        ([[1, -0.5, 1], [1] * 4], r"token_weights\[0\]=-0.5: must be at least 0"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(weights, fault):

@@ -261,3 +261,20 @@ def test_weights_of_tokens_reach_training_from_workers_and_through_checkpoints(t
         run(tmp_path / "part", "weighs", make_run=interrupted_at(2), **values, **saves)
     resumed = run(tmp_path / "part", "weighs", **values, **saves)
     assert resumed.run_hash == straight.run_hash
+
+
+@pytest.mark.parametrize("mode", ["lag 1", "segments"])
+def test_weights_that_a_reward_function_says_are_hashed_and_outlive_a_checkpoint(tmp_path, mode):
+    def weighed(sample):
+        sample.token_weights = [float(i % 2) for i in range(sample.trajectory.num_sampled)]
+        return even_tokens(sample)
+
+    values = {"reward": weighed, **MODES[mode]}
+    plain = run_in_memory(tmp_path / "plain", **MODES[mode])
+    straight = run_in_memory(tmp_path / "straight", **values)
+    assert straight.run_hash != plain.run_hash
+    saves = {"save": str(tmp_path / "save"), "load": str(tmp_path / "save"), "save_interval": 1}
+    with pytest.raises(Interrupted):
+        run_in_memory(tmp_path / "part", make_run=interrupted_at(2), **values, **saves)
+    resumed = run_in_memory(tmp_path / "part", **values, **saves)
+    assert resumed.run_hash == straight.run_hash
