@@ -92,6 +92,7 @@ def _fixed_contract(run: Facts) -> str | None:
         (f"--align={run.align}", run.align, own),
         ("--no-true-on-policy-mode", not run.true_on_policy_mode, own),
         (f"--case={run.case}", run.case, own),
+        (f"--lora-rank={run.lora_rank}", run.lora_rank, "stock engines have none"),
         (f"--train-backend={run.train_backend}", run.train_backend != "fsdp",
          "only the modules of fsdp can be aligned in part"),
         (f"--sglang-tp-size={degree}", degree > 1,
