@@ -173,7 +173,7 @@ class SampleLog:
             "forks": trajectory.forks or None,
             "is_greedy": sample.is_greedy or None,
             "token_rewards": sample.token_rewards,
-            "token_weights": sample.token_weights,
+            "token_weights": sample.token_weights or None,
             "metrics": sample.metrics or None,
             "info": sample.info or None,
         }
