@@ -37,7 +37,7 @@ _HAS: Mapping[str, tuple[Callable[[TrainConfig], bool], str]] = {
     "log_ratio": (lambda config: config.algorithm.log_ratio_coef > 0, "--log-ratio-coef"),
     "positive_nll": (lambda config: config.algorithm.positive_nll_coef > 0, "--positive-nll-coef"),
 }
-"""Of each term whether the loss of a run has it, and what a run is given for it."""
+"""Whether the loss of a run has each term, and what a run is given for it."""
 
 
 def by_term(given: Any) -> dict[Term, Any]:
