@@ -1,10 +1,10 @@
-"""What a stock rollout's mismatch is once its norms are the trainer's: one kind swapped for real.
+"""What a stock rollout's mismatch is once its norms are the trainer's: a kind swapped for real.
 
     python -m benchmarks.stock_norms --hf-checkpoint DIR --json FILE
 
-takes the flags of `onpolicy explain --attribution operators --no-true-on-policy-mode`. SGLang's norm in
-Python normalises the sum with the residual before that is rounded; here it normalises the rounded sum, as
-the trainer does. A CPU with AMX has SGLang's kernel instead, which is replaced, too.
+takes the flags of `onpolicy explain --attribution operators --no-true-on-policy-mode`. SGLang's norm
+normalises the sum with the residual before that is rounded; here it normalises the rounded sum, as the
+trainer does. Where SGLang would call a kernel for AMX, that is replaced, too.
 """
 
 from __future__ import annotations

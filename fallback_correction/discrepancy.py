@@ -14,7 +14,15 @@ from torch import Tensor
 
 from fallback_correction.choices import require_choice
 from fallback_correction.config.discrepancy import DiscrepancyConfig, Measure
-from fallback_correction.tokens import Gather, NonfiniteError, TokenBatch, alone, exact_sum
+from fallback_correction.tokens import (
+    Gather,
+    NonfiniteError,
+    TokenBatch,
+    alone,
+    exact_sum,
+    global_sequence_mean,
+    global_token_mean,
+)
 
 
 @torch.no_grad()
@@ -68,13 +76,16 @@ class DiscrepancyPenalty:
 
         advantages: [N], after group normalisation, float32 or float64. The mask must be the one
         before any rejection: a rejected token still tells how far the engines are apart. A gather
-        makes this collective: a rank with nothing left calls it with an empty batch.
+        makes this collective: a rank with nothing left calls it with an empty batch. Where the
+        penalty is centred, its mean is that of this batch on all ranks.
         """
         _check_advantages(batch, advantages)
         delta = discrepancy(batch, self.config.measure)
         costs = torch.where(delta > self.config.margin, delta, 0)
         penalty = self.lam * costs.double()
-        shaped = (advantages.double() - penalty).to(advantages.dtype)
+        paid = penalty - self._mean(batch, penalty, gather) if self.config.centered else penalty
+        shaped = torch.where(batch.mask, advantages.double() - paid, advantages.double())
+        shaped = shaped.to(advantages.dtype)
         flipped = shaped.sign() != advantages.sign()
         rows = self._per_sequence(batch, delta, penalty, flipped)
         rows = gather(rows.flatten()).reshape(-1, rows.shape[1])
@@ -125,6 +136,12 @@ class DiscrepancyPenalty:
         total, weight = (batch.sums, counts) if by_token else (batch.means, (counts > 0).double())
         columns = [total(delta), weight, total(penalty), batch.sums(flipped), counts]
         return torch.stack([*columns, batch.maxima(delta)], dim=1)
+
+    def _mean(self, batch: TokenBatch, values: Tensor, gather: Gather) -> float:
+        """Over the counting tokens of all ranks, or over the means of their sequences."""
+        if self.config.average == "token":
+            return global_token_mean(batch, values, gather)
+        return global_sequence_mean(batch, batch.means(values), gather)
 
     def _metrics(self, rows: Tensor) -> dict[str, float]:
         """Exact means over [S, 6]; all 0 but lambda where no token counts."""

@@ -135,6 +135,9 @@ def plan() -> Iterator[Run]:
         for change in ("kv_e4m3", "kv_e5m2"):
             yield Run(arm="nothing", seed=seed, weight_format="bf16", change=change)
         yield Run(arm="tis_token", seed=seed, weight_format="bf16", change="kv_e4m3")
+    for seed in SEEDS:
+        yield Run(arm="dc_0.015_centered", seed=seed, weight_format="int3", estimator="grpo")
+        yield Run(arm="geometric", seed=seed, weight_format="int3")
 
 
 def changed(arm: str, seed: int, change: str, estimator: str = "reinforce_plus_plus") -> Run:

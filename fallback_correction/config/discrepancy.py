@@ -13,6 +13,7 @@ Average = Literal["trajectory", "token"]
 PENALTY = ReadBy("{mode}", lambda it: it.mode)
 MARGIN = ReadBy("{mode} margin", lambda it: it.mode == "margin")
 LAGRANGIAN = ReadBy("{mode} lagrangian", lambda it: it.mode == "lagrangian")
+MEAN = ReadBy("{mode} lagrangian, or {centered}", lambda it: it.mode == "lagrangian" or it.centered)
 NonNegative = Annotated[float, at_least(0)]
 
 
@@ -54,8 +55,12 @@ class DiscrepancyConfig:
     margin: Annotated[NonNegative, MARGIN] = 0.0
     """margin: discrepancies up to this, itself included, cost nothing."""
 
-    average: Annotated[Average, LAGRANGIAN] = "trajectory"
-    """lagrangian: mean over trajectories of their means (eq. 11), or over all tokens."""
+    average: Annotated[Average, MEAN] = "trajectory"
+    """lagrangian, or centered: mean over trajectories of their means (eq. 11), or over all tokens."""
+
+    centered: Annotated[bool, PENALTY] = False
+    """Subtract from every penalty the mean of a rollout's, so that the advantages keep their mean. The
+    paper's does not: where the rewards of a group are equal, it makes all its advantages negative."""
 
     @staticmethod
     def off() -> DiscrepancyConfig:

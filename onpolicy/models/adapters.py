@@ -30,9 +30,10 @@ from onpolicy.errors import ConfigError
 from onpolicy.models.expert_adapters import ExpertLowRank, expert_adapter_size
 from onpolicy.models.experts import AlignedExperts, choosers, expert_sizes, has_usual_experts
 from onpolicy.models.low_rank import LowRankModule
+from onpolicy.models.magnitude import Magnitude
 from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops.base import Operators
-from onpolicy.ops.low_rank import Factors, add_low_rank
+from onpolicy.ops.low_rank import Factors, Gain, add_low_rank
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
 CHILD = "lora"
@@ -55,13 +56,15 @@ class LowRank(LowRankModule):
         like = linear.weight.detach()
         self.A = nn.Parameter(like.new_zeros(shape.rank, in_features))
         self.B = nn.Parameter(like.new_zeros(out_features, shape.rank))
+        self.magnitude = Magnitude(like, out_features) if shape.dora else None
 
-    def forward(self, x: Tensor, out: Tensor) -> Tensor:
-        """[..., K] and what the linear gives, [..., N] -> [..., N] in its dtype."""
+    def forward(self, x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
+        """[..., K], what the linear gives, [..., N], and its bias [N] -> [..., N] in its dtype."""
         if not self.is_on:
             return out
         x = self.row_parallel.own_part(x, self.A.shape[1])
-        return add_low_rank(self.operators, x, out, self.factors, self.row_parallel)
+        gain = None if self.magnitude is None else Gain(self.magnitude(), bias)
+        return add_low_rank(self.operators, x, out, self.factors, self.row_parallel, gain)
 
     @property
     def factors(self) -> Factors:
@@ -102,9 +105,9 @@ def add_adapters(model: nn.Module, operators: Operators, shape: AdapterShape | N
             module.register_forward_hook(_add)
 
 
-def _add(linear: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-    adapter: LowRank = linear._modules[CHILD]  # type: ignore[assignment]
-    added: Tensor = adapter(args[0], out)
+def _add(linear: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+    adapter: LowRank = linear._modules[CHILD]
+    added: Tensor = adapter(args[0], out, linear.bias)
     return added
 
 
@@ -117,6 +120,13 @@ def factors_of(linear: nn.Module) -> Factors | None:
 def adapters(model: nn.Module) -> Iterator[LowRankModule]:
     """Those of a model, in its order."""
     return (module for module in model.modules() if isinstance(module, LowRankModule))
+
+
+def adapters_of_linears(model: nn.Module) -> Iterator[tuple[Any, LowRank]]:
+    """Linears of a model that have adapters, and these, in its order."""
+    for module in model.modules():
+        if isinstance(adapter := module._modules.get(CHILD), LowRank):
+            yield module, adapter
 
 
 @contextmanager
@@ -190,6 +200,11 @@ def _output_of(model: Any) -> Any:
     return model.get_output_embeddings()
 
 
+def output_name(model: nn.Module) -> str:
+    """What a model calls its output projection."""
+    return next(_leaf(name) for name, m in model.named_modules() if m is _output_of(model))
+
+
 def with_adapters(
     shapes: OperatorShapes, model: PreTrainedModel, adapter: AdapterShape | None, blocks: int
 ) -> OperatorShapes:
@@ -221,6 +236,7 @@ def adapter_size(model: nn.Module, adapter: AdapterShape) -> int:
     """Numbers in all adapters of a model, which has none yet."""
     linears = adapted_linears(model, adapter)
     size = adapter.rank * sum(m.in_features + m.out_features for m in linears)
+    size += adapter.dora * sum(m.out_features for m in linears)
     experts = (m for n, m in model.named_modules() if _leaf(n) in adapter.targets)
     return size + sum(expert_adapter_size(m, adapter.rank) for m in experts if has_usual_experts(m))
 

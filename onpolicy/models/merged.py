@@ -1,4 +1,5 @@
-"""A base and its adapter as one checkpoint: W + s B A in the place of each adapted W.
+"""A base and its adapter as one checkpoint: W + s B A in the place of each adapted W, or what DoRA makes
+of it.
 
 What was trained is two factors; the sum lies on the grid of a dtype, and where a weight is large beside
 its update, the update is rounded away. So the dtype is asked for, and what it costs is returned.
@@ -19,7 +20,7 @@ from onpolicy.config.groups import LoraConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.export import export_checkpoint
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.peft_adapter import PeftAdapter, read_peft_adapter
+from onpolicy.models.peft_adapter import MAGNITUDE, PeftAdapter, read_peft_adapter
 from onpolicy.models.peft_experts import parameter_of
 from onpolicy.models.peft_format import read_factors, require_adapter_fits
 from onpolicy.models.stored import stored_tensors
@@ -38,10 +39,10 @@ class Merged:
     """Weights that are not what the base's own are in the dtype that is written."""
 
     asked: float = 0.0
-    """The sum of squares of s B A."""
+    """The sum of squares of the update, s B A."""
 
     missed: float = 0.0
-    """The sum of squares of what has to be added to the written change for it to be s B A."""
+    """The sum of squares of what has to be added to the written change for it to be the update."""
 
     def add(self, base: Tensor, update: Tensor, written: Tensor) -> None:
         """Count one linear; all [N, K], base and update in float32."""
@@ -88,13 +89,13 @@ class _Updates:
     def __init__(self, adapter: PeftAdapter, model: PreTrainedModel, source: Path):
         self._model, self._scale = model, LoraConfig(**adapter.flags).scale
         self._factors = read_factors(adapter)
-        pairs = {name.rpartition(".")[0] for name in self._factors}
+        pairs = {name.rpartition(".")[0] for name in self._factors if name.endswith(".A")}
         self._pairs = {parameter_of(pair): pair for pair in pairs}
         self._places = self._find_places(source)
         self._latest: dict[str, dict[str, Tensor]] = {}
 
-    def of(self, name: str) -> Tensor | None:
-        """float32, of the shape of the tensor of this name; None if nothing is added to it."""
+    def of(self, name: str, base: Tensor) -> Tensor | None:
+        """float32, of the shape of the `base`'s tensor of this name; None if nothing is added to it."""
         if name not in self._places:
             return None
         parameter, stored = self._places[name]
@@ -103,7 +104,15 @@ class _Updates:
             while len(self._latest) > 1:
                 del self._latest[next(iter(self._latest))]
             self._latest[parameter] = self._of_parameter(parameter)
-        return self._latest[parameter][stored]
+        update = self._latest[parameter][stored]
+        lengths = self._factors.get(f"{self._pairs[parameter]}.{MAGNITUDE}")
+        if lengths is None:
+            return update
+        shape, total = self._model.get_parameter(parameter).shape, base.float() + update
+        of_rows = lengths.float()[:, None].expand(shape).contiguous()
+        of_rows = stored_tensors(self._model, parameter, of_rows)[stored]
+        merged: Tensor = total * (of_rows / total.norm(dim=1, keepdim=True))
+        return merged - base.float()
 
     def _find_places(self, source: Path) -> dict[str, tuple[str, str]]:
         """The adapted parameter and what transformers calls a part of it, by that part's name in the
@@ -142,7 +151,7 @@ def _buckets(
         bucket: WeightBucket = []
         for name, tensor in load_file(file).items():
             written = tensor if name in buffers else tensor.to(dtype)
-            update = updates.of(name)
+            update = updates.of(name, tensor)
             if update is not None:
                 base = tensor.float()
                 written = (base + update).to(dtype)

@@ -28,9 +28,15 @@ NESTED = ".base_layer"
 """Ends the name of a module that PEFT wrapped twice: the experts, whose gate_up_proj is adapted within
 the wrapper of their down_proj."""
 
-_FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_(A\.weight|B\.weight|magnitude_vector)")
 
-_READ = {"r", "lora_alpha", "use_rslora", "base_model_name_or_path"}
+MAGNITUDE = "magnitude.m"
+"""What is `Magnitude.m` to an adapter."""
+
+NAMES = {"A": "A.weight", "B": "B.weight", MAGNITUDE: "magnitude_vector"}
+"""What PEFT calls the parameters of an adapter of a linear, behind `lora_`."""
+
+_READ = {"r", "lora_alpha", "use_rslora", "use_dora", "base_model_name_or_path"}
 
 _OF_NO_RESULT = {
     "task_type", "revision", "inference_mode", "peft_version", "auto_mapping", "target_modules",
@@ -58,6 +64,7 @@ class _Told(TypedDict):
     r: Annotated[int, Ge(1)]
     lora_alpha: Annotated[float, Gt(0)]
     use_rslora: NotRequired[bool]
+    use_dora: NotRequired[bool]
     base_model_name_or_path: NotRequired[str | None]
 
 
@@ -72,6 +79,7 @@ class PeftAdapter:
     rank: int
     alpha: float
     is_rslora: bool
+    is_dora: bool
 
     base: str
     """Name or path of the model that it is beside; "" if it does not say."""
@@ -93,13 +101,14 @@ class PeftAdapter:
             "lora_rank": self.rank,
             "lora_alpha": self.alpha,
             "lora_rslora": self.is_rslora,
+            "lora_dora": self.is_dora,
             "lora_target_modules": self.targets,
         }
 
 
 def read_peft_adapter(directory: str, flag: str) -> PeftAdapter:
     """Read it but for its numbers. Raises ConfigError, which blames `flag`, for one that is not whole,
-    or that computes something else than x W^T + s (x A^T) B^T."""
+    or that computes something else than x W^T + s (x A^T) B^T, or DoRA."""
     path, name = Path(directory), f"{flag}={directory}"
     record = read_json_object(path / CONFIG, f"{name}: {CONFIG}")
     try:
@@ -120,6 +129,7 @@ def read_peft_adapter(directory: str, flag: str) -> PeftAdapter:
         rank=told["r"],
         alpha=told["lora_alpha"],
         is_rslora=told.get("use_rslora", False),
+        is_dora=told.get("use_dora", False),
         base=told.get("base_model_name_or_path") or "",
         factors=_factors(path / WEIGHTS, f"{name}: {WEIGHTS}"),
     )
@@ -146,7 +156,7 @@ def _factors(file: Path, name: str) -> dict[str, tuple[int, ...]]:
 
 
 def linear_of(name: str) -> tuple[str, str]:
-    """A tensor's name in the file -> that of its linear, and "A" or "B"."""
+    """A tensor's name in the file -> that of its linear, and "A", "B" or "magnitude.m"."""
     found = _FACTOR.fullmatch(name)
     assert found is not None
-    return found[1], found[2]
+    return found[1], next(ours for ours, name in NAMES.items() if name == found[2])

@@ -18,8 +18,11 @@ from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
 from onpolicy.models.adapters import FactorValues, first_values, is_adapters
 from onpolicy.models.experts import has_usual_experts
+from onpolicy.models.magnitude import is_magnitude
 from onpolicy.models.peft_adapter import (
     CONFIG,
+    MAGNITUDE,
+    NAMES,
     NESTED,
     WEIGHTS,
     PeftAdapter,
@@ -46,7 +49,8 @@ def export_adapter(
 ) -> None:
     """Write the adapters among these weights into a new directory; `base`: the model they are beside."""
     directory.mkdir()
-    tensors = [pair for bucket in buckets for pair in bucket if is_adapters(pair[0])]
+    own = (pair for bucket in buckets for pair in bucket if is_adapters(pair[0]))
+    tensors = [(name, x) for name, x in own if not name.endswith(".norm")]
     in_peft = [of_experts(name, tensor) or (name, tensor) for name, tensor in tensors]
     write_weights([(_name_in_peft(n), x) for n, x in in_peft], directory / WEIGHTS)
     config = {
@@ -56,6 +60,7 @@ def export_adapter(
         "r": shape.rank,
         "lora_alpha": flags.lora_alpha,
         "use_rslora": flags.lora_rslora,
+        "use_dora": shape.dora,
         **peft_targets(shape.targets, [name for name, _ in tensors]),
         "lora_dropout": 0.0,
         "bias": "none",
@@ -66,13 +71,16 @@ def export_adapter(
 
 
 def first_factors(begins_with: str, seed: int) -> FactorValues:
-    """What training begins with: the adapter in a directory, if one is given, or what is drawn."""
+    """What training begins with: the adapter in a directory, if one is given, or what is drawn, for
+    magnitudes nothing."""
     adapter = read_peft_adapter(begins_with, "--lora-adapter") if begins_with else None
     given = read_factors(adapter) if adapter else {}
 
-    def values(name: str, shape: torch.Size) -> Tensor:
+    def values(name: str, shape: torch.Size) -> Tensor | None:
         found = given.get(name)
-        return first_values(name, shape, seed) if found is None else found
+        if found is not None or is_magnitude(name):
+            return found
+        return first_values(name, shape, seed)
 
     return values
 
@@ -93,7 +101,7 @@ def read_factors(adapter: PeftAdapter) -> dict[str, Tensor]:
 
 def require_adapter_fits(adapter: PeftAdapter, model: nn.Module, path: str, flag: str) -> None:
     """Raise ConfigError unless an adapter is that of the base in `path`, whose `model` is one without
-    numbers, and has both factors of every linear, and of all experts, whose name its targets have."""
+    numbers, and has all of every linear, and of all experts, whose name its targets have."""
     name = f"{flag}={adapter.directory}"
     if not _is_base(adapter.base, path):
         raise ConfigError(
@@ -110,6 +118,8 @@ def require_adapter_fits(adapter: PeftAdapter, model: nn.Module, path: str, flag
         elif isinstance(module, nn.Linear):
             needed[f"{linear}.lora.A"] = (rank, module.in_features)
             needed[f"{linear}.lora.B"] = (module.out_features, rank)
+            if adapter.is_dora:
+                needed[f"{linear}.lora.{MAGNITUDE}"] = (module.out_features,)
     found = {_name_here(key): shape for key, shape in adapter.factors.items()}
     for each in sorted(needed.keys() | found.keys()):
         if needed.get(each) != found.get(each):
@@ -132,7 +142,7 @@ def _is_base(told: str, path: str) -> bool:
 def _name_in_peft(name: str) -> str:
     """model.layers.0.mlp.up_proj.lora.A -> base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"""
     linear, factor = name.rsplit(".lora.", 1)
-    return f"{PREFIX}{linear}.lora_{factor}.weight"
+    return f"{PREFIX}{linear}.lora_{NAMES[factor]}"
 
 
 def _name_here(name: str) -> str:

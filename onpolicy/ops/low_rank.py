@@ -22,23 +22,40 @@ class Factors(NamedTuple):
     scale: float
 
 
+class Gain(NamedTuple):
+    """What the rows of W + s B A are multiplied by (DoRA, `onpolicy/models/magnitude.py`)."""
+
+    factor: Tensor
+    """float32 [N]"""
+
+    bias: Tensor | None
+    """[N]: that of the linear, which is not multiplied"""
+
+    def of(self, total: Tensor) -> Tensor:
+        """What a linear with its adapter gives, the bias in it, float32 [..., N] -> the same."""
+        scaled = total * self.factor
+        return scaled if self.bias is None else scaled + (1 - self.factor) * self.bias.float()
+
+
 def add_low_rank(
     operators: Operators,
     x: Tensor,
     out: Tensor,
     factors: Factors,
     row_parallel: RowParallel = WHOLE,
+    gain: Gain | None = None,
 ) -> Tensor:
     """`out + scale * (x @ a.T) @ b.T`, rounded once: [..., K], [..., N] -> [..., N] in the dtype of out.
 
-    Each product is rounded to the dtype of x; the sum is taken in float32. `row_parallel`: how the first
-    product is summed over K.
+    Each product is rounded to the dtype of x; the sum is taken in float32, and a `gain` is of the sum.
+    `row_parallel`: how the first product is summed over K.
     """
     inner = operators.row_parallel_linear(x, factors.a, None, row_parallel)
     added = operators.linear(inner, factors.b)
-    return add_scaled(out, added, factors.scale)
+    return add_scaled(out, added, factors.scale, gain)
 
 
-def add_scaled(out: Tensor, added: Tensor, scale: float) -> Tensor:
+def add_scaled(out: Tensor, added: Tensor, scale: float, gain: Gain | None = None) -> Tensor:
     """The sum in float32, rounded to the dtype of out."""
-    return (out.float() + added.float() * scale).to(out.dtype)
+    total = out.float() + added.float() * scale
+    return (total if gain is None else gain.of(total)).to(out.dtype)

@@ -17,7 +17,8 @@ from typing import Any
 ANSWER = "answer"
 
 Numbers = dict[str, Any]
-"""The reward under "score", further numbers, and maybe under ANSWER the text that was compared."""
+"""The reward under "score", further numbers, maybe under ANSWER the text that was compared, and under
+"token_weights" the weights of the sampled tokens by the term of the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from onpolicy.rewards import ANSWER, Failure, Numbers
+from onpolicy.token_weights import TOKEN_WEIGHTS, Term, by_term, checked_weights
 
 
 def each_of(results: Any, count: int) -> list[Any] | Failure:
@@ -20,16 +21,19 @@ def each_of(results: Any, count: int) -> list[Any] | Failure:
     return Failure(reason=f"returned {shown(results)}: {rule}")
 
 
-def numbers_or_failure(result: Any) -> Numbers | Failure:
-    """What was returned of one sample, as numbers."""
+def numbers_or_failure(result: Any, num_sampled: int | None = None) -> Numbers | Failure:
+    """What was returned of one sample, as numbers. `num_sampled`: its tokens, by who was told them."""
     try:
-        return _numbers(result)
+        return _numbers(result, num_sampled)
     except Exception as error:  # its own __float__ may raise anything
         return Failure(reason=f"returned {shown(result)}: {error}")
 
 
-def _numbers(result: Any) -> Numbers:
+def _numbers(result: Any, num_sampled: int | None) -> Numbers:
     parts = {**result} if isinstance(result, dict) else {"score": result}
+    weights = {}
+    if TOKEN_WEIGHTS in parts:
+        weights = {TOKEN_WEIGHTS: _weights(parts.pop(TOKEN_WEIGHTS), num_sampled)}
     answer = {ANSWER: parts.pop(ANSWER)} if isinstance(parts.get(ANSWER), str) else {}
     if "score" not in parts:
         raise ValueError('a dict must hold the reward under "score"')
@@ -43,7 +47,18 @@ def _numbers(result: Any) -> Numbers:
     numbers = {name: float(value) for name, value in parts.items()}
     if not all(map(math.isfinite, numbers.values())):
         raise ValueError("a reward must be finite")
-    return numbers | answer
+    return numbers | answer | weights
+
+
+def _weights(given: Any, num_sampled: int | None) -> dict[Term, list[float]]:
+    if num_sampled is None:
+        raise ValueError(f"{TOKEN_WEIGHTS} are of functions alone, which are told the tokens")
+    return {
+        term: checked_weights(
+            f"{TOKEN_WEIGHTS}[{term!r}]", values, num_sampled, "the sampled tokens"
+        )
+        for term, values in by_term(given).items()
+    }
 
 
 def shown(result: Any) -> str:

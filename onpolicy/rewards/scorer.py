@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 
 from onpolicy.config.groups import RewardConfig
@@ -14,6 +14,7 @@ from onpolicy.rewards.classifier import Classifier
 from onpolicy.rewards.judge import Judge
 from onpolicy.rewards.remote_rm import RemoteReward
 from onpolicy.rewards.workers import START_SECONDS, Workers
+from onpolicy.token_weights import TOKEN_WEIGHTS
 from onpolicy.trajectory import Completion, FinishReason, Trajectory
 from onpolicy.types import Prompt, Sample
 
@@ -50,11 +51,13 @@ class Scorer:
                         f"cannot read it: {error}. Correct the row, or choose another rule."
                     ) from error
 
-    def try_out(self, prompt: Prompt) -> None:
+    def try_out(self, prompt: Prompt) -> Collection[str]:
         """Score a made-up response to `prompt`, its label, once by all that is not ours.
 
-        Raises ConfigError if that fails. A function that takes groups is given two of them.
+        Returns the terms of the loss whose tokens they weigh. Raises ConfigError if that fails. A
+        function that takes groups is given two of them.
         """
+        given: dict[str, Numbers] = {}
         tried = [source for source in self._sources_of(prompt) if not _is_ours(source)]
         if not self.config.reward_server_url:  # a run starts them later, and checks them then
             tried = [source for source in tried if source != "model"]
@@ -68,17 +71,27 @@ class Scorer:
                     answers = workers.ask(source, [made_up], seconds)
                 else:
                     answers = self._remote(source).ask([_made_up(prompt, 0)])
-                self._require_success(source, answers())
+                given[source] = self._successful(source, answers())
         finally:
             if workers is not None:
                 workers.close()
+        weighed = _made_up(prompt, 0)
+        try:
+            self._weigh(weighed, given)
+        except RewardError as error:
+            raise ConfigError(str(error)) from None
+        return weighed.token_weights.keys()
 
-    def _require_success(self, source: str, answers: Sequence[Numbers | Failure]) -> None:
+    def _successful(self, source: str, answers: Sequence[Numbers | Failure]) -> Numbers:
+        """All that was said, unless one failed."""
+        found: Numbers = {}
         for answer in answers:
             if isinstance(answer, Failure):
                 raise ConfigError(
                     answer.reason if answer.in_loading else self._refusal(source, answer.reason)
                 )
+            found |= answer
+        return found
 
     def _refusal(self, source: str, reason: str) -> str:
         one = 'a number, or a dict with one under "score"'
@@ -155,6 +168,7 @@ class Scorer:
         given = {source: given[source] for source in weights}  # in their order
         answers = [numbers.pop(ANSWER) for numbers in given.values() if ANSWER in numbers]
         sample.answer = answers[0] if answers else None
+        self._weigh(sample, given)
         if prompt.rule or not (prompt.rewards or self.config.rewards):
             (numbers,) = given.values()
             sample.reward_parts = {name: x for name, x in numbers.items() if name != "score"}
@@ -166,6 +180,20 @@ class Scorer:
             for name, x in numbers.items()
         }
         sample.reward = sum(weights[source] * x["score"] for source, x in given.items())
+
+    def _weigh(self, sample: Sample, given: Mapping[str, Numbers]) -> None:
+        """Take the weights of its tokens. Raises RewardError for two that say those of one term."""
+        said_by: dict[str, str] = dict.fromkeys(sample.token_weights, "its episode")
+        for source, numbers in given.items():
+            name, weights = self._name(source), numbers.pop(TOKEN_WEIGHTS, {})
+            if twice := said_by.keys() & weights:
+                (term, *_) = sorted(twice)
+                raise RewardError(
+                    f"{sample.name}: {said_by[term]} and {name} say token_weights[{term!r}]: a token "
+                    "has one. Have one of them say it."
+                )
+            said_by |= dict.fromkeys(weights, name)
+            sample.token_weights |= weights
 
     def _counted(
         self,

@@ -9,12 +9,15 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onpolicy.errors import ConfigError
 from onpolicy.rewards import ANSWER, Failure, Numbers, load_rule
 from onpolicy.rewards.numbers import each_of, numbers_or_failure
 from onpolicy.system.user_functions import describe, load_function
+
+if TYPE_CHECKING:
+    from onpolicy.types import Sample
 
 _rules: dict[str, Callable[..., Any] | Failure] = {}
 """Rules by name, and functions by path."""
@@ -55,17 +58,24 @@ def _with_answer(name: str) -> Callable[[str, str], Numbers]:
 
 def score(rule: str, *arguments: Any) -> Numbers | Failure:
     """What a rule says: the reward under "score", and further numbers."""
+    count = _num_sampled(arguments[0])
     result = _result(rule, *arguments)
-    return result if isinstance(result, Failure) else numbers_or_failure(result)
+    return result if isinstance(result, Failure) else numbers_or_failure(result, count)
 
 
-def score_group(rule: str, samples: Sequence[Any]) -> list[Numbers | Failure] | Failure:
+def score_group(rule: str, samples: Sequence[Sample]) -> list[Numbers | Failure] | Failure:
     """What a rule says of all samples of a prompt, one by one, in their order."""
+    counts = [_num_sampled(sample) for sample in samples]
     results = _result(rule, samples)
     if isinstance(results, Failure):
         return results
-    each = each_of(results, len(samples))
-    return each if isinstance(each, Failure) else [*map(numbers_or_failure, each)]
+    each = each_of(results, len(counts))
+    return each if isinstance(each, Failure) else [*map(numbers_or_failure, each, counts)]
+
+
+def _num_sampled(given: Sample | str) -> int | None:
+    """The tokens that a function is told of, before it may change them; a rule is given a text."""
+    return None if isinstance(given, str) else given.trajectory.num_sampled
 
 
 def _result(name: str, *arguments: Any) -> Any:

@@ -35,10 +35,10 @@ def run(start, tmp_path_factory):
     """Makes an undisturbed run, once: (where it saved, hash)."""
 
     @functools.cache
-    def make(backend, ranks=1):
+    def make(backend, ranks=1, *more):
         directory = tmp_path_factory.mktemp(f"{backend}{ranks}")
         save = directory / "save"
-        argv = [*under(backend, ranks), "--save", str(save), "--save-interval", "2"]
+        argv = [*under(backend, ranks), *more, "--save", str(save), "--save-interval", "2"]
         output = finish(start(directory, *LORA, *argv))
         assert summary(output)["tokens mismatched"] == "0"
         return save, run_hash(output)
@@ -90,20 +90,24 @@ def test_three_ranks_have_the_bits_of_one(run, backend):
     assert found == expected and adapters_of(save) == adapters_of(alone)
 
 
-@pytest.mark.parametrize(("backend", "ranks"), [("fsdp", 1), ("megatron", 2)])
-def test_a_resumed_run_ends_as_the_undisturbed_one(start, run, tmp_path, backend, ranks):
+@pytest.mark.parametrize(
+    ("backend", "ranks", "more"),
+    [("fsdp", 1, ()), ("megatron", 2, ()), ("fsdp", 2, ("--lora-dora",))],
+    ids=["FSDP2", "Megatron-core", "DoRA"],
+)
+def test_a_resumed_run_ends_as_the_undisturbed_one(start, run, tmp_path, backend, ranks, more):
     """On other ranks, too."""
-    save, (before, expected) = tmp_path / "save", run(backend)
+    save, (before, expected) = tmp_path / "save", run(backend, 1, *more)
     argv = ["--load", str(before / "step_000002"), "--save", str(save), "--save-interval", "2"]
-    output = finish(start(tmp_path, *LORA, *under(backend, ranks), *argv))
+    output = finish(start(tmp_path, *LORA, *under(backend, ranks), *more, *argv))
     assert "resumed from" in output
     assert run_hash(output) == expected
     assert adapters_of(save) == adapters_of(before) != adapters_of(before, 2)
 
 
-def test_with_another_scale_a_run_has_other_bits(start, plain, tmp_path):
+def test_with_another_scale_or_with_magnitudes_a_run_has_other_bits(start, run, plain, tmp_path):
     output = finish(start(tmp_path, *LORA, "--lora-alpha", "16"))
-    assert run_hash(output) != plain[1]
+    assert len({run_hash(output), plain[1], run("fsdp", 1, "--lora-dora")[1]}) == 3
 
 
 def test_a_merged_checkpoint_is_served_and_both_engines_agree_on_it(

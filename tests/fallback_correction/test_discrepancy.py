@@ -1,7 +1,9 @@
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
+from threading import Barrier
 
 import pytest
 import torch
@@ -156,6 +158,21 @@ def test_a_delta_at_the_margin_costs_nothing_and_one_above_it_costs_all_of_it(ma
     assert metrics["dc/delta_mean"] == 0.25
 
 
+def test_a_centered_penalty_leaves_the_mean_of_the_advantages():
+    """The mean that the budget bounds: of sequences, or of tokens."""
+    config = DiscrepancyConfig(lambda_=0.5, centered=True)
+    train, rollout, mask = [HALF, HALF, HALF, -1.0], [QUARTER, HALF, HALF, -9.0], [1, 1, 1, 0]
+    batch = packed(train, rollout, [1, 3], mask)
+    shaped, metrics = DiscrepancyPenalty(config).apply(batch, torch.ones(4))
+    assert shaped.tolist() == [1 - 0.125 + 0.0625, 1.0625, 1.0625, 1.0]
+    assert metrics["dc/penalty_mean"] == 0.0625
+    batch = packed(train, rollout, mask=[1, 0, 1, 0])
+    shaped, _ = DiscrepancyPenalty(replace(config, average="token")).apply(batch, torch.ones(4))
+    assert shaped.tolist() == [1 - 0.0625, 1.0, 1.0625, 1.0]
+    fixed = replace(config, mode="fixed")
+    assert DiscrepancyPenalty(fixed).apply(batch, torch.ones(4))[0].tolist() == shaped.tolist()
+
+
 @given(sequences(), st.sampled_from(sorted(MODES)))
 def test_tokens_that_do_not_count_keep_their_advantage(tokens, mode):
     batch, advantages = batch_of(tokens)
@@ -278,9 +295,12 @@ configs = st.builds(
     average=st.sampled_from(["trajectory", "token"]),
     measure=st.sampled_from(["difference", "log"]),
 )
+any_configs = st.builds(
+    lambda config, centered: replace(config, centered=centered), configs, st.booleans()
+)
 
 
-@given(sequences(), configs, st.randoms())
+@given(sequences(), any_configs, st.randoms())
 def test_the_order_of_the_sequences_changes_no_bit(tokens, config, random):
     order = list(range(len(tokens)))
     random.shuffle(order)
@@ -299,16 +319,29 @@ def test_micro_batches_change_no_bit(tokens, config, first, second):
     assert run(config, parts) == run(config, [tokens])
 
 
-@given(sequences(), configs, st.integers(0, 7))
+@given(sequences(), any_configs, st.integers(0, 7))
 def test_ranks_change_no_bit_and_agree(tokens, config, first):
-    shares = [tokens[:first], tokens[first:]]
-    sent = []
-    for share in shares:
-        run(config, [share], lambda rows: sent.append(rows) or rows)
     whole, metrics, lam = run(config, [tokens])
-    ranks = [run(config, [share], lambda _: torch.cat(sent)) for share in shares]
+    ranks = run_on_two_ranks(config, [tokens[:first], tokens[first:]])
     assert ranks[0][0] + ranks[1][0] == whole
     assert [r[1:] for r in ranks] == [(metrics, lam)] * 2
+
+
+def run_on_two_ranks(config, shares):
+    sent, met = [None, None], Barrier(2)
+
+    def of_rank(rank):
+        def gather(vector):
+            sent[rank] = vector
+            met.wait(60)
+            together = torch.cat(sent)
+            met.wait(60)
+            return together
+
+        return run(config, [shares[rank]], gather)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(of_rank, range(2)))
 
 
 def test_a_sum_that_rounds_differently_in_every_order_does_not():

@@ -7,6 +7,7 @@ from onpolicy.config import groups
 from onpolicy.models.adapters import adapters
 from onpolicy.models.expert_adapters import ExpertLowRank
 from onpolicy.models.weight_files import CheckpointReader
+from onpolicy.train.fsdp.magnitudes import take_norms
 from onpolicy.weights.rounding import round_weight
 from tests.parity.test_negative_controls import TEMPERATURE, count_mismatches
 from tests.support.engines_fixture import make_engines, make_requests, running
@@ -15,7 +16,10 @@ from tests.support.tiny import make_checkpoint
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(scope="module", params=["a rounded dense base", "a mixture on two ranks"])
+DORA = "magnitudes on two ranks"
+
+
+@pytest.fixture(scope="module", params=["a rounded dense base", "a mixture on two ranks", DORA])
 def adapted(request, checkpoint, tmp_path_factory):
     """After a push of adapters that change every log-probability."""
     directory = tmp_path_factory.mktemp("lora")
@@ -23,10 +27,13 @@ def adapted(request, checkpoint, tmp_path_factory):
     if request.param == "a mixture on two ranks":  # with a dense layer and shared experts, too
         checkpoint = make_checkpoint(directory / "glm4-moe", "glm4-moe")
         targets, ranks = f"{targets},experts", 2
-    engine = {"lora": groups.LoraConfig(lora_rank=4, lora_target_modules=targets)}
+    dtype, lora = "bfloat16", groups.LoraConfig(lora_rank=4, lora_target_modules=targets)
+    if request.param == DORA:  # in float32, which rounds no last bit away
+        dtype, ranks, lora = "float32", 2, groups.LoraConfig(lora_rank=4, lora_dora=True)
+    engine = {"lora": lora}
     if request.param == "a rounded dense base":
         engine["rollout_weight_format"] = "int4"
-    with running(make_engines(checkpoint, directory, "bfloat16", ranks, **engine)) as pair:
+    with running(make_engines(checkpoint, directory, dtype, ranks, **engine)) as pair:
         requests = make_requests(8, seed=6, temperature=TEMPERATURE)
         before = pair.generate(requests)
         torch.manual_seed(0)
@@ -35,6 +42,9 @@ def adapted(request, checkpoint, tmp_path_factory):
                 for name, factor in adapter.named_parameters():
                     if name.endswith("B"):
                         factor.to_local().normal_(std=0.02)
+                    elif name.endswith("magnitude.m"):
+                        factor.to_local().mul_(1 + 0.1 * torch.rand(len(factor.to_local())))
+        take_norms(pair.trainer.policy.module, pair.trainer.policy.dtype)
         pair.push_weights(1)
         yield pair, requests, before, pair.generate(requests)
 
@@ -70,6 +80,20 @@ def test_another_adapter_is_found(adapted, wrong):
         for adapter in every:
             adapter.is_on = True
         bits.copy_(kept[1])
+
+
+def test_a_factor_that_is_one_bit_off_is_found(adapted):
+    pair, requests, _, after = adapted
+    if not pair.contract.adapter.dora:
+        return
+    norm = next(adapters(pair.trainer.policy.module)).magnitude.norm
+    kept = norm.clone()
+    try:
+        norm.copy_(norm.nextafter(torch.zeros(())))
+        assert count_mismatches(pair, requests, after) > 0
+    finally:
+        norm.copy_(kept)
+    assert count_mismatches(pair, requests, after) == 0
 
 
 @pytest.mark.parametrize("wrong", ["base as it was", "adapters in int4"])

@@ -37,13 +37,19 @@ class LoraConfig:
     lora_rslora: Annotated[bool, BY_LORA] = False
     """Multiply by lora_alpha / sqrt(lora_rank) instead (rsLoRA)."""
 
+    lora_dora: Annotated[bool, BY_LORA,
+        Against(lambda run: run.train_backend == "megatron",
+            "Megatron's linears have no magnitudes here", "Use --train-backend fsdp."),
+    ] = False  # fmt: skip
+    """Train the length of each row of an adapted weight too, beside its direction (DoRA)."""
+
     lora_target_modules: Annotated[str, BY_LORA] = "all-linear"
     """Linears that are adapted: all-linear, which is every one and all experts, but no router and not
     the output projection, or the last parts of their names, as in q_proj,experts,lm_head."""
 
     lora_adapter: Annotated[str, BY_LORA] = ""
     """Begin with an adapter in PEFT's format, such as step_N/hf of another run: the directory. It says
-    rank, alpha, rsLoRA and targets, so --lora-rank and the others are left out."""
+    rank, alpha, rsLoRA, DoRA and targets, so --lora-rank and the others are left out."""
 
     @property
     def scale(self) -> float:

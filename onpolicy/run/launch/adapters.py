@@ -6,7 +6,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
-from onpolicy.models.adapters import target_names
+from onpolicy.models.adapters import output_name, target_names
 from onpolicy.models.experts import has_usual_experts
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.peft_adapter import read_peft_adapter
@@ -32,7 +32,15 @@ def adapter_of(config: TrainConfig | ServeConfig, facts: ModelFacts) -> AdapterS
             f"--lora-target-modules={asked}: PEFT takes {', '.join(sorted(alike))} of a mixture for its "
             "experts, so it could not read the adapter. Name the experts too, or none of these."
         )
+    head = output_name(facts.model)
+    if config.lora.lora_dora and (beyond := sorted({*experts, head}.intersection(targets))):
+        raise ConfigError(
+            f"--lora-dora: {', '.join(beyond)} would have no magnitudes: PEFT gives a mixture's experts "
+            "none, and an output projection has none here. Name other linears by --lora-target-modules, "
+            "or leave --lora-dora out."
+        )
     if given := config.lora.lora_adapter:
         adapter = read_peft_adapter(given, "--lora-adapter")
         require_adapter_fits(adapter, facts.model, config.model.hf_checkpoint, "--lora-adapter")
-    return AdapterShape(rank=rank, scale=config.lora.scale, targets=targets)
+    dora = config.lora.lora_dora
+    return AdapterShape(rank=rank, scale=config.lora.scale, targets=targets, dora=dora)

@@ -30,6 +30,7 @@ from onpolicy.train import distributed
 from onpolicy.train.batch import WeighedBatch
 from onpolicy.train.engine import Check, Loss, ShardedModel, recomputes_activations
 from onpolicy.train.fsdp.gradients import sum_gradients
+from onpolicy.train.fsdp.magnitudes import take_norms
 from onpolicy.train.fsdp.masters import Masters
 from onpolicy.train.fsdp.optimizer import clip_gradients, make_optimizer, take_step
 from onpolicy.train.fsdp.sharding import fill_adapters, gather_buckets, load_sharded_policy
@@ -59,12 +60,14 @@ class FsdpModel(ShardedModel):
         self.dtype: torch.dtype = getattr(torch, contract.dtype)
         self.adapter = contract.adapter if trained and not has_values else None
         self.module = self._load(path, contract, operators, trained)
-        if self.adapter is not None:
-            self.fill_adapters(first_factors(config.lora.lora_adapter, config.seed))
         contract = contract if rounds else contract.unrounded
         self.module.kv_format = contract.kv_format
         round_inputs(self.module, contract.activation_format, (AlignedLinear,))
         self.masters = Masters(self.module, contract.weight_format, self.dtype)
+        if self.adapter is not None:
+            self.fill_adapters(first_factors(config.lora.lora_adapter, config.seed))
+            if not config.lora.lora_adapter:
+                take_norms(self.module, self.dtype, begins=True)
         self.turn = sum_gradients(self.module, in_order=config.plan.is_rank_invariant)
         self.optimizer: torch.optim.AdamW | None = None
         if trained:
@@ -105,6 +108,7 @@ class FsdpModel(ShardedModel):
 
     def fill_adapters(self, values: FactorValues) -> None:
         fill_adapters(self.module, values)
+        take_norms(self.module, self.dtype)
 
     def head(self) -> Head:
         head = self.module.head()
@@ -146,6 +150,7 @@ class FsdpModel(ShardedModel):
         take_step(self.optimizer, self.module.operators, rate)
         self._forget_gradients()
         self.masters.round()
+        take_norms(self.module, self.dtype)
 
     def _forget_gradients(self) -> None:
         self.module.zero_grad(set_to_none=True)
@@ -179,6 +184,7 @@ class FsdpModel(ShardedModel):
         dcp.load(tensors, storage_reader=IndexReader(directory))
         torch.set_rng_state(tensors["random_state"])
         self.masters.round()
+        take_norms(self.module, self.dtype)
 
     def _tensors(self) -> dict[str, Tensor]:
         """Everything that is saved, under flat names: weights, moments and random state."""

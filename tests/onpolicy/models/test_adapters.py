@@ -11,6 +11,7 @@ from onpolicy.errors import ConfigError
 from onpolicy.models.adapters import (
     ALL_LINEAR,
     LowRank,
+    adapter_size,
     add_adapters,
     first_values,
     target_names,
@@ -70,7 +71,7 @@ def test_another_scale_or_order_has_other_bits(wrong, monkeypatch):
         adapted.lora.scale *= 1.01
     else:
 
-        def merged(adapter, x, out):
+        def merged(adapter, x, out, bias):
             return out + OPERATORS.linear(x, adapter.B @ adapter.A) * adapter.scale
 
         monkeypatch.setattr(LowRank, "forward", merged)
@@ -96,7 +97,7 @@ def test_only_adapters_ask_for_gradients_which_are_those_of_the_formula():
     assert adapted.weight.grad is None
 
 
-def one_of_two_ranks(linear, adapter, shared):
+def one_of_two_ranks(linear, adapter, shared, shape):
     """What each of two ranks computes of all columns of x, which share K or N of a linear."""
 
     def result(rank):
@@ -105,9 +106,9 @@ def one_of_two_ranks(linear, adapter, shared):
         ours.weight = torch.nn.Parameter(linear.weight.chunk(2, axis)[rank])
         how = RowParallel(2, torch.distributed.group.WORLD) if shared == "K" else WHOLE
         module = torch.nn.ModuleDict({"up_proj": AlignedLinear(ours, OPERATORS, how)})
-        add_adapters(module, OPERATORS, SHAPE)
-        for name, factor in module["up_proj"].lora.named_parameters():
-            factor.data = shard(getattr(adapter, name).data, factor, rank)
+        add_adapters(module, OPERATORS, shape)
+        for name, held in module["up_proj"].lora.state_dict().items():
+            held.copy_(shard(adapter.state_dict()[name], held, rank))
         x = X.chunk(2, -1)[rank] if shared == "K" else X
         return module["up_proj"](x.clone())
 
@@ -117,19 +118,21 @@ def one_of_two_ranks(linear, adapter, shared):
 X = torch.randn(37, 48)
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("shared", ["K", "N"])
-def test_ranks_that_share_a_linear_have_the_bits_of_one(shared):
+def test_ranks_that_share_a_linear_have_the_bits_of_one(shared, dora):
     torch.manual_seed(1)
     linear = torch.nn.Linear(48, 80, bias=False)
     how = RowParallel(2) if shared == "K" else WHOLE
     model = torch.nn.ModuleDict({"up_proj": AlignedLinear(linear, OPERATORS, how)})
-    add_adapters(model, OPERATORS, SHAPE)
+    shape = dataclasses.replace(SHAPE, dora=dora)
+    add_adapters(model, OPERATORS, shape)
     adapter = model["up_proj"].lora
     with torch.no_grad():
-        adapter.A.normal_()
-        adapter.B.normal_()
+        for held in adapter.state_dict().values():
+            held.normal_()
         one = model["up_proj"](X)
-        first, second = on_ranks(2, one_of_two_ranks(linear, adapter, shared))
+        first, second = on_ranks(2, one_of_two_ranks(linear, adapter, shared, shape))
         assert torch.equal(torch.cat([first, second], -1) if shared == "N" else first, one)
         assert shared == "N" or torch.equal(second, one)
         adapter.row_parallel = RowParallel(4)
@@ -208,14 +211,38 @@ def test_what_cannot_be_adapted_is_refused_by_name(model, asked, rule):
         target_names(model, asked)
 
 
+@pytest.mark.parametrize(
+    ("name", "asked", "beyond"),
+    [("qwen3", "q_proj,lm_head", "lm_head"), ("qwen3-moe", "all-linear", "experts")],
+)
+def test_what_has_no_magnitudes_is_refused_by_name(tmp_path, name, asked, beyond):
+    facts = ModelFacts(load_config(str(make_checkpoint(tmp_path / "model", name))))
+    lora = groups.LoraConfig(lora_rank=2, lora_target_modules=asked)
+    adapter_of(dataclasses.replace(TrainConfig(), lora=lora), facts)
+    lora = dataclasses.replace(lora, lora_dora=True)
+    with pytest.raises(ConfigError, match=f"--lora-dora: {beyond} would have no magnitudes"):
+        adapter_of(dataclasses.replace(TrainConfig(), lora=lora), facts)
+
+
 def test_a_model_without_what_the_contract_names_is_refused():
     model = torch.nn.ModuleDict({"other": torch.nn.Linear(4, 4)})
     with pytest.raises(ConfigError, match="has no up_proj"):
         add_adapters(model, OPERATORS, SHAPE)
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_their_size_is_counted_before_they_are_made(dora):
+    model = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(48, 80)})
+    shape = dataclasses.replace(SHAPE, dora=dora)
+    counted = adapter_size(model, shape)
+    add_adapters(model, OPERATORS, shape)
+    assert counted == sum(p.numel() for p in model["up_proj"].lora.parameters())
+
+
 def test_without_a_rank_there_are_none(model):
     facts = ModelFacts(model.config)
     config = dataclasses.replace(TrainConfig(), lora=groups.LoraConfig(lora_rank=2))
-    assert adapter_of(config, facts).rank == 2
+    assert adapter_of(config, facts).rank == 2 and not adapter_of(config, facts).dora
+    config = dataclasses.replace(config, lora=groups.LoraConfig(lora_rank=2, lora_dora=True))
+    assert adapter_of(config, facts).dora
     assert adapter_of(TrainConfig(), facts) is None

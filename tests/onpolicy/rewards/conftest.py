@@ -6,13 +6,13 @@ from onpolicy.rewards.scorer import Scorer
 
 @pytest.fixture
 def scorer(monkeypatch, request):
-    """Makes scorers whose worker processes can import the test's file; `function` is one in it."""
+    """Makes scorers whose worker processes can import `reward_functions`; `function` is one in it."""
     monkeypatch.syspath_prepend(str(request.path.parent))
     made = []
 
     def make(**config):
         if "function" in config:
-            config["custom_rm_path"] = f"{request.path.stem}.{config.pop('function')}"
+            config["custom_rm_path"] = f"reward_functions.{config.pop('function')}"
         made.append(Scorer(RewardConfig(**config)))
         return made[-1]
 

@@ -53,6 +53,12 @@ def test_the_examples_score(tmp_path):
     longer.trajectory = answered(longer.prompt, make_completion([2, 3], [-1.0, -1.0]))
     assert of_a_group["score"]([*groups, longer]) == [1.0, 0.0, 0.5]
 
+    weighs = {}
+    exec(examples()[2], weighs)
+    longer.trajectory = answered(longer.prompt, make_completion(range(10), [-1.0] * 10))
+    weights = [0.0] * 8 + [1.0] * 2
+    assert weighs["score"](longer) == {"score": 1.0, "token_weights": weights}
+
 
 def test_the_table_names_all_fields():
     named = set(re.findall(r"^\| `([\w.]+)`", TEXT, flags=re.MULTILINE))

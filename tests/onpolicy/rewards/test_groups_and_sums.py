@@ -7,31 +7,7 @@ import pytest
 from onpolicy.errors import ConfigError, RewardError
 from tests.support.samples import to_score as sample
 
-ALONE = "test_groups_and_sums.half_the_length"
-
-
-def ranks(samples):
-    """The place of each by its length, and a misdeed if the first response asks for it."""
-    lengths = [len(sample.response) for sample in samples]
-    places = [float(sum(other < length for other in lengths)) for length in lengths]
-    misdeeds = {
-        "raises": lambda: 1 / 0,
-        "number": lambda: 1.0,
-        "none": lambda: None,
-        "short": lambda: places[1:],
-        "dict": lambda: dict.fromkeys("ab", 1.0),
-        "nan": lambda: [float("nan"), *places[1:]],
-    }
-    says = misdeeds.get(
-        samples[0].response, lambda: [{"score": x, "of": len(samples)} for x in places]
-    )
-    return says()
-
-
-def half_the_length(sample):
-    if sample.response == "raises":
-        raise LookupError("gone")
-    return {"score": len(sample.response) / 2, "is_short": len(sample.response) < 3}
+ALONE = "reward_functions.half_the_length"
 
 
 def test_a_function_is_given_all_samples_of_a_prompt_and_of_no_other(scorer):

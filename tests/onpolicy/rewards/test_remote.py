@@ -21,6 +21,7 @@ MISDEEDS = {
     "no list": (200, b'{"reward": 1}'),
     "text": (200, b'{"rewards": ["1.0"]}'),
     "nan": (200, b'{"rewards": [NaN]}'),
+    "weights": (200, b'{"rewards": [{"score": 1, "token_weights": [1]}]}'),
 }
 
 
@@ -124,12 +125,12 @@ def test_what_fails_scores_0_and_is_counted(remote, service, caplog):
     metrics = rule.score([samples])
     assert [s.reward for s in samples] == [0.0] * len(MISDEEDS) + [4.0]
     assert metrics["rollout/reward_errors"] == len(MISDEEDS)
-    assert "8 of 9 samples could not be scored" in caplog.text
+    assert "9 of 10 samples could not be scored" in caplog.text
     assert "HTTP 403: who are you?" in caplog.text
     counts = Counter(body["samples"][0]["response"] for body in service.asked)
     twice = {"breaks", "babbles"}
     assert counts == {s.response: 1 + (s.response in twice) for s in samples}
-    with pytest.raises(RewardError, match=r"8 of 9 .* more than --rm-max-error-rate=0\.8"):
+    with pytest.raises(RewardError, match=r"9 of 10 .* more than --rm-max-error-rate=0\.8"):
         remote(rm_batch_size=1, rm_retries=0, rm_breaker=99, rm_max_error_rate=0.8).score([samples])
 
 

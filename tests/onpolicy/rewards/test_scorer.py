@@ -1,10 +1,5 @@
-import ctypes
 import json
-import os
-import sys
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -12,62 +7,8 @@ from onpolicy.errors import ConfigError, RewardError
 from onpolicy.rewards import scorer as scorer_module
 from onpolicy.rewards.workers import Workers
 from onpolicy.rollout.reasoning_gym import rows_of
+from tests.onpolicy.rewards.reward_functions import MISDEEDS
 from tests.support.samples import to_score as sample
-
-
-def length_or_hang(sample):
-    if sample.response == "hang":
-        time.sleep(600)
-    return {"score": len(sample.response), "half": len(sample.response) / 2}
-
-
-def meets_others(sample):
-    """Comes back when as many samples as there are in all are being scored at the same time."""
-    place = Path(sample.prompt.metadata["directory"])
-    (place / sample.response).touch()
-    while len(list(place.iterdir())) < sample.prompt.metadata["count"]:
-        time.sleep(0.01)
-    return 1.0
-
-
-def slow_for_some(sample):
-    time.sleep(0.05 * (len(sample.response) % 3))
-    return len(sample.response)
-
-
-class NoNumber:
-    def __float__(self):
-        raise RuntimeError("two elements")
-
-
-MISDEEDS = {
-    "raises": lambda: 1 / 0,
-    "exits": lambda: sys.exit(3),
-    "dies": lambda: os._exit(3),
-    "crashes": lambda: ctypes.string_at(0),
-    "none": lambda: None,
-    "text": lambda: "1.0",
-    "nan": lambda: float("nan"),
-    "huge": lambda: 10**400,
-    "no score": lambda: {"other": 1.0},
-    "number as a name": lambda: {"score": 1.0, 2: 3.0},
-    "no scalar": NoNumber,
-}
-
-
-def misbehaves(sample):
-    return MISDEEDS[sample.response]() if sample.response in MISDEEDS else 1.0
-
-
-def takes_two(sample, label):
-    return 1.0
-
-
-async def asynchronous(sample):
-    return 1.0
-
-
-a_lambda = lambda sample: 2.0  # noqa: E731
 
 
 def test_a_rule_scores_samples_in_order(scorer):
@@ -159,7 +100,7 @@ def test_a_share_of_0_lets_nothing_pass(scorer):
 
 
 REFUSED = [
-    ("raises", r"it raised ZeroDivisionError: division by zero \(test_scorer.py, line \d+\)"),
+    ("raises", r"it raised ZeroDivisionError: division by zero \(reward_functions.py, line \d+\)"),
     ("exits", r"it raised SystemExit: 3"),
     ("dies", r"it ended its process \(exit code 3\)"),
     ("crashes", r"it ended its process \(SIGSEGV\)"),
@@ -192,9 +133,9 @@ def test_a_function_that_works_is_tried_and_nothing_is_said(scorer):
     [
         ("no.such.function", "cannot be imported: ModuleNotFoundError"),
         ("time.no_such_function", "has no 'no_such_function'"),
-        ("test_scorer.__name__", "is a str, not a function"),
-        ("test_scorer.asynchronous", "is async"),
-        ("test_scorer.takes_two", r"takes_two\(\) missing 1 required positional argument"),
+        ("reward_functions.__name__", "is a str, not a function"),
+        ("reward_functions.asynchronous", "is async"),
+        ("reward_functions.takes_two", r"takes_two\(\) missing 1 required positional argument"),
     ],
 )
 def test_a_path_that_is_no_function_is_refused_before_the_first_step(scorer, path, message):

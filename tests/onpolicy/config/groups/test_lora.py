@@ -41,7 +41,15 @@ def test_verify_takes_them_and_explain_says_that_it_does_not():
         validate(parse(ExplainConfig, LORA, "onpolicy explain"))
 
 
-@pytest.mark.parametrize("argv", [["--lora-alpha", "16"], ["--lora-rslora"]])
+def test_dora_is_for_fsdp2():
+    check(*MODE, *LORA, "--lora-dora")
+    with pytest.raises(
+        ConfigError, match=r"--lora-dora=True: Megatron's linears have no magnitudes"
+    ):
+        check(*MODE, *LORA, "--lora-dora", "--train-backend", "megatron")
+
+
+@pytest.mark.parametrize("argv", [["--lora-alpha", "16"], ["--lora-rslora"], ["--lora-dora"]])
 def test_without_adapters_nothing_reads_their_flags(argv):
     with pytest.raises(ConfigError, match="only --lora-rank reads it"):
         check(*MODE, *argv)

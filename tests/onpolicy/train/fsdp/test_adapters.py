@@ -16,10 +16,10 @@ __all__ = ["make"]
 LORA = {"lora_rank": 8, "lora_target_modules": "q_proj,down_proj"}
 
 
-@pytest.fixture
-def lora(make):
+@pytest.fixture(params=[False, True], ids=["LoRA", "DoRA"])
+def lora(make, request):
     def make_one(**changes):
-        return make(lora=LORA, **changes)
+        return make(lora={**LORA, "lora_dora": request.param}, **changes)
 
     return make_one
 
@@ -43,10 +43,12 @@ def test_adapters_alone_move_and_have_optimizer_state(lora):
         assert metrics["parity/num_mismatched_tokens"] == 0
     moved = {n for n, x in weights(trainer).items() if not torch.equal(before[n], x)}
     names = {n for n in before if ".lora." in n}
-    assert moved == names and len(names) == 2 * len([*adapters(trainer.policy.module)])
+    held = [*adapters(trainer.policy.module)]
+    assert moved == names and len(names) == sum(len(adapter.state_dict()) for adapter in held)
     assert trainer.policy.frozen_digest() == frozen
     state = trainer.policy.optimizer.state
-    assert len(state) == len(names) == len(trainable_parameters(trainer.policy.module))
+    trained = sum(len([*adapter.parameters()]) for adapter in held)
+    assert len(state) == trained == len(trainable_parameters(trainer.policy.module))
 
 
 def test_the_base_and_a_reference_are_held_in_the_dtype_that_is_computed_in(lora, make, checkpoint):
@@ -107,9 +109,10 @@ def test_it_is_exported_as_peft_writes_it(lora, checkpoint, tmp_path):
         8, 32.0, ["down_proj", "q_proj"],
     )  # fmt: skip
     held = {n: x for n, x in weights(trainer).items() if ".lora." in n}
-    assert len(written) == len(held)
+    assert len(written) == len([name for name in held if not name.endswith("norm")])
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
     assert torch.equal(written[name], held["model.layers.0.self_attn.q_proj.lora.B"])
+    assert config["use_dora"] == any(name.endswith("lora_magnitude_vector") for name in written)
 
 
 def test_adapters_of_experts_move_alone(tmp_path):
@@ -124,3 +127,42 @@ def test_adapters_of_experts_move_alone(tmp_path):
     assert {n.rpartition(".lora.")[2] for n in moved if ".experts." in n} == {
         "gate_up.A", "gate_up.B", "down.A", "down.B",
     }  # fmt: skip
+
+
+def norms_of(trainer):
+    return {name: x for name, x in weights(trainer).items() if name.endswith(".norm")}
+
+
+@pytest.mark.parametrize("weight_format", ["bf16", "int4"])
+def test_norms_are_those_of_the_rows_that_are_computed_with(make, weight_format):
+    """At first of the base, rounded or not, and then of W + s B A; never of weights in float32."""
+    engine = {"rollout_weight_format": weight_format}
+    trainer = make("bfloat16", lora={**LORA, "lora_dora": True}, engine=engine)
+    held = weights(trainer)
+    for name, norm in norms_of(trainer).items():
+        base = held[name.replace(".lora.magnitude.norm", ".weight")]
+        assert torch.allclose(norm, base.float().norm(dim=1), rtol=1e-6)
+        assert torch.equal(norm, held[name.replace(".norm", ".m")]) and norm.dtype == torch.float32
+    for step in (0, 1):
+        trainer.train(make_samples(trainer), step, RATES)
+    held, scale = weights(trainer), trainer.policy.adapter.scale
+    for name, norm in norms_of(trainer).items():
+        a, b = (held[name.replace("magnitude.norm", factor)].float() for factor in "AB")
+        total = held[name.replace(".lora.magnitude.norm", ".weight")].float() + scale * b @ a
+        assert torch.allclose(norm, total.norm(dim=1), rtol=1e-6)
+        assert not torch.equal(norm, held[name.replace(".norm", ".m")])
+
+
+def test_with_the_norms_of_a_step_before_log_probabilities_have_other_bits(make):
+    trainer = make(lora={**LORA, "lora_dora": True})
+    trainer.train(make_samples(trainer), 0, RATES)
+    sampled = [s.sample.rollout_log_probs for s in make_samples(trainer)]
+    before = {n: x.clone() for n, x in trainer.policy.module.named_buffers() if n.endswith(".norm")}
+    trainer.train(make_samples(trainer), 1, RATES)
+    buffers = dict(trainer.policy.module.named_buffers())
+    after = {name: buffers[name].clone() for name in before}
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    now = [s.sample.rollout_log_probs for s in make_samples(trainer)]
+    for name in before:
+        buffers[name].copy_(before[name])
+    assert [s.sample.rollout_log_probs for s in make_samples(trainer)] != now != sampled

@@ -12,6 +12,7 @@ from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.adapters import adapters
+from onpolicy.train.fsdp.magnitudes import take_norms
 from tests.onpolicy.train.fsdp.test_trainer import make, make_samples, maker_of, weights
 from tests.support.tiny import make_checkpoint
 
@@ -24,6 +25,7 @@ KINDS = {
     "all linears": {},
     "named ones": {"lora_target_modules": "q_proj,down_proj"},
     "rsLoRA": {"lora_rslora": True, "lora_alpha": 4.0},
+    "DoRA": {"lora_dora": True},
 }
 
 
@@ -35,6 +37,9 @@ def drawn(trainer):
             for name, factor in adapter.named_parameters():
                 if name.endswith("B"):
                     factor.to_local().normal_(std=0.05)
+                elif name.endswith("magnitude.m"):
+                    factor.to_local().mul_(1.1)
+    take_norms(trainer.policy.module, torch.float32)
     return trainer
 
 
@@ -113,6 +118,8 @@ OPTIONS = {
     "all linears": {"target_modules": "all-linear"},
     "named ones": {"target_modules": ["v_proj", "up_proj"], "lora_dropout": 0.1},
     "rsLoRA": {"target_modules": r".*\.(q|k)_proj", "use_rslora": True},
+    "DoRA": {"target_modules": "all-linear", "use_dora": True},
+    "DoRA beside biases": {"target_modules": "all-linear", "use_dora": True},
 }
 
 
@@ -132,14 +139,17 @@ def make_peft(checkpoint, directory, **options):
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.05)
+            elif "magnitude" in name:
+                parameter.mul_(1 + 0.2 * torch.rand(parameter.shape))
     model.save_pretrained(directory)
     return model
 
 
 @pytest.mark.parametrize("kind", [*OPTIONS, "experts"])
 def test_we_compute_with_what_peft_wrote_what_peft_computes(make, checkpoint, tmp_path, kind):
-    if kind == "experts":
-        checkpoint = make_checkpoint(tmp_path / "moe", "qwen3-moe")
+    if kind in ("experts", "DoRA beside biases"):
+        kinds = {"experts": "qwen3-moe", "DoRA beside biases": "qwen2"}
+        checkpoint = make_checkpoint(tmp_path / "other", kinds[kind])
         make = maker_of(checkpoint)
     model = make_peft(checkpoint, tmp_path, **{**OPTIONS, "experts": OF_EXPERTS}[kind])
     flags = parse(TrainConfig, ["--lora-adapter", str(tmp_path)], "onpolicy train").lora
@@ -161,17 +171,19 @@ def test_an_adapter_of_one_matrix_of_experts_is_refused(tmp_path, matrix):
         maker_of(checkpoint)(lora=dataclasses.asdict(flags))
 
 
-def test_what_was_written_and_is_read_again_has_the_same_bits(make, tmp_path):
-    trainer = drawn(make(lora={"lora_rank": 4}))
+@pytest.mark.parametrize("kind", ["all linears", "DoRA"])
+def test_what_was_written_and_is_read_again_has_the_same_bits(make, tmp_path, kind):
+    flags = {"lora_rank": 4, **KINDS[kind]}
+    trainer = drawn(make(lora=flags))
     trainer.export(tmp_path / "adapter")
-    again = make(lora={"lora_rank": 4, "lora_adapter": str(tmp_path / "adapter")})
+    again = make(lora={**flags, "lora_adapter": str(tmp_path / "adapter")})
     assert all(torch.equal(weights(trainer)[name], x) for name, x in weights(again).items())
     assert not torch.equal(ours(make_samples(trainer)), ours(make_samples(make())))
 
 
-@pytest.mark.parametrize("kind", ["linears", "experts"])
+@pytest.mark.parametrize("kind", ["linears", "experts", "DoRA"])
 def test_peft_merges_to_what_export_writes(checkpoint, tmp_path, kind):
-    options = {"target_modules": "all-linear"}
+    options = {"target_modules": "all-linear", "use_dora": kind == "DoRA"}
     if kind == "experts":
         checkpoint, options = make_checkpoint(tmp_path / "moe", "qwen3-moe"), OF_EXPERTS
     model = make_peft(checkpoint, tmp_path / "adapter", **options)

@@ -1,0 +1,55 @@
+"""DoRA: the rows of an adapted weight have lengths of their own, which are trained beside A and B.
+
+    W' = m (W + s B A) / ||W + s B A||, row by row
+
+The trainer takes the norms after every step, and each push brings them to the engines beside m. Both
+divide in float32, whatever they compute in: on a bfloat16 grid most steps of m would be lost.
+Source: Liu et al., DoRA (arXiv 2402.09353), eq. 5, and section 4.3, by which no gradient flows through
+the norm; `DoraLinearLayer` of the package peft (0.21).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from onpolicy.ops.base import Operators
+from onpolicy.ops.low_rank import Factors
+
+ROWS = 1024
+"""Rows of a weight that are summed with B A at a time."""
+
+
+class Magnitude(nn.Module):
+    """Gives what the rows of W + s B A are multiplied by: 1, as long as m is their norm."""
+
+    norm: Tensor
+    """float32 [N], or a tensor-parallel rank's part: what the trainer has computed"""
+
+    def __init__(self, like: Tensor, rows: int):
+        """like: a tensor on the device of the weight, which the meta device may be."""
+        super().__init__()
+        self.m = nn.Parameter(torch.ones(rows, dtype=torch.float32, device=like.device))
+        device = "cpu" if like.is_meta else like.device
+        self.register_buffer("norm", torch.ones(rows, dtype=torch.float32, device=device))
+
+    def forward(self) -> Tensor:
+        """float32 [N]"""
+        return self.m / self.norm
+
+
+def is_magnitude(name: str) -> bool:
+    """Whether a parameter or buffer of this name is one of `Magnitude`, and so in float32."""
+    return ".magnitude." in name
+
+
+def row_norms(operators: Operators, weight: Tensor, factors: Factors) -> Tensor:
+    """||W + s B A|| of each row, in float32: [N, K] -> [N]; no other row decides its bits."""
+    a, b = factors.a.float().T.contiguous(), factors.b.float()
+    ones = torch.ones(1, len(a), device=weight.device)
+    norms = [torch.empty(0, device=weight.device)]
+    for rows in range(0, len(weight), ROWS):
+        part = slice(rows, rows + ROWS)
+        total = weight[part].float() + operators.linear(b[part], a) * factors.scale
+        norms.append(operators.linear(total.square(), ones)[:, 0].sqrt())
+    return torch.cat(norms)
