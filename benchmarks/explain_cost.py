@@ -58,9 +58,9 @@ def main() -> None:
         prompts = [len(r.prompt_ids) for r in requests]
         works: dict[str, Callable[[], object]] = {
             "sample": lambda: sample(plain, requests),
-            "sample_recorded": microscope._sample,
+            "sample_recorded": microscope.sample,
             "score": lambda: plain.trainer.log_probs(sequences, prompts, 1.0),
-            "score_recorded": lambda: microscope._score(completions, Recorder()),
+            "score_recorded": lambda: microscope.score(completions, Recorder()),
         }
         measures = {name: partial(seconds, work) for name, work in works.items()}
         times = take_turns(measures, 1, args.repetitions)

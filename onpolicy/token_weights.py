@@ -3,12 +3,70 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from onpolicy.errors import ConfigError
+
+if TYPE_CHECKING:
+    from onpolicy.config import TrainConfig
 
 TOKEN_WEIGHTS = "token_weights"
 """Their name in what is returned."""
+
+Term = Literal["objective", "kl_loss", "opd_kl", "entropy", "log_ratio", "positive_nll"]
+"""A term of the policy's loss: the objective, or one beside it by its coefficient's flag, which is
+--kl-loss-coef, --opd-kl-coef, --entropy-coef, --log-ratio-coef or --positive-nll-coef."""
+
+_HAS: Mapping[str, tuple[Callable[[TrainConfig], bool], str]] = {
+    "objective": (lambda config: True, ""),
+    "kl_loss": (lambda config: config.algorithm.use_kl_loss, "--use-kl-loss"),
+    "opd_kl": (
+        lambda config: (
+            bool(config.distillation.names) and config.distillation.opd_loss != "sampled"
+        ),
+        "a teacher and --opd-loss full or top-k",
+    ),
+    "entropy": (
+        lambda config: (
+            config.algorithm.entropy_coef > 0 or config.algorithm.entropy_ctrl == "adaptive"
+        ),
+        "--entropy-coef",
+    ),
+    "log_ratio": (lambda config: config.algorithm.log_ratio_coef > 0, "--log-ratio-coef"),
+    "positive_nll": (lambda config: config.algorithm.positive_nll_coef > 0, "--positive-nll-coef"),
+}
+"""Whether the loss of a run has each term, and what a run is given for it."""
+
+
+def by_term(given: Any) -> dict[Term, Any]:
+    """What is said of each term, if anything is; what names no term is of the objective.
+
+    Raises ValueError for a name that no term has.
+    """
+    if given is None:
+        return {}
+    named: dict[Term, Any] = {**given} if isinstance(given, Mapping) else {"objective": given}
+    if unknown := [name for name in named if name not in _HAS]:
+        raise ValueError(
+            f"{TOKEN_WEIGHTS}[{unknown[0]!r}]: no term of a loss. Name {', '.join(_HAS)}"
+        )
+    return named
+
+
+def require_terms(config: TrainConfig, terms: Collection[str], who: str) -> None:
+    """Raise ConfigError for a term that `who` weighs and that is not in the loss of a run."""
+    if missing := [term for term in terms if term not in terms_of(config)]:
+        raise ConfigError(
+            f"{who}: {TOKEN_WEIGHTS}[{missing[0]!r}]: the loss of this run has no such term. Leave them "
+            f"out, or give {_HAS[missing[0]][1]}."
+        )
+
+
+def terms_of(config: TrainConfig) -> list[Term]:
+    """The terms of the loss of a run."""
+    return [term for term in get_args(Term) if _HAS[term][0](config)]
 
 
 def checked_weights(name: str, values: Any, count: int, of: str) -> list[float]:
@@ -22,12 +80,17 @@ def checked_weights(name: str, values: Any, count: int, of: str) -> list[float]:
 def checked_numbers(name: str, values: Any, count: int, of: str) -> list[float]:
     """`values` as numbers. Raises ValueError for what is no list, for a count that is not `of`'s, and
     for what is no finite number."""
-    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
-        raise ValueError(f"{name}={values!r:.60}: must be a list of numbers")
-    listed = [*values]
-    if len(listed) != count:
-        raise ValueError(f"{name}={len(listed)} numbers: {of} are {count}. Give one for each")
-    for value in listed:
+    numbers = listed(name, values, "numbers")
+    if len(numbers) != count:
+        raise ValueError(f"{name}={len(numbers)} numbers: {of} are {count}. Give one for each")
+    for value in numbers:
         if not isinstance(value, Real) or not math.isfinite(value):
             raise ValueError(f"{name}={value!r}: must be a finite number")
-    return [float(value) for value in listed]
+    return [float(value) for value in numbers]
+
+
+def listed(name: str, values: Any, of: str) -> list[Any]:
+    """`values` as a list. Raises ValueError for what is none."""
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+        raise ValueError(f"{name}={values!r:.60}: must be a list of {of}")
+    return [*values]

@@ -9,6 +9,7 @@ from statistics import mean
 from typing import Any
 
 from onpolicy.grammar import Grammar
+from onpolicy.token_weights import Term
 from onpolicy.trajectory import FinishReason, Trajectory
 
 
@@ -141,8 +142,8 @@ class Sample:
     """[R]: the rewards of its sampled tokens, if the episode said them; `reward` is then the sum of
     those of the whole episode."""
 
-    token_weights: list[float] | None = None
-    """[R]: what the objective of its sampled tokens is multiplied by, if the episode or the reward
+    token_weights: dict[Term, list[float]] = field(default_factory=dict)
+    """[R]: what a term of the loss is multiplied by at its sampled tokens, if the episode or the reward
     function said it."""
 
     metrics: dict[str, float] = field(default_factory=dict)

@@ -2,7 +2,8 @@
 
 Every forward pass leaves a file of each tensor-parallel rank in a directory
 (`onpolicy.explain.taps.recording`), before any rank answers. While the file `suspect` is there, which
-names one call, its tensors are written beside them.
+names one call, its tensors are written beside them; while the file `all_rows` is, a pass has all of its
+rows.
 Rows are known by their prefixes (prefixes.py).
 Source: ModelRunner.forward, sglang/srt/model_executor/model_runner.py.
 """
@@ -19,7 +20,7 @@ from onpolicy.contract import NumericsContract
 from onpolicy.explain.taps.evidence import write_evidence
 from onpolicy.explain.taps.policy import scopes, tapped
 from onpolicy.explain.taps.recorder import Recorder
-from onpolicy.explain.taps.recording import SUSPECT, write_calls
+from onpolicy.explain.taps.recording import ALL_ROWS, SUSPECT, write_calls
 from onpolicy.ops import Operators
 from sglang_patches import registry, stock_taps
 from sglang_patches.extensions import Extension
@@ -61,6 +62,7 @@ class Taps(Extension):
             return original(runner, batch, *args, **kwargs)
         keys, last = self._prefixes.of(runner, batch)
         self._read_suspect()
+        self.recorder.keeps_rows = (self.directory / ALL_ROWS).exists()
         self.recorder.open(keys, last)
         try:
             return original(runner, batch, *args, **kwargs)

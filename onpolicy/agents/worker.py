@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -19,9 +19,10 @@ from onpolicy.agents.function import Function, load_agent, run_function
 from onpolicy.agents.messages import ERRORS, Message, Parser, from_worker
 from onpolicy.agents.remote_turns import RemoteTurns
 from onpolicy.errors import AgentError, ConfigError
-from onpolicy.rollout.episodes import Episode
+from onpolicy.rollout.episodes import ByToken, Episode
 from onpolicy.rollout.failures import ContextExceededError
 from onpolicy.system.user_functions import describe
+from onpolicy.token_weights import Term
 from onpolicy.trajectory import Trajectory
 
 Json = Any
@@ -233,13 +234,19 @@ def _said(episode: Episode) -> Message:
         "reward": episode.reward,
         "rewards": None if episode.rewards is None else [*episode.rewards],
         "token_rewards": _lists(episode.token_rewards),
-        "token_weights": _lists(episode.token_weights),
+        "token_weights": _by_term(episode.token_weights),
         "metrics": {**episode.metrics},
         "info": {**episode.info},
     }
 
 
-def _lists(by_token: Sequence[Sequence[float]] | None) -> list[list[float]] | None:
+def _by_term(weights: ByToken | Mapping[Term, ByToken] | None) -> Json:
+    if isinstance(weights, Mapping):
+        return {term: _lists(each) for term, each in weights.items()}
+    return _lists(weights)
+
+
+def _lists(by_token: ByToken | None) -> list[list[float]] | None:
     return None if by_token is None else [[*each] for each in by_token]
 
 

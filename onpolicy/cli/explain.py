@@ -19,8 +19,10 @@ def main(argv: Sequence[str]) -> int:
     from onpolicy.explain.attribution import attribute, attribution_text
     from onpolicy.explain.inputs import with_case
     from onpolicy.explain.microscope import explain
+    from onpolicy.explain.operators import attribute_to_operators
+    from onpolicy.explain.shares import shares_text
     from onpolicy.explain.text import told
-    from onpolicy.report.explanation import render, render_attribution
+    from onpolicy.report.explanation import render, render_attribution, render_shares
     from onpolicy.run.commands.verify_inputs import check_inputs
     from onpolicy.run.engines import EnginePair
     from onpolicy.run.launch.cluster_engines import MakeEngines, on_cluster
@@ -34,8 +36,11 @@ def main(argv: Sequence[str]) -> int:
         if config.cluster.num_ranks > 1 or config.cluster.ray_address:
             cluster = stack.enter_context(on_cluster(train_config, contract))
             make_engines = cluster.make_engines
-        result = (attribute if config.attribution else explain)(config, make_engines)
-    if config.attribution:
+        how = {None: explain, "operators": attribute_to_operators}
+        result = how.get(config.attribution, attribute)(config, make_engines)
+    if config.attribution == "operators":
+        text, page, differ = shares_text(result), render_shares, result["num_mismatched_tokens"]
+    elif config.attribution:
         text = attribution_text(result["rows"], result["by"])
         page, differ = render_attribution, result["rows"][0]["num_mismatched_tokens"]
     else:

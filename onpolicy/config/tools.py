@@ -3,6 +3,7 @@
 What `onpolicy train` has too comes from its groups.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -84,22 +85,52 @@ class VerifyConfig:
         )
 
 
-def _fixed_contract(run: Facts) -> str | None:
-    """The first flag that --attribution, whose contracts go from stock to aligned, cannot keep to."""
+def _not_attributed(run: Facts) -> str | None:
+    """The first flag that --attribution contradicts, and why."""
+    if not run.attribution:
+        return None
+    rules = _not_shared_out(run) if run.attribution == "operators" else _fixed_contract(run)
+    found = (
+        f"{flag} with --attribution={run.attribution}: {rule}"
+        for flag, is_given, rule in rules
+        if is_given
+    )
+    return next(found, None)
+
+
+NO_ADAPTERS = "stock engines have no adapters"
+
+
+def _fixed_contract(run: Facts) -> Iterator[tuple[str, object, str]]:
+    """(flag, whether it is given, rule) of contracts that go from stock to aligned."""
     degree = tensor_parallel_size(run.sglang_args)
     own = "it has contracts and prompts of its own"
-    rows = (
-        (f"--align={run.align}", run.align, own),
-        ("--no-true-on-policy-mode", not run.true_on_policy_mode, own),
-        (f"--case={run.case}", run.case, own),
-        (f"--lora-rank={run.lora_rank}", run.lora_rank, "stock engines have none"),
-        (f"--train-backend={run.train_backend}", run.train_backend != "fsdp",
-         "only the modules of fsdp can be aligned in part"),
-        (f"--sglang-tp-size={degree}", degree > 1,
-         "only an engine of one rank can be aligned in part"),
-    )  # fmt: skip
-    found = (f"{flag} with --attribution: {rule}" for flag, is_given, rule in rows if is_given)
-    return next(found, None) if run.attribution else None
+    yield f"--align={run.align}", run.align, own
+    yield "--no-true-on-policy-mode", not run.true_on_policy_mode, own
+    yield f"--case={run.case}", run.case, own
+    yield f"--lora-rank={run.lora_rank}", run.lora_rank, NO_ADAPTERS
+    rule = "only the modules of fsdp can be aligned in part"
+    yield f"--train-backend={run.train_backend}", run.train_backend != "fsdp", rule
+    yield (
+        f"--sglang-tp-size={degree}",
+        degree > 1,
+        "only an engine of one rank can be aligned in part",
+    )
+
+
+def _not_shared_out(run: Facts) -> Iterator[tuple[str, object, str]]:
+    """(flag, whether it is given, rule) of engines as they are, all of whose rows are wanted."""
+    degree, ranks = tensor_parallel_size(run.sglang_args), run.config.cluster.num_ranks
+    several = "an interval needs the sequences of several prompts"
+    whole = "it has the rows and weights of a trainer of fsdp in its own process"
+    yield f"--case={run.case}", run.case, several
+    yield f"--lora-rank={run.lora_rank}", run.lora_rank, NO_ADAPTERS
+    yield f"--num-prompts={run.num_prompts}", run.num_prompts < 2, several
+    yield f"--align={run.align}", run.align, "there the server records the aligned kinds alone"
+    yield f"--train-backend={run.train_backend}", run.train_backend != "fsdp", whole
+    yield f"{ranks} ranks of the trainer", ranks > 1, whole
+    yield f"--ray-address={run.ray_address}", run.ray_address, whole
+    yield f"--sglang-tp-size={degree}", degree > 1, "a rank of several has parts of rows"
 
 
 NEEDS_RECORDS = Against(
@@ -130,12 +161,13 @@ class ExplainConfig(VerifyConfig):
     """Tokens sampled for every prompt; if not given, at most half of the model's context."""
 
     attribution: Annotated[
-        Literal["kinds", "layers"] | None,
-        Together(_fixed_contract, "{found}. Leave one of the two out."),
+        Literal["kinds", "layers", "operators"] | None,
+        Together(_not_attributed, "{found}. Leave one of the two out."),
     ] = None
     """Measure instead how much of the mismatch each kind of operator, or each decoder layer, causes: the
     same tokens with all aligned, with none, with each alone, and with all but each. Starts a server for
-    every row."""
+    every row. operators: share out the mismatch of the engines as they are among all operators, in nats,
+    with intervals; one server."""
 
     case: str = ""
     """Replay the mismatch that a run left in this file (RUN_DIR/cases), in place of random prompts."""

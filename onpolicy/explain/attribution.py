@@ -42,7 +42,7 @@ STOCK, MODEL, ALIGNED = "stock", "model", "aligned"
 
 def attribute(config: ExplainConfig, make_engines: MakeEngines = EnginePair) -> Result:
     """One row for each contract: all aligned, all stock, each kind or layer alone, and all but each."""
-    assert config.attribution is not None
+    assert config.attribution is not None and config.attribution != "operators"
     inputs = Inputs.of(config)
     aligned, stock = inputs.contract(aligned=True), inputs.contract(aligned=False)
     require_attention(aligned.shapes, ("model",))

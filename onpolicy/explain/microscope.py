@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from onpolicy.config.tools import ExplainConfig
+from onpolicy.contract import NumericsContract
 from onpolicy.explain.inputs import Inputs, Result, compare_weights, told
 from onpolicy.explain.proof import prove
 from onpolicy.explain.source import Source, count_sites, first_source
@@ -49,6 +51,17 @@ def explain(config: ExplainConfig, make_engines: MakeEngines = EnginePair) -> Re
     """Start both engines, record them, and say where they part."""
     inputs = Inputs.of(config)
     contract = inputs.contract(aligned=config.plan.starts_aligned)
+    with look_through(config, inputs, contract, make_engines) as microscope:
+        if config.case:
+            compare_weights(config, microscope.engines.weight_digest)
+        return {**microscope.look(), **told(contract)}
+
+
+@contextmanager
+def look_through(
+    config: ExplainConfig, inputs: Inputs, contract: NumericsContract, make_engines: MakeEngines
+) -> Iterator[Microscope]:
+    """A microscope for two engines that are started, hold the same weights, and end afterwards."""
     directory = inputs.directory / "taps"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True, mode=0o700)
@@ -58,10 +71,7 @@ def explain(config: ExplainConfig, make_engines: MakeEngines = EnginePair) -> Re
                 draw_adapters(engines, config)
             logger.info("pushing the trainer's weights")
             engines.push_weights(0)
-            if config.case:
-                compare_weights(config, engines.weight_digest)
-            microscope = Microscope(engines, directory, inputs.requests, config.temperature)
-            return {**microscope.look(), **told(contract)}
+            yield Microscope(engines, directory, inputs.requests, config.temperature)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -77,10 +87,10 @@ class Microscope:
 
     def look(self) -> Result:
         """Sample, score, compare; and if something differs, find out where it began."""
-        completions = self._sample()
+        completions = self.sample()
         rollout = Recording.of(read_calls(self.directory))
         recorder = Recorder(shares=rollout.shares(), ranks=rollout.ranks)
-        log_probs, recorded = self._score(completions, recorder)
+        log_probs, recorded = self.score(completions, recorder)
         train = recordings(recorded)
         responses: list[Result] = [
             {
@@ -114,8 +124,8 @@ class Microscope:
             result["proof"] = self._prove(source, completions, recorder)
         return result
 
-    def _sample(self) -> list[Completion]:
-        """With nothing cached and nothing recorded before."""
+    def sample(self) -> list[Completion]:
+        """What the servers answer to the requests, with nothing cached and nothing recorded before."""
         if self.engines.config.engine.colocate:
             self.engines.push_again()  # scoring took the servers' memory
         for client in self.engines.rollout.clients:
@@ -125,7 +135,7 @@ class Microscope:
         logger.info("sampling %d responses, recorded", len(self.requests))
         return self.engines.generate(self.requests)
 
-    def _score(
+    def score(
         self, completions: Sequence[Completion], recorder: Recorder, evidence_of: int = 0
     ) -> tuple[Scored, list[Recorded]]:
         """Log-probabilities, and what each rank of the trainer has recorded by this recorder."""
@@ -176,8 +186,8 @@ class Microscope:
         (self.directory / SUSPECT).write_text(wanted)
         rank = source.ranks[0]
         recorder = replace(recorder, suspect=(source.site, source.key, rank))
-        self._sample()
-        recorded = self._score(completions, recorder, source.train_ranks[0])[1]
+        self.sample()
+        recorded = self.score(completions, recorder, source.train_ranks[0])[1]
         ours, theirs = evidence_in(recorded), read_evidence(self.directory)
         if rank not in theirs or ours is None:
             return None

@@ -35,8 +35,8 @@ class RunHash:
                 digest.update(b"the same episode")
             if sample.token_rewards is not None:
                 digest.update(struct.pack(f"<{length}d", *sample.token_rewards))
-            if sample.token_weights is not None:
-                digest.update(struct.pack(f"<7s{length}d", b"weights", *sample.token_weights))
+            for term, each in sorted(sample.token_weights.items()):
+                digest.update(f"weights of {term}".encode() + struct.pack(f"<{length}d", *each))
             for span in trajectory.spans if with_spans else ():
                 digest.update(f"{span.version}:{span.start}-{span.end};".encode())
         digest.update(struct.pack("<d", loss))

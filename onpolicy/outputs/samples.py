@@ -55,7 +55,7 @@ class FailedAttempt:
     """In a line."""
 
     said: Sequence[Trajectory]
-    """What its branches had come to. A run that goes on fails it earlier, and has less of that."""
+    """What its branches had come to. A run that goes on fails it at another of its words."""
 
 
 class SampleLog:
@@ -71,7 +71,7 @@ class SampleLog:
                 file.unlink()
 
     def _remember(self, file: Path) -> None:
-        """Keep what failed attempts said, which fail again at their next word, or unbegun."""
+        """Keep what failed attempts said: how far they come when they fail again is up to the clock."""
         if file.name.startswith("failed_"):
             for record in map(json.loads, file.read_bytes().splitlines()):
                 key = (file.name, *(record[name] for name in _ATTEMPT))
@@ -101,8 +101,7 @@ class SampleLog:
         ]
         why = {"attempt": failed.attempt, "failed": failed.reason, "message": failed.message}
         found = [self._record(step, samples, i) | {"reward": None, **why} for i in range(len(said))]
-        before = self._said_before.get((file, *(found[0][name] for name in _ATTEMPT)), [])
-        return max(found, before, key=lambda records: sum(each["num_tokens"] for each in records))
+        return self._said_before.get((file, *(found[0][name] for name in _ATTEMPT)), found)
 
     def _write(self, name: str, records: Sequence[dict[str, Any]]) -> None:
         if records:
@@ -173,7 +172,7 @@ class SampleLog:
             "forks": trajectory.forks or None,
             "is_greedy": sample.is_greedy or None,
             "token_rewards": sample.token_rewards,
-            "token_weights": sample.token_weights,
+            "token_weights": sample.token_weights or None,
             "metrics": sample.metrics or None,
             "info": sample.info or None,
         }

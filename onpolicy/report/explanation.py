@@ -1,5 +1,5 @@
 """One HTML page of what `onpolicy explain` found: layers by operators, and the tokens; or, with
---attribution, a bar for each contract."""
+--attribution, a bar for each contract or operator."""
 
 from __future__ import annotations
 
@@ -123,6 +123,34 @@ def render_attribution(result: Result, text: str) -> str:
     """The page; `text`: what was printed."""
     bars = f"<table class=bars>{''.join(_bars(result['rows']))}</table>"
     return document("What makes the engines differ", text, ("k3 by what is aligned", bars))
+
+
+def render_shares(result: Result, text: str) -> str:
+    """The page; `text`: what was printed."""
+    titles = {"kinds": "kind", "layers": "layer", "operators": "operator"}
+    return document(
+        "What operators contribute to the mismatch",
+        text,
+        *(
+            (
+                f"KL in nats a token, by {title}",
+                f"<table class=bars>{''.join(_shares(result[by]))}</table>",
+            )
+            for by, title in titles.items()
+        ),
+    )
+
+
+def _shares(rows: Sequence[Result]) -> Iterator[str]:
+    largest = max(abs(row["kl"][0]) for row in rows) or 1.0
+    for row in rows:
+        value, low, high = row["kl"]
+        told = f"95 %: {low:.2g} to {high:.2g}; own {row['own_kl'][0]:.2g}"
+        yield (
+            f"<tr><th>{escape(row['name'])}<td>{value:.2g}<td class=bar "
+            f'title="{told}"><span class="{"own" if value >= 0 else "given"} s4" '
+            f'style="width:{100 * abs(value) / largest:.1f}%">&nbsp;</span>'
+        )
 
 
 def _bars(rows: Sequence[Result]) -> Iterator[str]:

@@ -18,7 +18,7 @@ ANSWER = "answer"
 
 Numbers = dict[str, Any]
 """The reward under "score", further numbers, maybe under ANSWER the text that was compared, and under
-"token_weights" the weights of the sampled tokens."""
+"token_weights" the weights of the sampled tokens by the term of the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from onpolicy.rewards import ANSWER, Failure, Numbers
-from onpolicy.token_weights import TOKEN_WEIGHTS, checked_weights
+from onpolicy.token_weights import TOKEN_WEIGHTS, Term, by_term, checked_weights
 
 
 def each_of(results: Any, count: int) -> list[Any] | Failure:
@@ -50,10 +50,15 @@ def _numbers(result: Any, num_sampled: int | None) -> Numbers:
     return numbers | answer | weights
 
 
-def _weights(values: Any, num_sampled: int | None) -> list[float]:
+def _weights(given: Any, num_sampled: int | None) -> dict[Term, list[float]]:
     if num_sampled is None:
         raise ValueError(f"{TOKEN_WEIGHTS} are of functions alone, which are told the tokens")
-    return checked_weights(TOKEN_WEIGHTS, values, num_sampled, "the sampled tokens")
+    return {
+        term: checked_weights(
+            f"{TOKEN_WEIGHTS}[{term!r}]", values, num_sampled, "the sampled tokens"
+        )
+        for term, values in by_term(given).items()
+    }
 
 
 def shown(result: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 
 from onpolicy.config.groups import RewardConfig
@@ -51,11 +51,13 @@ class Scorer:
                         f"cannot read it: {error}. Correct the row, or choose another rule."
                     ) from error
 
-    def try_out(self, prompt: Prompt) -> None:
+    def try_out(self, prompt: Prompt) -> Collection[str]:
         """Score a made-up response to `prompt`, its label, once by all that is not ours.
 
-        Raises ConfigError if that fails. A function that takes groups is given two of them.
+        Returns the terms of the loss whose tokens they weigh. Raises ConfigError if that fails. A
+        function that takes groups is given two of them.
         """
+        given: dict[str, Numbers] = {}
         tried = [source for source in self._sources_of(prompt) if not _is_ours(source)]
         if not self.config.reward_server_url:  # a run starts them later, and checks them then
             tried = [source for source in tried if source != "model"]
@@ -69,17 +71,27 @@ class Scorer:
                     answers = workers.ask(source, [made_up], seconds)
                 else:
                     answers = self._remote(source).ask([_made_up(prompt, 0)])
-                self._require_success(source, answers())
+                given[source] = self._successful(source, answers())
         finally:
             if workers is not None:
                 workers.close()
+        weighed = _made_up(prompt, 0)
+        try:
+            self._weigh(weighed, given)
+        except RewardError as error:
+            raise ConfigError(str(error)) from None
+        return weighed.token_weights.keys()
 
-    def _require_success(self, source: str, answers: Sequence[Numbers | Failure]) -> None:
+    def _successful(self, source: str, answers: Sequence[Numbers | Failure]) -> Numbers:
+        """All that was said, unless one failed."""
+        found: Numbers = {}
         for answer in answers:
             if isinstance(answer, Failure):
                 raise ConfigError(
                     answer.reason if answer.in_loading else self._refusal(source, answer.reason)
                 )
+            found |= answer
+        return found
 
     def _refusal(self, source: str, reason: str) -> str:
         one = 'a number, or a dict with one under "score"'
@@ -170,21 +182,18 @@ class Scorer:
         sample.reward = sum(weights[source] * x["score"] for source, x in given.items())
 
     def _weigh(self, sample: Sample, given: Mapping[str, Numbers]) -> None:
-        """Take the weights of its tokens from the one that says them; RewardError for two."""
-        said = {
-            self._name(source): numbers.pop(TOKEN_WEIGHTS)
-            for source, numbers in given.items()
-            if TOKEN_WEIGHTS in numbers
-        }
-        if sample.token_weights is not None:
-            said = {"its episode": sample.token_weights, **said}
-        if len(said) > 1:
-            raise RewardError(
-                f"{sample.name}: {' and '.join(said)} say token_weights: a token has one weight. Have "
-                "one of them say it."
-            )
-        for weights in said.values():
-            sample.token_weights = weights
+        """Take the weights of its tokens. Raises RewardError for two that say those of one term."""
+        said_by: dict[str, str] = dict.fromkeys(sample.token_weights, "its episode")
+        for source, numbers in given.items():
+            name, weights = self._name(source), numbers.pop(TOKEN_WEIGHTS, {})
+            if twice := said_by.keys() & weights:
+                (term, *_) = sorted(twice)
+                raise RewardError(
+                    f"{sample.name}: {said_by[term]} and {name} say token_weights[{term!r}]: a token "
+                    "has one. Have one of them say it."
+                )
+            said_by |= dict.fromkeys(weights, name)
+            sample.token_weights |= weights
 
     def _counted(
         self,

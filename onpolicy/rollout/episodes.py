@@ -14,10 +14,13 @@ from onpolicy.errors import AgentError
 from onpolicy.rollout.failures import ContextExceededError
 from onpolicy.rollout.observations import Json
 from onpolicy.rollout.turns import Answer, Turns
+from onpolicy.token_weights import Term
 from onpolicy.trajectory import Trajectory
 from onpolicy.types import Prompt, SampleGroup
 
 __all__ = ["Answer", "ContextExceededError", "Episode", "Rollouter", "SingleTurn", "Turns"]
+
+ByToken = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +37,13 @@ class Episode:
     rewards: Sequence[float] | None = None
     """One for each trajectory."""
 
-    token_rewards: Sequence[Sequence[float]] | None = None
+    token_rewards: ByToken | None = None
     """For each trajectory one for each sampled token, [R]."""
 
-    token_weights: Sequence[Sequence[float]] | None = None
-    """For each trajectory, [R]: what a token's objective is multiplied by in the loss, 0 or more;
-    None: 1. Denominators and all other terms stay as they are (prime-rl's component weights)."""
+    token_weights: ByToken | Mapping[Term, ByToken] | None = None
+    """For each trajectory, [R]: what a token's objective is multiplied by in the loss, 0 or more; or, by
+    their names, terms of it. None, and of a term that is missing: 1. Denominators and all other terms
+    stay as they are (prime-rl's component weights)."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     info: Mapping[str, Json] = field(default_factory=dict)

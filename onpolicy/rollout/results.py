@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from onpolicy.errors import AgentError
 from onpolicy.rollout.branches import learnt_once, order_of, require_own
 from onpolicy.rollout.episodes import Episode, Turns
 from onpolicy.rollout.statistics import COUNTED
-from onpolicy.token_weights import checked_numbers, checked_weights
+from onpolicy.token_weights import by_term, checked_numbers, checked_weights, listed
 from onpolicy.trajectory import Trajectory
 from onpolicy.types import Prompt, Sample
 
@@ -35,6 +36,15 @@ def result_of(found: Episode, branches: Collection[Turns]) -> Episode:
     return with_learnt(found, whole, learnt_once(whole))
 
 
+@contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise _nonsense(str(error)) from None
+
+
+@_refusing()
 def with_learnt(
     episode: Episode, whole: Sequence[Trajectory], learnt: Sequence[Trajectory]
 ) -> Episode:
@@ -48,14 +58,15 @@ def with_learnt(
     _require_one_kind(episode)
     reward, rewards, token_rewards = episode.reward, episode.rewards, episode.token_rewards
     if reward is not None:
-        (reward,) = _numbers("reward", [reward], 1, "the episode")
+        (reward,) = checked_numbers("reward", [reward], 1, "the episode")
     if rewards is not None:
-        rewards = _numbers("rewards", rewards, len(whole), "its trajectories")
+        rewards = checked_numbers("rewards", rewards, len(whole), "its trajectories")
     if token_rewards is not None:
         token_rewards = _of_learnt("token_rewards", token_rewards, whole, learnt)
-    token_weights = episode.token_weights
-    if token_weights is not None:
-        token_weights = _of_learnt("token_weights", token_weights, whole, learnt, checked_weights)
+    token_weights = {
+        term: _of_learnt(f"token_weights[{term!r}]", each, whole, learnt, checked_weights)
+        for term, each in by_term(episode.token_weights).items()
+    }
     return replace(
         episode,
         trajectories=[*learnt],
@@ -78,32 +89,22 @@ def _require_one_kind(episode: Episode) -> None:
         )
 
 
-def _numbers(
-    name: str, values: Sequence[Any], count: int, of: str, check: Check = checked_numbers
-) -> list[float]:
-    try:
-        return check(name, values, count, of)
-    except ValueError as error:
-        raise _nonsense(str(error)) from None
-
-
 def _of_learnt(
     name: str,
-    by_token: Sequence[Sequence[float]],
+    by_token: Any,
     whole: Sequence[Trajectory],
     learnt: Sequence[Trajectory],
     check: Check = checked_numbers,
 ) -> list[list[float]]:
-    if len(by_token) != len(whole):
+    lists = listed(name, by_token, "lists")
+    if len(lists) != len(whole):
         raise _nonsense(
-            f"{name}={len(by_token)} lists: the episode has {len(whole)} trajectories. Give "
+            f"{name}={len(lists)} lists: the episode has {len(whole)} trajectories. Give "
             "one list for each"
         )
     numbers = [
-        _numbers(
-            f"{name}[{i}]", each, known.num_sampled, f"sampled tokens of trajectory {i}", check
-        )
-        for i, (each, known) in enumerate(zip(by_token, whole, strict=True))
+        check(f"{name}[{i}]", each, known.num_sampled, f"sampled tokens of trajectory {i}")
+        for i, (each, known) in enumerate(zip(lists, whole, strict=True))
     ]
     parts = zip(numbers, learnt, strict=True)
     return [each[len(each) - own.num_sampled :] for each, own in parts]
@@ -113,7 +114,7 @@ def _checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     if taken := [name for name in metrics if name in COUNTED]:
         raise _nonsense(f"metrics={taken[0]!r}: the run counts this itself. Give it another name")
     return {
-        str(name): _numbers(f"metrics[{name!r}]", [value], 1, "the metric")[0]
+        str(name): checked_numbers(f"metrics[{name!r}]", [value], 1, "the metric")[0]
         for name, value in metrics.items()
     }
 
@@ -151,7 +152,9 @@ def sample_of(
         reward=0.0 if rewards is None else rewards[number],
         is_rewarded=rewards is not None,
         token_rewards=None if episode.token_rewards is None else [*episode.token_rewards[number]],
-        token_weights=None if episode.token_weights is None else [*episode.token_weights[number]],
+        token_weights={
+            term: [*each[number]] for term, each in by_term(episode.token_weights).items()
+        },
         metrics={**episode.metrics},
         info={**episode.info},
     )

@@ -214,7 +214,7 @@ class Run:
 
     def _train(self, groups: Sequence[SampleGroup], step: int) -> Metrics:
         self.learning_rate.observe(mean_response_length(groups), truncated_ratio(groups))
-        kept = train_samples.worth_training(groups, self.config.algorithm)
+        kept = train_samples.worth_training(groups, self.config)
         metrics = {"rollout/num_filtered_groups": float(len(groups) - len(kept))}
         if not kept:
             logger.warning("rollout %d: all groups have equal rewards; nothing to learn from", step)

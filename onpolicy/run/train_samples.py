@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onpolicy.config.groups import AlgorithmConfig
+from onpolicy.config import TrainConfig
+from onpolicy.token_weights import require_terms
 from onpolicy.types import ParityFindings, SampleGroup, TrainOutcome, TrainSample
 
 
-def worth_training(
-    groups: Sequence[SampleGroup], algorithm: AlgorithmConfig
-) -> Sequence[SampleGroup]:
-    """The groups that have an episode, or with --filter-equal-rewards those whose rewards differ."""
-    if not algorithm.filter_equal_rewards:
+def worth_training(groups: Sequence[SampleGroup], config: TrainConfig) -> Sequence[SampleGroup]:
+    """The groups that have an episode, or with --filter-equal-rewards those whose rewards differ.
+
+    Raises ConfigError for weights of a term that the loss does not have.
+    """
+    for sample in (sample for group in groups for sample in group.samples):
+        require_terms(config, sample.token_weights, sample.name)
+    if not config.algorithm.filter_equal_rewards:
         return [group for group in groups if group.samples]
     return [group for group in groups if has_signal(group)]
 

@@ -9,7 +9,7 @@ are [R], of all sampled tokens; float32 where nothing else is said.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import torch
@@ -23,6 +23,7 @@ from onpolicy.models.grammars import Grammars
 from onpolicy.models.policy import PackedTokens
 from onpolicy.models.shared_prefixes import share_prefixes
 from onpolicy.ops.cuts import Cut
+from onpolicy.token_weights import Term
 from onpolicy.train import distributed
 from onpolicy.trajectory import Trajectory
 from onpolicy.types import Prompt, Sample, TrainSample
@@ -67,8 +68,8 @@ class PackedBatch:
     """bool: the tokens that count. None of a filler, which only keeps this rank in step with the
     others, and none that was rejected as not finite."""
 
-    token_weights: Tensor | None = None
-    """What episodes say that the objective of each is multiplied by; None: they say nothing."""
+    token_weights: Mapping[Term, Tensor] = field(default_factory=dict)
+    """What each is multiplied by in a term of the loss; 1 in one that is missing."""
 
     @property
     def is_filler(self) -> bool:
@@ -94,6 +95,11 @@ class PackedBatch:
             train_log_probs, self.rollout_log_probs, self.response_lens, self.mask
         )
 
+    def with_weights(self, factors: Tensor, term: Term) -> Tensor:
+        """Factors of a term of the loss, [R], times what its tokens weigh there."""
+        weights = self.token_weights.get(term)
+        return factors if weights is None else factors * weights
+
     def with_own_cut(self, cut: Cut | None, grammars: Grammars) -> Self:
         """The same, whose tokens of today's policy must have been drawn from what the cut leaves of what
         their grammars allow."""
@@ -106,9 +112,7 @@ class PackedBatch:
     @classmethod
     def after(cls, earlier: PackedBatch, **more: Any) -> Self:
         """This stage of a micro-batch: what the stage before it holds, and more."""
-        return cls(
-            **{field.name: getattr(earlier, field.name) for field in fields(earlier)}, **more
-        )
+        return cls(**{each.name: getattr(earlier, each.name) for each in fields(earlier)}, **more)
 
     def locate(self, row: int) -> tuple[TrainSample, int]:
         """The sample that sampled token `row` belongs to, and how many of its come before."""
@@ -213,12 +217,16 @@ def _rollout_entropy(trajectories: Sequence[Trajectory], device: torch.device) -
     return torch.tensor(entropy, dtype=torch.float32, device=device)
 
 
-def _token_weights(samples: Sequence[TrainSample], device: torch.device) -> Tensor | None:
-    if all(s.sample.token_weights is None for s in samples):
-        return None
-    each = [s.sample.token_weights or [1.0] * s.sample.trajectory.num_sampled for s in samples]
-    numbers = [x for weights in each for x in weights]
-    return torch.tensor(numbers, dtype=torch.float32, device=device)
+def _token_weights(samples: Sequence[TrainSample], device: torch.device) -> dict[Term, Tensor]:
+    said = [(s.sample.token_weights, s.sample.trajectory.num_sampled) for s in samples]
+    numbers = {
+        term: [x for weights, count in said for x in weights.get(term, [1.0] * count)]
+        for term in sorted({term for weights, _ in said for term in weights})
+    }
+    return {
+        term: torch.tensor(each, dtype=torch.float32, device=device)
+        for term, each in numbers.items()
+    }
 
 
 def sharing(steps: Iterable[Sequence[PackedBatch]], shares_prefixes: bool) -> dict[str, float]:

@@ -28,8 +28,7 @@ def _of_batch(batch: WeighedBatch, log_probs: Tensor) -> Iterator[tuple[int, Lea
     if weighed.learnt is not None:
         is_learnt = is_learnt & weighed.learnt
     weights = weighed.importance_weights * is_learnt
-    if weighed.token_weights is not None:
-        weights = weights * weighed.token_weights
+    weights = weighed.with_weights(weights, "objective")
     columns = [x.detach().cpu().split(batch.response_lens) for x in (weighed.advantages, weights)]
     for number, is_shown, advantages, factors in zip(batch.numbers, shown, *columns, strict=True):
         if is_shown:

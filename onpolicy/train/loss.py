@@ -95,6 +95,10 @@ def policy_loss(
 ) -> tuple[Tensor, Metrics]:
     """The objective with its corrections, and the terms beside it that are asked for.
 
+    A term is the sum of a token's value times its share of the mean, times its weight in that term:
+    denominators are of all tokens, whatever these weigh. The metric of a term is the same sum, but that
+    of the entropy, which is the policy's.
+
     log_probs: float32 [R], with gradient. entropy: the same of the policy's, in nats; without it there
     is no bonus. reverse_kl: that to a teacher, likewise. Returns (loss, sums of metrics weighted like
     the loss), all scalars to be summed over the global batch. Raises NonfiniteError as
@@ -104,23 +108,26 @@ def policy_loss(
     total, shares, kept, metrics = _policy_term(log_probs, batch, settings)
     kl_shares = shares if settings.rejected_in_kl else kept
     if batch.ref_log_probs is not None:
-        kl_loss = _kl_loss(log_probs, batch, batch.ref_log_probs, settings, kl_shares)
+        weighed = batch.with_weights(kl_shares, "kl_loss")
+        kl_loss = _kl_loss(log_probs, batch, batch.ref_log_probs, settings, weighed)
         total = total + settings.kl_loss_coef * kl_loss
         metrics["train/kl_loss"] = kl_loss.detach()
     if reverse_kl is not None:
-        distillation = weighted_sum(reverse_kl, kl_shares)
+        distillation = weighted_sum(reverse_kl, batch.with_weights(kl_shares, "opd_kl"))
         total = total + settings.opd_kl_coef * distillation
         metrics["distillation/kl_loss"] = distillation.detach()
     if entropy is not None:
         if settings.entropy_coef:
-            total = total - settings.entropy_coef * weighted_sum(entropy, kept)
+            weighed = batch.with_weights(kept, "entropy")
+            total = total - settings.entropy_coef * weighted_sum(entropy, weighed)
         metrics["train/entropy"] = weighted_sum(entropy.detach(), batch.shares)
     if settings.log_ratio_coef:
-        squares = _squared_log_ratio(log_probs, batch, kept)
+        squares = _squared_log_ratio(log_probs, batch, batch.with_weights(kept, "log_ratio"))
         total = total + settings.log_ratio_coef * squares
         metrics["train/squared_log_ratio"] = squares.detach()
     if batch.positive_shares is not None:
-        nll = weighted_sum(-log_probs, torch.where(kept != 0, batch.positive_shares, 0))
+        imitated = torch.where(kept != 0, batch.positive_shares, 0)
+        nll = weighted_sum(-log_probs, batch.with_weights(imitated, "positive_nll"))
         total = total + settings.positive_nll_coef * nll
         metrics["train/positive_nll"] = nll.detach()
     metrics["train/loss"] = total.detach()
@@ -137,9 +144,7 @@ def _policy_term(
     objective = token_loss(log_probs, old, batch.advantages, tokens, settings.objective)
     loss, metrics = objective.loss, dict[str, Tensor]()
     kept = shares * batch.kept
-    factors = kept * batch.importance_weights
-    if batch.token_weights is not None:
-        factors = factors * batch.token_weights
+    factors = batch.with_weights(kept * batch.importance_weights, "objective")
     if settings.opsm_delta is not None:
         drifted = ~opsm_mask(
             log_probs, batch.rollout_log_probs, batch.advantages, tokens, settings.opsm_delta
@@ -163,11 +168,11 @@ def _policy_term(
     return total, shares, kept, metrics
 
 
-def _squared_log_ratio(log_probs: Tensor, batch: WeighedBatch, kept: Tensor) -> Tensor:
+def _squared_log_ratio(log_probs: Tensor, batch: WeighedBatch, factors: Tensor) -> Tensor:
     """prime-rl's penalty, and that of verl's dro: (log pi - log pi_old)^2."""
     assert batch.old_log_probs is not None  # the batch is completed
-    log_probs, old = (torch.where(kept != 0, x, 0) for x in (log_probs, batch.old_log_probs))
-    return weighted_sum((log_probs - old).square(), kept)
+    log_probs, old = (torch.where(factors != 0, x, 0) for x in (log_probs, batch.old_log_probs))
+    return weighted_sum((log_probs - old).square(), factors)
 
 
 def weighted_sum(values: Tensor, factors: Tensor) -> Tensor:

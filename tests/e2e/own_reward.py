@@ -16,3 +16,12 @@ def fails_more_and_more(sample):
     if sample.weight_version == 2 or (sample.prompt.index, sample.sample_index) == (3, 1):
         raise LookupError("the judge is gone")
     return 1.0
+
+
+def weighs(sample):
+    """Learns from every other token, and holds the others to the reference."""
+    others = [i % 2 for i in range(len(sample.response_ids))]
+    return {
+        **score(sample),
+        "token_weights": {"objective": others, "kl_loss": [1 - x for x in others]},
+    }

@@ -120,7 +120,7 @@ async def forks_by(turns, prompt):
 
 
 async def weighs(turns, prompt):
-    """Learns from every other token."""
+    """Learns from every other token, and has the others keep their entropy."""
     await turns.sample()
-    count = turns.trajectory.num_sampled
-    return Episode(token_weights=[[float(i % 2) for i in range(count)]])
+    others = [i % 2 for i in range(turns.trajectory.num_sampled)]
+    return Episode(token_weights={"objective": [others], "entropy": [[1 - x for x in others]]})

@@ -44,9 +44,13 @@ def record_rollout(
     sequences: list[list[int]],
     recorder: Recorder | None = None,
     on_pass: OnPass = lambda spans, store: None,
+    passes: list[list[Call]] | None = None,
 ) -> Recording:
-    """The same tokens in chunks, then one by one; `operators` attend and make logits."""
-    recorder, passes = recorder or Recorder(), []
+    """The same tokens in chunks, then one by one; `operators` attend and make logits.
+
+    passes: grows by the calls of each.
+    """
+    recorder, passes = recorder or Recorder(), [] if passes is None else passes
     keys = [prefix_keys(sequence) for sequence in sequences]
 
     def open_pass(spans: list[tuple[int, int, int]], store: PagedStore) -> None:

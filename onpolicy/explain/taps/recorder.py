@@ -59,6 +59,9 @@ class Call:
     shape: tuple[int, ...]
     """The shape of the first argument."""
 
+    rows: tuple[list[Tensor], list[Tensor]] | None = None
+    """The inputs and outputs themselves, [n, columns] each; None: not kept."""
+
 
 @dataclass(slots=True)
 class _Pass:
@@ -79,6 +82,9 @@ class _Begun:
 
     given: Widths
     """The widths of inputs, keys and values."""
+
+    rows: list[Tensor]
+    """The inputs themselves, if they are kept."""
 
     sites: list[tuple[Site, Part, Tensor, Tensor | None]]
     """Each site, its part, and the digests of what that was given and of what is stored."""
@@ -105,6 +111,9 @@ class Recorder:
 
     evidence: Evidence | None = field(default=None, init=False)
     """Them."""
+
+    keeps_rows: bool = False
+    """Whether every call keeps its rows beside their digests."""
 
     at_head: Together = field(default=ALL_HERE, init=False)
     """How the ranks of a trainer share the output projection."""
@@ -149,7 +158,7 @@ class Recorder:
         begun = self._begin(name, whole, given, scope, keys)  # now: it may write over its input
         out = right(*args, **kwargs)
         self._end(begun, scope.together.made(name, out))
-        scope.counts[_common_name(name, args)] += 1
+        scope.counts[common_name(name, args)] += 1
         return out
 
     def add(
@@ -162,9 +171,10 @@ class Recorder:
         keys = self._rows(operator, outputs[0], scope)
         self._end(self._begin(operator, tuple(inputs), inputs, scope, keys), tuple(outputs))
 
-    def add_embedding(self, module: nn.Module, args: Any, out: Tensor) -> None:
+    def add_embedding(self, module: nn.Module, args: Any, out: Tensor) -> Tensor | None:
         """A forward hook of the input embedding."""
         self.add("embed_tokens", "embedding", (), (out,))
+        return None
 
     @property
     def is_open(self) -> bool:
@@ -189,7 +199,7 @@ class Recorder:
     ) -> _Begun:
         inputs = Tensors(given, len(keys), scope.expert_order)
         store = Store(*args[1:4]) if name in ATTENTION and len(args) > 3 else None
-        operator, begun = _common_name(name, args), list[tuple[Site, Part, Tensor, Any]]()
+        operator, begun = common_name(name, args), list[tuple[Site, Part, Tensor, Any]]()
         pieces = 2 if scope.has_halves and not scope.counts else 1
         for module, fused in (scope.fused or {scope.module: None}).items():
             site = module, operator, scope.number(operator)
@@ -199,7 +209,8 @@ class Recorder:
                     seen = store.digest(part.of_store) if store and part.has_store else None
                     begun.append((site, part, inputs.digest(part.of_input), seen))
         widths = inputs.widths, store.widths if store else ()
-        return _Begun(name, args, scope, keys, widths, begun)
+        rows = inputs.copies() if self.keeps_rows else []
+        return _Begun(name, args, scope, keys, widths, rows, begun)
 
     def _end(self, begun: _Begun, out: Any) -> None:
         assert self._pass is not None
@@ -220,6 +231,7 @@ class Recorder:
                 store=store,
                 widths=(*begun.given, made.widths),
                 shape=tuple(first.shape),
+                rows=(begun.rows, made.copies(part.of_result)) if self.keeps_rows else None,
             )
             self._pass.calls.append(call)
             if begun.name == "topk":
@@ -252,7 +264,7 @@ def _rows_of_token(order: Tensor, token: int, chosen: int) -> list[int]:
     return rows
 
 
-def _common_name(name: str, args: tuple[Any, ...]) -> str:
+def common_name(name: str, args: tuple[Any, ...]) -> str:
     """What both engines call it, though they reach it by other ways."""
     if name in ATTENTION:
         return "attention"

@@ -44,6 +44,7 @@ from onpolicy.run.launch.reward_checks import require_classifier
 from onpolicy.run.launch.rollouters import make_rollouter
 from onpolicy.run.launch.stop_tokens import stop_token_ids
 from onpolicy.run.launch.teacher_checks import require_teachers
+from onpolicy.token_weights import require_terms
 from onpolicy.train.correction import Corrections
 from onpolicy.train.loss import LossSettings
 
@@ -120,7 +121,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
             sources = [reader.read(source, "--prompt-data") for source in config.data.prompt_data]
         prompts, parts = joined(sources, config.data.prompt_data_weights)
         require_full_batch(config, len(prompts))
-        scorer.try_out(prompts[0])
+        require_terms(config, scorer.try_out(prompts[0]), config.reward.flag)
         inputs = Inputs(
             hf_config=hf_config,
             ladder=ladder,

@@ -10,6 +10,7 @@ from typing_extensions import TypedDict
 
 from onpolicy.outputs.trajectories import Count, TrajectoryRecord
 from onpolicy.system.records import CLOSED
+from onpolicy.token_weights import Term
 
 Weight = Annotated[float, Ge(0)]
 
@@ -24,7 +25,7 @@ class Sample(TypedDict):
     has_failed: NotRequired[bool]
     is_rewarded: bool
     token_rewards: list[float] | None
-    token_weights: NotRequired[list[Weight]]
+    token_weights: NotRequired[dict[Term, list[Weight]]]
     metrics: dict[str, float]
     info: dict[str, Any]
 
@@ -56,7 +57,7 @@ class Result(TypedDict):
     reward: float | None
     rewards: list[float] | None
     token_rewards: list[list[float]] | None
-    token_weights: NotRequired[list[list[Weight]]]
+    token_weights: NotRequired[dict[Term, list[list[Weight]]]]
     metrics: dict[str, float]
     info: dict[str, Any]
 

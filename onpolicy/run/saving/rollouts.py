@@ -28,14 +28,13 @@ from onpolicy.run.sampler import Rollout, Sampler
 from onpolicy.run.saving import records
 from onpolicy.run.saving.checkpoint import Checkpoint
 from onpolicy.system.records import checked
+from onpolicy.token_weights import by_term
 from onpolicy.trajectory import FinishReason
 from onpolicy.types import Prompt, Sample, SampleGroup
 
 logger = logging.getLogger(__name__)
 
 FILE = "rollouts.json"
-
-BY_TOKEN = ("token_rewards", "token_weights")
 
 _SHAPE = TypeAdapter(records.Rollouts)
 
@@ -127,7 +126,7 @@ def _episode(episode: OpenEpisode) -> dict[str, Any]:
 
 
 def _weights(of: Episode | Sample) -> dict[str, Any]:
-    return {} if of.token_weights is None else {"token_weights": of.token_weights}
+    return {"token_weights": by_term(of.token_weights)} if of.token_weights else {}
 
 
 def _failure(failure: EpisodeFailure) -> dict[str, Any]:
@@ -192,7 +191,7 @@ def _read_result(record: records.Result) -> Episode:
         reward=record["reward"],
         rewards=record["rewards"],
         token_rewards=record["token_rewards"],
-        token_weights=record.get("token_weights"),
+        token_weights=record.get("token_weights", {}),
         metrics=record["metrics"],
         info=record["info"],
     )
@@ -249,8 +248,8 @@ def _read_group(prompts: Sequence[Prompt], record: records.Group) -> SampleGroup
 
 def _read_sample(prompt: Prompt, record: records.Sample) -> Sample:
     count = len(record["trajectory"]["rollout_log_probs"])
-    for name in BY_TOKEN:
-        numbers: Any = record.get(name)
+    weights = record.get("token_weights", {})
+    for name, numbers in [("token_rewards", record["token_rewards"]), *weights.items()]:
         if numbers is not None and len(numbers) != count:
             raise ValueError(f"{name}={len(numbers)} numbers: {count} tokens are sampled")
     return Sample(
@@ -263,7 +262,7 @@ def _read_sample(prompt: Prompt, record: records.Sample) -> Sample:
         has_failed=record.get("has_failed", False),
         is_rewarded=record["is_rewarded"],
         token_rewards=record["token_rewards"],
-        token_weights=record.get("token_weights"),
+        token_weights=weights,
         metrics=record["metrics"],
         info=record["info"],
     )

@@ -38,5 +38,26 @@ def test_an_attribution_is_made_on_any_hosts_too(attribution):
 
 
 def test_an_attribution_of_what_cannot_be_aligned_in_part_is_refused():
-    with pytest.raises(ConfigError, match=r"--train-backend=megatron with --attribution: only"):
+    with pytest.raises(
+        ConfigError, match=r"--train-backend=megatron with --attribution=kinds: only"
+    ):
         check("--attribution", "kinds", "--train-backend", "megatron")
+
+
+@pytest.mark.parametrize(
+    ("argv", "rule"),
+    [
+        (("--case", "c.json"), "an interval needs"),
+        (("--num-prompts", "1"), "an interval needs"),
+        (("--align", "norm", "--no-true-on-policy-mode"), "the aligned kinds alone"),
+        (("--train-backend", "megatron"), "of fsdp in its own process"),
+        (TWO_RANKS, "2 ranks of the trainer with --attribution=operators: it has"),
+        (("--ray-address", "10.0.0.1:6379"), "of fsdp in its own process"),
+        (("--sglang-tp-size", "2"), "parts of rows"),
+    ],
+)
+def test_operators_share_a_mismatch_of_one_rank_each_in_this_process(argv, rule):
+    check("--attribution", "operators", "--no-true-on-policy-mode")
+    check("--attribution", "operators")
+    with pytest.raises(ConfigError, match=rule):
+        check("--attribution", "operators", *argv)

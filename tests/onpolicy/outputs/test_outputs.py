@@ -186,7 +186,8 @@ def test_the_run_hash_depends_on_samples_log_probs_rewards_losses_and_weights():
         ([group(episodes=(0, 0))], 0.5, "w"),
         ([group(token_rewards=[0.5, 0.5])], 0.5, "w"),
         ([group(token_rewards=[0.0, 1.0])], 0.5, "w"),
-        ([group(token_weights=[0.0, 1.0])], 0.5, "w"),
+        ([group(token_weights={"objective": [0.0, 1.0]})], 0.5, "w"),
+        ([group(token_weights={"kl_loss": [0.0, 1.0]})], 0.5, "w"),
     ]
     assert len({run_hash(step) for step in [base, *others]}) == len(others) + 1
     assert run_hash(base) == run_hash(base)

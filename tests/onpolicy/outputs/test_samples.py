@@ -196,16 +196,16 @@ def test_no_more_attempts_are_written_than_samples(log, files):
     assert list(files()) == []
 
 
-def test_an_attempt_that_fails_again_unbegun_keeps_what_was_said(log, files):
+def test_an_attempt_that_fails_again_keeps_what_was_said_the_first_time(log, files):
     said = [failed(0), failed(1), failed(2)]
     log().write_failed("rollout", 3, said)
     before = files()
     resumed = log(first_step=3)
     assert files() == {}
-    unsaid = [failed(0, said=""), failed(1, said="", message="another"), failed(2, said="345")]
-    resumed.write_failed("rollout", 3, unsaid)
+    again = [failed(0, said=""), failed(1, said="", message="another"), failed(2, said="345")]
+    resumed.write_failed("rollout", 3, again)
     ((first, second, third),) = files().values()
-    assert first == before["failed_rollout_000003.jsonl"][0]
-    assert (second["response"], third["response"]) == ("", "345")
-    resumed.write_failed("rollout", 4, unsaid[:1])
+    assert [first, third] == before["failed_rollout_000003.jsonl"][::2]
+    assert second["response"] == ""
+    resumed.write_failed("rollout", 4, again[:1])
     assert files()["failed_rollout_000004.jsonl"][0]["response"] == ""

@@ -95,6 +95,11 @@ def ones(sample):
     return {"score": 1.0, "token_weights": (1,) * len(sample.response_ids)}
 
 
+def others(sample):
+    count = len(sample.response_ids)
+    return {"score": 1.0, "token_weights": {"kl_loss": [0.0] * count, "entropy": [2.0] * count}}
+
+
 def by_place(samples):
     return [{"score": i, "token_weights": [i] * 3} for i in range(len(samples))]
 
@@ -107,7 +112,8 @@ MISFITS = {
     "text": "111",
     "texts": ["1", "1", "1"],
     "number": 1.0,
-    "nothing": None,
+    "nothing": {"kl_loss": None},
+    "no term": {"kl": [1.0] * 3},
     "of what it made itself": [1.0, 1.0],
 }
 

@@ -82,17 +82,32 @@ def test_a_result_that_does_not_fit_is_refused(more, fault):
 
 def test_weights_of_tokens_stay_with_those_that_are_learnt():
     found = samples(token_weights=[[0, 1, 2], [0.5, 0.5, 3, 4]])
-    assert [s.token_weights for s in found] == [[0.0, 1.0, 2.0], [3.0, 4.0]]
-    assert not any(s.is_rewarded for s in found) and samples()[0].token_weights is None
+    assert [s.token_weights["objective"] for s in found] == [[0.0, 1.0, 2.0], [3.0, 4.0]]
+    assert not any(s.is_rewarded for s in found) and samples()[0].token_weights == {}
+
+
+def test_weights_may_be_said_of_each_term_of_the_loss():
+    ones = [[1, 1, 1], [1, 1, 1, 1]]
+    (found, _) = samples(token_weights={"kl_loss": [[0, 1, 2], [0.5, 0.5, 3, 4]], "entropy": ones})
+    assert found.token_weights == {"kl_loss": [0.0, 1.0, 2.0], "entropy": [1.0, 1.0, 1.0]}
 
 
 @pytest.mark.parametrize(
     ("weights", "fault"),
     [
-        ([[1, 1, 1]], r"token_weights=1 lists: the episode has 2 trajectories"),
-        ([[1, 1], [1] * 4], r"token_weights\[0\]=2 numbers: sampled tokens of trajectory 0 are 3"),
-        ([[1, 1, math.nan], [1] * 4], r"token_weights\[0\]=nan: must be a finite number"),
-        ([[1, -0.5, 1], [1] * 4], r"token_weights\[0\]=-0.5: must be at least 0"),
+        ([[1, 1, 1]], r"token_weights\['objective'\]=1 lists: the episode has 2 trajectories"),
+        (
+            [[1, 1], [1] * 4],
+            r"token_weights\['objective'\]\[0\]=2 numbers: sampled tokens of trajectory 0 are 3",
+        ),
+        (
+            [[1, 1, math.nan], [1] * 4],
+            r"token_weights\['objective'\]\[0\]=nan: must be a finite number",
+        ),
+        ({"kl_loss": 1.0}, r"token_weights\['kl_loss'\]=1.0: must be a list of lists"),
+        ({"kl_loss": [1, 1]}, r"token_weights\['kl_loss'\]\[0\]=1: must be a list of numbers"),
+        ({"kl": []}, r"token_weights\['kl'\]: no term of a loss. Name objective, kl_loss, opd_kl"),
+        ([[1, -0.5, 1], [1] * 4], r"token_weights\['objective'\]\[0\]=-0.5: must be at least 0"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(weights, fault):

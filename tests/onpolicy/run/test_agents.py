@@ -251,11 +251,13 @@ def test_weights_of_tokens_reach_training_from_workers_and_through_checkpoints(t
             seen.extend(s for group in groups for s in group.samples)
             return super().train(groups, step)
 
-    values = {"agent_workers": 1, **MODES[mode]}
+    values = {"agent_workers": 1, "entropy_coef": 0.1, **MODES[mode]}
     straight = run(tmp_path / "straight", "weighs", make_run=Kept, **values)
-    assert seen and all(
-        s.token_weights == [float(i % 2) for i in range(s.trajectory.num_sampled)] for s in seen
-    )
+    assert seen
+    for sample in seen:
+        others = [float(i % 2) for i in range(sample.trajectory.num_sampled)]
+        expected = {"objective": others, "entropy": [1 - x for x in others]}
+        assert sample.token_weights == expected
     saves = {"save": str(tmp_path / "save"), "load": str(tmp_path / "save"), "save_interval": 1}
     with pytest.raises(Interrupted):
         run(tmp_path / "part", "weighs", make_run=interrupted_at(2), **values, **saves)
@@ -266,7 +268,8 @@ def test_weights_of_tokens_reach_training_from_workers_and_through_checkpoints(t
 @pytest.mark.parametrize("mode", ["lag 1", "segments"])
 def test_weights_that_a_reward_function_says_are_hashed_and_outlive_a_checkpoint(tmp_path, mode):
     def weighed(sample):
-        sample.token_weights = [float(i % 2) for i in range(sample.trajectory.num_sampled)]
+        weights = [float(i % 2) for i in range(sample.trajectory.num_sampled)]
+        sample.token_weights = {"objective": weights}
         return even_tokens(sample)
 
     values = {"reward": weighed, **MODES[mode]}

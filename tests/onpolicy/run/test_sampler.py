@@ -2,7 +2,9 @@
 
 import pytest
 
+from onpolicy.config import TrainConfig
 from onpolicy.config.groups import AlgorithmConfig
+from onpolicy.errors import ConfigError
 from onpolicy.run.train_samples import has_signal, make_train_samples, worth_training
 from onpolicy.trajectory import Span
 from onpolicy.types import Prompt, Sample, SampleGroup
@@ -23,13 +25,40 @@ def group(index, rewards, episodes=None):
     return SampleGroup(prompt=prompt, samples=samples)
 
 
+def config(**algorithm):
+    return TrainConfig(algorithm=AlgorithmConfig(**algorithm))
+
+
 GROUPS = [group(0, [1.0, 1.0]), group(1, [0.0, 2.0]), group(2, [0.0, 0.0])]
 
 
 @pytest.mark.parametrize(("filters", "kept"), [(False, [0, 1, 2]), (True, [1])])
 def test_groups_of_equal_rewards_are_left_out_only_if_that_is_asked_for(filters, kept):
-    algorithm = AlgorithmConfig(filter_equal_rewards=filters)
-    assert [g.prompt.index for g in worth_training(GROUPS, algorithm)] == kept
+    found = worth_training(GROUPS, config(filter_equal_rewards=filters))
+    assert [g.prompt.index for g in found] == kept
+
+
+@pytest.mark.parametrize(
+    ("term", "algorithm"),
+    [
+        ("objective", {}),
+        ("kl_loss", {"use_kl_loss": True}),
+        ("entropy", {"entropy_coef": 0.1}),
+        ("entropy", {"entropy_ctrl": "adaptive"}),
+        ("log_ratio", {"log_ratio_coef": 0.1}),
+        ("positive_nll", {"positive_nll_coef": 0.1}),
+        ("opd_kl", None),
+    ],
+)
+def test_weights_of_a_term_that_the_loss_does_not_have_end_the_run(term, algorithm):
+    drawn = group(0, [1.0, 0.0])
+    drawn.samples[1].token_weights = {"objective": [1.0], term: [0.5]}
+    if algorithm is not None:
+        assert worth_training([drawn], config(**algorithm)) == [drawn]
+    if algorithm != {}:
+        refusal = rf"^prompt 0, sample 1: token_weights\['{term}'\]: the loss .* or give .*-"
+        with pytest.raises(ConfigError, match=refusal):
+            worth_training([drawn], config())
 
 
 def test_samples_keep_their_order_and_their_groups():
@@ -47,7 +76,7 @@ def test_samples_keep_their_order_and_their_groups():
 
 def test_an_episode_has_a_number_of_its_own_in_the_rollout_and_may_have_failed_beside_others():
     groups = [group(0, [1.0, 1.0, 0.0], [1, 1, 3]), group(1, []), group(2, [0.5, 0.5], [0, 2])]
-    made = make_train_samples(worth_training(groups, AlgorithmConfig()))
+    made = make_train_samples(worth_training(groups, config()))
     assert [(m.sample.sample_index, m.group, m.episode) for m in made] == [
         (1, 0, 0), (1, 0, 0), (3, 0, 1), (0, 1, 2), (2, 1, 3),
     ]  # fmt: skip
@@ -67,7 +96,7 @@ def test_an_episode_has_a_number_of_its_own_in_the_rollout_and_may_have_failed_b
 def test_a_group_has_a_signal_if_its_episodes_differ(rewards, episodes, differ):
     drawn = group(0, rewards, episodes)
     assert has_signal(drawn) == differ
-    kept = worth_training([drawn], AlgorithmConfig(filter_equal_rewards=True))
+    kept = worth_training([drawn], config(filter_equal_rewards=True))
     assert [*kept] == [drawn] * differ
 
 

@@ -166,6 +166,36 @@ def test_entropies_of_a_pass_before_the_step_and_of_its_own_tell_the_same_tokens
     assert equal(alone[2], three[2])
 
 
+WEIGHED = ("objective", "entropy", "log_ratio", "positive_nll")
+
+
+def learn_weighed(job, weighs=True):
+    """(metrics, weights) after a rollout of two optimizer steps, most of whose samples weigh terms."""
+    trainer = make(job)
+    samples = make_samples(trainer)
+    for number, each in enumerate(samples if weighs else []):
+        count = each.sample.trajectory.num_sampled
+        for place, term in enumerate(WEIGHED if number % 4 else ()):
+            said = [(number + place + token) % 3 / 2 for token in range(count)]
+            each.sample.token_weights[term] = said
+    metrics = trainer.train(samples, 0, [1e-3, 1e-3]).metrics
+    return {k: x for k, x in metrics.items() if not k.startswith("perf/")}, weights(trainer)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_weights_of_tokens_give_the_same_bits(ranks, checkpoint, backend):
+    """However the samples with weights, and the few without, come together in micro-batches."""
+    if backend == "megatron":
+        pytest.importorskip("megatron.core")
+    changes = {"algorithm": TERMS, "trainer": {"max_tokens_per_gpu": 150}}
+    job = Job(path=checkpoint, backend=backend, changes=changes)
+    (metrics, alone), *others = (group.run(learn_weighed, job)[0] for group in ranks.values())
+    assert metrics["train/grad_norm"] > 0 == metrics["parity/num_mismatched_tokens"]
+    assert all(found == metrics and equal(other, alone) for found, other in others)
+    plain, unweighed = ranks[1].run(learn_weighed, job, False)[0]
+    assert plain["train/pg_loss"] != metrics["train/pg_loss"] and not equal(unweighed, alone)
+
+
 def learn_episodes(job):
     """(metrics, weights) after a rollout of two optimizer steps, of two episodes each."""
     trainer = make(job)

@@ -40,7 +40,10 @@ def test_verify_and_explain_take_them():
     validate(parse(ExplainConfig, LORA, "onpolicy explain"))
     for argv, rule in (
         (["--train-backend", "megatron"], "--lora-rank=8: what adapters add to Megatron's linears"),
-        (["--attribution", "kinds"], "--lora-rank=8 with --attribution: stock engines have none"),
+        (
+            ["--attribution", "kinds"],
+            "--lora-rank=8 with --attribution=kinds: stock engines have no",
+        ),
     ):
         with pytest.raises(ConfigError, match=rule):
             validate(parse(ExplainConfig, [*LORA, *argv], "onpolicy explain"))

@@ -133,7 +133,7 @@ def test_bench_reads_no_list():
 def test_an_attribution_has_contracts_of_its_own(argv):
     TOOLS["explain"]("--attribution", "kinds")
     TOOLS["explain"](*argv)
-    with pytest.raises(ConfigError, match=r"--attribution: .* Leave one of the two out"):
+    with pytest.raises(ConfigError, match=r"--attribution=layers: .* Leave one of the two out"):
         TOOLS["explain"]("--attribution", "layers", *argv)
 
 

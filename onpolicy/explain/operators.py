@@ -1,0 +1,149 @@
+"""`onpolicy explain --attribution operators`: what each contributes to a real mismatch, in nats.
+
+The engines run as they are, once to see how much they compute and once to keep all of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onpolicy.config.tools import ExplainConfig
+from onpolicy.contract import NumericsContract
+from onpolicy.errors import ConfigError
+from onpolicy.explain.contributions import Contribution, Contributions, ExactModel, contributions
+from onpolicy.explain.inputs import Inputs, Result, told
+from onpolicy.explain.microscope import LOG_SOFTMAX, Microscope, look_through
+from onpolicy.explain.shares import table
+from onpolicy.explain.taps.points import Forced, KeptRows, gathered, in_both, kept_rows
+from onpolicy.explain.taps.recorder import Recorder
+from onpolicy.explain.taps.recording import ALL_ROWS, Recording, Rows, read_calls
+from onpolicy.models.policy import PackedTokens, PolicyModel, empty_policy
+from onpolicy.ops.stock import StockOperators
+from onpolicy.parity import ParityCounts, compare_log_probs
+from onpolicy.run.engines import EnginePair
+from onpolicy.run.launch.cluster_engines import MakeEngines
+from onpolicy.trajectory import Completion
+from onpolicy.types import Request
+
+logger = logging.getLogger(__name__)
+
+MOST_BYTES = 1 << 31
+"""Rows that are kept of each engine."""
+
+
+def attribute_to_operators(config: ExplainConfig, make_engines: MakeEngines = EnginePair) -> Result:
+    """Start both engines, keep what every operator was given and made, and share out the mismatch."""
+    inputs = Inputs.of(config)
+    contract = inputs.contract(aligned=config.plan.starts_aligned)
+    _require_smooth(contract)
+    with look_through(config, inputs, contract, make_engines) as microscope:
+        return {"by": "operators", **measure(microscope), **told(contract)}
+
+
+def measure(microscope: Microscope) -> Result:
+    """The table of what operators contribute to the mismatch of two engines that run."""
+    engines, directory = microscope.engines, microscope.directory
+    microscope.sample()
+    _require_room(Recording.of(read_calls(directory)))
+    (directory / ALL_ROWS).touch()
+    try:
+        completions = microscope.sample()
+    finally:
+        (directory / ALL_ROWS).unlink()
+    recorder = Recorder(keeps_rows=True)
+    log_probs, recorded = microscope.score(completions, recorder)
+    passes = [calls for part in recorded for calls in part.passes]
+    whole = kept_rows(passes)
+    rollout, train = in_both(kept_rows(read_calls(directory)), whole)
+    forced = Forced(recorded=rollout)
+    forced_log_probs, _ = microscope.score(completions, forced)
+    exact = ExactModel(exact_policy(engines))
+    not_recorded = sorted({f"{site[1]} of {site[0]}" for site, _ in whole.keys() - train.keys()})
+    result = shares(
+        exact,
+        list(zip(microscope.requests, completions, strict=True)),
+        microscope.temperature,
+        (rollout, train, gathered(forced.apart)),
+        (log_probs, forced_log_probs),
+    )
+    return {**result, "only_in_one": not_recorded}
+
+
+def exact_policy(engines: EnginePair) -> PolicyModel:
+    """The trainer's model in float64, of the weights that it computes with: 8 bytes for each."""
+    trained, dtype = engines.trainer.policy.module, getattr(torch, engines.contract.dtype)  # type: ignore[attr-defined]
+    weights = {
+        name: parameter.detach().to(dtype).full_tensor().double()
+        for name, parameter in trained.named_parameters()
+    }
+    trust = engines.config.model.trust_remote_code
+    policy = empty_policy(engines.hf_config, StockOperators(torch.get_num_threads()), trust)
+    policy.load_state_dict(weights, strict=False, assign=True)
+    policy.causal_lm.tie_weights()
+    return policy.double()
+
+
+def shares(
+    exact: ExactModel,
+    answers: Sequence[tuple[Request, Completion]],
+    temperature: float,
+    rows: tuple[KeptRows, KeptRows, KeptRows],
+    log_probs: tuple[Sequence[Tensor], Sequence[Tensor]],
+) -> Result:
+    """What every point has of the mismatch, sequence by sequence, and the table of it.
+
+    rows: of the rollout and the trainer, and `own` of `contributions`. log_probs: float32 [R] of each
+    response, the trainer's, and those that it gives to the rollout's logits.
+    """
+    found: list[Contributions] = []
+    counts = ParityCounts()
+    for number, (request, completion) in enumerate(answers):
+        logger.info("sharing out the mismatch of sequence %d of %d", number + 1, len(answers))
+        tokens, prompt_len = request.prompt_ids + completion.response_ids, len(request.prompt_ids)
+        batch = PackedTokens.after_prompts([tokens], [prompt_len], temperature)
+        own = contributions(exact, batch, *rows)
+        theirs = torch.tensor(completion.rollout_log_probs)
+        ours, forced = (scores[number] for scores in log_probs)
+        counts += compare_log_probs(ours, theirs)[0]
+        own.points[(LOG_SOFTMAX, "made")] = _of_log_softmax(own, theirs, ours, forced)
+        found.append(own)
+    return {**counts.report(), **table(found)}
+
+
+def _of_log_softmax(
+    own: Contributions, theirs: Tensor, ours: Tensor, forced: Tensor
+) -> Contribution:
+    """What lies between logits and log-probabilities, which the exact KL divergence does not have."""
+    exactly, exactly_ours = own.log_probs
+    shift = float((theirs.double() - exactly).sum() - (ours.double() - exactly_ours).sum())
+    own_shift = float((theirs.double() - forced.double()).sum())
+    return Contribution(kl=0.0, own_kl=0.0, shift=shift, own_shift=own_shift)
+
+
+def _require_smooth(contract: NumericsContract) -> None:
+    for found, rule in (
+        (contract.shapes.experts, "a router that chooses another expert is no small difference"),
+        (contract.device != "cpu", "it has not run on a GPU"),
+    ):
+        if found:
+            raise ConfigError(
+                f"--attribution=operators: {rule}. Use --attribution=kinds, or explain without it."
+            )
+
+
+def _require_room(recording: Recording) -> None:
+    def size(rows: Rows) -> int:
+        given, _, made = rows.widths
+        return 4 * len(rows.keys) * (sum(given) + sum(made))
+
+    total = sum(size(rows) for by_rank in recording.values() for rows in by_rank.values())
+    if total > MOST_BYTES:
+        raise ConfigError(
+            f"--attribution=operators: the rows of all operators take {total / 2**30:.1f} GiB of each "
+            f"engine, and {MOST_BYTES / 2**30:.0f} GiB are kept at most. Lower --num-prompts, "
+            "--max-prompt-len or --max-new-tokens."
+        )
