@@ -8,8 +8,10 @@ import psutil
 import pytest
 
 from onpolicy.config import groups
+from onpolicy.config.tools import VerifyConfig
 from onpolicy.errors import EngineError
 from onpolicy.rollout.sglang import SglangGroup
+from onpolicy.run.commands.verify import draw_adapters
 from onpolicy.weights.push import push_weights
 from onpolicy.weights.transports import make_transport
 from onpolicy.weights.transports.by_host import ByHostTransport
@@ -25,12 +27,16 @@ REQUESTS = make_requests(8, seed=40)
 versions = itertools.count(1)
 
 
-@pytest.fixture(scope="module")
-def pair(checkpoint, tmp_path_factory):
-    """Two engines, which are started again as often as it takes."""
+@pytest.fixture(scope="module", params=[0, 8], ids=["all weights", "adapters"])
+def pair(request, checkpoint, tmp_path_factory):
+    """Two engines, which are started again as often as it takes; adapters change every token."""
     directory = tmp_path_factory.mktemp("faults")
     flags = {"rollout_max_restarts": 1000, "rollout_health_timeout": 300.0}
-    with running(make_engines(checkpoint, directory, rollout_num_engines=2, **flags)) as engines:
+    lora = groups.LoraConfig(lora_rank=request.param, lora_dora=request.param > 0)
+    flags |= {"lora": lora, "rollout_num_engines": 2}
+    with running(make_engines(checkpoint, directory, **flags)) as engines:
+        draw_adapters(engines, VerifyConfig(lora=lora))
+        engines.push_weights(next(versions))
         yield engines
 
 
