@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from onpolicy.errors import ConfigError
 
@@ -57,13 +57,16 @@ def by_term(given: Any) -> dict[Term, Any]:
 
 def require_terms(config: TrainConfig, terms: Collection[str], who: str) -> None:
     """Raise ConfigError for a term that `who` weighs and that is not in the loss of a run."""
-    for term in terms:
-        has, flag = _HAS[term]
-        if not has(config):
-            raise ConfigError(
-                f"{who}: {TOKEN_WEIGHTS}[{term!r}]: the loss of this run has no such term. Leave them "
-                f"out, or give {flag}."
-            )
+    if missing := [term for term in terms if term not in terms_of(config)]:
+        raise ConfigError(
+            f"{who}: {TOKEN_WEIGHTS}[{missing[0]!r}]: the loss of this run has no such term. Leave them "
+            f"out, or give {_HAS[missing[0]][1]}."
+        )
+
+
+def terms_of(config: TrainConfig) -> list[Term]:
+    """The terms of the loss of a run."""
+    return [term for term in get_args(Term) if _HAS[term][0](config)]
 
 
 def checked_weights(name: str, values: Any, count: int, of: str) -> list[float]:

@@ -29,7 +29,8 @@ class ExportConfig:
     """Local directory with the Hugging Face checkpoint. Required."""
 
     quantised: Literal[
-        "", "fp8_e4m3", "int8", "int4", "int4_group128", "int3", "int3_group128"
+        "", "fp8_e4m3", "fp8_e4m3_block128", "int8", "int4", "int4_group128", "int3",
+        "int3_group128", "mxfp4", "nvfp4",
     ] = ""  # fmt: skip
     """The format."""
 

@@ -85,6 +85,7 @@ class VerifyConfig:
         )
 
 
+NO_ADAPTERS = "stock engines have no adapters"
 SEVERAL_PROMPTS = "an interval needs the sequences of several prompts"
 
 
@@ -95,7 +96,7 @@ def _not_attributed(run: Facts) -> str | None:
     rules = _not_shared_out(run) if run.attribution == "operators" else _fixed_contract(run)
     both = (
         (f"--num-prompts={run.num_prompts}", run.num_prompts < 2, SEVERAL_PROMPTS),
-        (f"--lora-rank={run.lora_rank}", run.lora_rank, "stock engines have no adapters"),
+        (f"--lora-rank={run.lora_rank}", run.lora_rank, NO_ADAPTERS),
     )
     found = (
         f"{flag} with --attribution={run.attribution}: {rule}"

@@ -14,11 +14,17 @@ from typing import TYPE_CHECKING, Any
 from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig
+from onpolicy.config.groups import LoraConfig
+from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.config.tools import ExplainConfig
-from onpolicy.contract import NumericsContract
+from onpolicy.contract import AdapterShape, NumericsContract
 from onpolicy.errors import ConfigError
 from onpolicy.grammar import Grammar
+from onpolicy.models.adapters import output_name
+from onpolicy.models.empty import empty_causal_lm
+from onpolicy.models.experts import expert_names
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.peft_adapter import CONFIG, read_peft_adapter
 from onpolicy.outputs.directory import versions
 from onpolicy.run.cases import Case, read_case
 from onpolicy.run.commands.verify import requests_of
@@ -60,7 +66,24 @@ class Inputs:
         return Inputs(hf_config, make_train_config(config, longest), requests, directory)
 
     def contract(self, *, aligned: bool) -> NumericsContract:
-        return contract_for(self.train_config, self.hf_config, aligned=aligned)
+        contract = contract_for(self.train_config, self.hf_config, aligned=aligned)
+        if contract.adapter is not None:
+            self._require_recorded(contract.adapter)
+        return contract
+
+    def _require_recorded(self, adapter: AdapterShape) -> None:
+        """Raise ConfigError for adapters that are not recorded."""
+        model = empty_causal_lm(self.hf_config, self.train_config.model.trust_remote_code)
+        asked, head = self.train_config.lora.lora_target_modules, output_name(model)
+        tp_size = tensor_parallel_size(self.train_config.sglang_args)
+        rule = "the output projection's is not recorded" if head in adapter.targets else ""
+        if tp_size > 1 and any(leaf in adapter.targets for leaf in expert_names(model)):
+            rule = f"of experts they are not recorded with --sglang-tp-size={tp_size}"
+        if rule:
+            raise ConfigError(
+                f"--lora-target-modules={asked}: of adapters, {rule}. Name other linears, or ask "
+                "`onpolicy verify`, which takes it, whether a token differs."
+            )
 
     @contextmanager
     def engines(
@@ -100,12 +123,16 @@ def with_case(config: ExplainConfig) -> ExplainConfig:
     Raises ConfigError if a file is none, or there is no checkpoint.
     """
     if config.load:
-        path = _exported(Path(config.load), config)
-        config = replace(config, model=replace(config.model, hf_checkpoint=str(path)))
+        config = _with_weights(config, _exported(Path(config.load), config))
     if not config.case:
         return config
     case = read_case(Path(config.case))
     contract = case["contract"]
+    if contract.get("adapter") and not config.lora.lora_rank:
+        raise ConfigError(
+            f"--case={config.case}: was sampled with adapters. Give them by --load or --lora-adapter, "
+            "or, of a run's first rollout, its --lora-* flags and --seed."
+        )
     kinds = contract["kinds"]
     is_aligned = contract["backend"] != "stock" and not kinds
     blocks = contract["row_parallel_blocks"] if is_aligned else 0
@@ -152,6 +179,14 @@ def compare_weights(config: ExplainConfig, digest: str) -> None:
             config.case, case["weight_digest"], case["trajectory"]["weight_version"],
             config.model.hf_checkpoint, digest, case["step"],
         )  # fmt: skip
+
+
+def _with_weights(config: ExplainConfig, directory: Path) -> ExplainConfig:
+    """With an exported checkpoint in the place of --hf-checkpoint, or with an adapter beside it."""
+    if (directory / CONFIG).exists():
+        flags = read_peft_adapter(str(directory), "--load").flags
+        return replace(config, lora=LoraConfig(**flags, lora_adapter=str(directory)))
+    return replace(config, model=replace(config.model, hf_checkpoint=str(directory)))
 
 
 def _exported(directory: Path, config: ExplainConfig) -> Path:

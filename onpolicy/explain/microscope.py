@@ -29,6 +29,7 @@ from onpolicy.explain.taps.rows import prefix_keys
 from onpolicy.explain.trainer import Recorded, evidence_in, recorded_log_probs, recordings
 from onpolicy.ops import make_operators
 from onpolicy.parity import ParityCounts, compare_log_probs
+from onpolicy.run.commands.verify import draw_adapters
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.cluster_engines import MakeEngines
 from onpolicy.trajectory import Completion
@@ -66,6 +67,8 @@ def look_through(
     directory.mkdir(parents=True, mode=0o700)
     try:
         with inputs.engines(contract, TAPS, directory, make_engines) as engines:
+            if not config.case:
+                draw_adapters(engines, config)
             logger.info("pushing the trainer's weights")
             engines.push_weights(0)
             yield Microscope(engines, directory, inputs.requests, config.temperature)

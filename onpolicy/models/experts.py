@@ -141,6 +141,11 @@ def experts_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if has_usual_experts(module)]
 
 
+def expert_names(model: nn.Module) -> set[str]:
+    """What a model calls the modules of its experts: the last parts of their names."""
+    return {name.rpartition(".")[2] for name, m in model.named_modules() if has_usual_experts(m)}
+
+
 def expert_blocks(model: nn.Module) -> list[nn.Module]:
     """The modules that hold a layer's experts and its router."""
     return [block for block in model.modules() if any(map(has_usual_experts, block.children()))]

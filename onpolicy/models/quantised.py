@@ -23,10 +23,19 @@ from onpolicy.models.export import export_checkpoint
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.weight_files import stored_shapes, weight_files
 from onpolicy.weights.digest import WeightBucket
-from onpolicy.weights.rounding import FORMATS, is_rounded, quantise
+from onpolicy.weights.rounding import FORMATS, FP8, is_rounded, outer_scale, quantise
 
 BITS = {"int3": 3, "int3_group128": 3, "int4": 4, "int4_group128": 4, "int8": 8}
-FLOATS = {"fp8_e4m3"}
+FLOATS = {
+    "fp8_e4m3": "float",
+    "fp8_e4m3_block128": "float",
+    "mxfp4": "mxfp4-pack",
+    "nvfp4": "nvfp4-pack",
+}
+"""Formats of floating-point numbers, and what compressed-tensors calls theirs."""
+
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+"""E2M1's numbers in the order of their codes; a fourth bit is the sign."""
 
 
 def export_quantised(
@@ -45,11 +54,12 @@ def export_quantised(
             f"--hf-checkpoint={source}: has experts, which transformers does not read from "
             "compressed-tensors. A run rounds them all the same; export checkpoints of dense models."
         )
-    columns = FORMATS[weight_format].block[1] or 1
-    if uneven := next((name for name in taken if shapes[name].shape[1] % columns), None):
+    block = FORMATS[weight_format].block
+    if unread := next((name for name in taken if not _is_read(shapes[name].shape, block)), None):
         raise ConfigError(
-            f"--quantised={weight_format}: {uneven} has {shapes[uneven].shape[1]} input channels, and "
-            f"compressed-tensors has groups of {columns} alone. Choose a format without groups."
+            f"--quantised={weight_format}: {unread} has {shapes[unread].shape[0]} output and "
+            f"{shapes[unread].shape[1]} input channels, which compressed-tensors does not cut into such "
+            "blocks. Choose a format with a scale for each output channel."
         )
     dtype = str(config.dtype or torch.float32).removeprefix("torch.")
     export_checkpoint(_buckets(source, weight_format), directory, source, dtype)
@@ -65,6 +75,14 @@ def export_quantised(
     return len(taken)
 
 
+def _is_read(shape: torch.Size, block: tuple[int, int]) -> bool:
+    """compressed-tensors asks for whole blocks, and takes one column of them for scales of channels."""
+    (outputs, inputs), (rows, columns) = shape, block
+    if columns and inputs % columns:
+        return False
+    return rows == 1 or outputs <= rows or (outputs % rows == 0 and inputs > columns)
+
+
 def _buckets(source: Path, weight_format: str) -> Iterator[WeightBucket]:
     for file in weight_files(source, "--hf-checkpoint"):
         yield [
@@ -78,11 +96,26 @@ def _stored(name: str, weight: Tensor, weight_format: str) -> WeightBucket:
     if not is_rounded(name, weight):
         return [(name, weight)]
     numbers, scale = quantise(weight, weight_format)
-    scales = (f"{name}_scale", scale.contiguous())
-    if weight_format in FLOATS:
-        return [(name, numbers.to(torch.float8_e4m3fn)), scales]
-    packed = (f"{name}_packed", _packed(numbers, BITS[weight_format]))
-    return [packed, (f"{name}_shape", torch.tensor(weight.shape)), scales]
+    match weight_format:
+        case "fp8_e4m3" | "fp8_e4m3_block128":
+            found = {"": numbers.to(FP8), "_scale": scale}
+        case "mxfp4":
+            exponents = torch.frexp(scale).exponent + 126
+            found = {"_packed": _packed_fp4(numbers), "_scale": exponents.to(torch.uint8)}
+        case "nvfp4":
+            outer = outer_scale(weight).view(1)
+            found = {"_packed": _packed_fp4(numbers), "_scale": (scale * outer).to(FP8)}
+            found["_global_scale"] = outer
+        case _:
+            packed = _packed(numbers, BITS[weight_format])
+            found = {"_packed": packed, "_shape": torch.tensor(weight.shape), "_scale": scale}
+    return [(f"{name}{what}", tensor.contiguous()) for what, tensor in found.items()]
+
+
+def _packed_fp4(numbers: Tensor) -> Tensor:
+    """E2M1, float32 [N, K] -> uint8 [N, K / 2]: two codes a byte, the lower one first."""
+    codes = torch.bucketize(numbers.abs(), FP4) | (numbers.signbit() << 3)
+    return (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
 
 
 def _packed(numbers: Tensor, bits: int) -> Tensor:
@@ -98,19 +131,24 @@ def _packed(numbers: Tensor, bits: int) -> Tensor:
 
 def _told(weight_format: str, kept: set[str], rounds_inputs: bool) -> dict[str, Any]:
     """What config.json says of it."""
-    is_float, columns = weight_format in FLOATS, FORMATS[weight_format].block[1]
+    rows, columns = FORMATS[weight_format].block
     numbers = {
-        "num_bits": 8 if is_float else BITS[weight_format],
-        "type": "float" if is_float else "int",
+        "num_bits": BITS.get(weight_format) or (4 if weight_format.endswith("fp4") else 8),
+        "type": "float" if weight_format in FLOATS else "int",
         "symmetric": True,
     }
-    blocks = {"strategy": "group", "group_size": columns} if columns else {"strategy": "channel"}
+    blocks: dict[str, Any] = {"strategy": "channel"}
+    if rows > 1:
+        blocks = {"strategy": "block", "block_structure": [rows, columns]}
+    elif columns:
+        strategy = "tensor_group" if weight_format == "nvfp4" else "group"
+        blocks = {"strategy": strategy, "group_size": columns}
     group = {"targets": ["Linear"], "weights": numbers | {"dynamic": False} | blocks}
     if rounds_inputs:
         group["input_activations"] = numbers | {"dynamic": True, "strategy": "token"}
     return {
         "quant_method": "compressed-tensors",
-        "format": "float-quantized" if is_float else "pack-quantized",
+        "format": f"{FLOATS.get(weight_format, 'pack')}-quantized",
         "quantization_status": "compressed",
         "ignore": sorted(kept),
         "config_groups": {"group_0": group},

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onpolicy.ops.base import Operators, rotate
+from onpolicy.ops.base import Operators
 from onpolicy.ops.checks.probe import probe
+from onpolicy.ops.rotary import rotate
 
 Rotary = Callable[..., tuple[Tensor, Tensor]]
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
+from onpolicy.ops.rotary import rotate
 from onpolicy.ops.row_parallel import RowParallel, tree_sum
 from onpolicy.ops.uniform_numbers import uniform_numbers
 
@@ -94,6 +95,24 @@ class Operators(ABC):
         blocks = row_parallel.blocks_of(x.shape[-1])
         total = row_parallel.sum([self.blockwise_linear(x, weight, blocks)])
         return (total if bias is None else total + bias.float()).to(x.dtype)
+
+    def add_scaled(
+        self,
+        out: Tensor,
+        added: Tensor,
+        scale: float,
+        gain: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """`out + scale * added` in float32, rounded to the dtype of out: [..., N] each.
+
+        gain: float32 [N], which multiplies the sum but for the `bias` in it: [N] (`ops/low_rank.py`).
+        """
+        total = out.float() + added.float() * scale
+        if gain is not None:
+            total = total * gain
+            total = total if bias is None else total + (1 - gain) * bias.float()
+        return total.to(out.dtype)
 
     @abstractmethod
     def grouped_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -287,13 +306,3 @@ class Operators(ABC):
         seeds, positions: int64 [B] -> float64 [B].
         """
         return uniform_numbers(seeds, positions)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """transformers' usual rotary embedding: [B, H, T, D], [B, T, D], [B, T, D] -> [B, H, T, D]."""
-    return x * cos[:, None] + _rotate_half(x) * sin[:, None]
-
-
-def _rotate_half(x: Tensor) -> Tensor:
-    left, right = x.chunk(2, dim=-1)
-    return torch.cat((-right, left), dim=-1)

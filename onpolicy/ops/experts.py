@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onpolicy.ops.base import Operators
-from onpolicy.ops.low_rank import Factors, add_scaled
+from onpolicy.ops.low_rank import Factors
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
 Gate = Callable[[Tensor], Tensor]
@@ -147,7 +147,7 @@ def _gated(
         a, b, scale = adapter.gate_up
         inner = operators.grouped_linear(rows, a, offsets)
         added = operators.grouped_linear(inner, b, offsets)
-        product = add_scaled(product, added, scale)
+        product = operators.add_scaled(product, added, scale)
     return gate(product)
 
 

@@ -31,11 +31,6 @@ class Gain(NamedTuple):
     bias: Tensor | None
     """[N]: that of the linear, which is not multiplied"""
 
-    def of(self, total: Tensor) -> Tensor:
-        """What a linear with its adapter gives, the bias in it, float32 [..., N] -> the same."""
-        scaled = total * self.factor
-        return scaled if self.bias is None else scaled + (1 - self.factor) * self.bias.float()
-
 
 def add_low_rank(
     operators: Operators,
@@ -52,10 +47,5 @@ def add_low_rank(
     """
     inner = operators.row_parallel_linear(x, factors.a, None, row_parallel)
     added = operators.linear(inner, factors.b)
-    return add_scaled(out, added, factors.scale, gain)
-
-
-def add_scaled(out: Tensor, added: Tensor, scale: float, gain: Gain | None = None) -> Tensor:
-    """The sum in float32, rounded to the dtype of out."""
-    total = out.float() + added.float() * scale
-    return (total if gain is None else gain.of(total)).to(out.dtype)
+    more = gain if gain is not None else ()
+    return operators.add_scaled(out, added, factors.scale, *more)

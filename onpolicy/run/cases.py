@@ -62,6 +62,7 @@ class _Contract(TypedDict):
     dtype: Literal["bfloat16", "float32"]
     row_parallel_blocks: Count
     kinds: list[str]
+    adapter: NotRequired[dict[str, Any] | None]
     weight_format: NotRequired[WeightFormat]
     kv_format: NotRequired[EightBits]
     activation_format: NotRequired[EightBits]

@@ -48,11 +48,16 @@ def _power_of_two(largest: Tensor, _: float) -> Tensor:
 
 
 def _in_two_levels(largest: Tensor, format_largest: float) -> Tensor:
-    """NVFP4 (arXiv:2509.25149): E4M3 numbers, times one float32 for all blocks of the tensor."""
+    """NVFP4 (arXiv:2509.25149): E4M3 numbers over one float32 for all blocks of the tensor."""
     smallest, most = 2.0**-9, torch.finfo(FP8).max
-    outer = largest.max() / (format_largest * most)
-    outer = torch.where(outer > 0, outer, 1)
-    return (largest / format_largest / outer).clamp(smallest, most).to(FP8).float() * outer
+    outer = outer_scale(largest)
+    return (largest / format_largest * outer).clamp(smallest, most).to(FP8).float() / outer
+
+
+def outer_scale(weight: Tensor) -> Tensor:
+    """What NVFP4 multiplies the scales of a tensor by to have them as E4M3: float32, one number."""
+    outer = 6 * torch.finfo(FP8).max / weight.float().abs().max()
+    return torch.where(outer.isinf(), 1, outer)
 
 
 @dataclass(frozen=True, slots=True)

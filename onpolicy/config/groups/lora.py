@@ -10,9 +10,9 @@ from onpolicy.config.rules import Against
 BY_LORA = ReadBy("--lora-rank", lambda run: run.lora_rank > 0)
 
 NOT_RECORDED = Against(
-    lambda run: True,
-    "what adapters add is not recorded yet",
-    "Leave it out, or ask `onpolicy verify`, which takes it, whether a token differs.",
+    lambda run: run.train_backend == "megatron",
+    "what adapters add to Megatron's linears is not recorded",
+    "Use --train-backend fsdp, or ask `onpolicy verify`, which takes it, whether a token differs.",
 )
 
 

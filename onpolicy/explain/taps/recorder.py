@@ -30,6 +30,7 @@ INPUTS = {
     **dict.fromkeys(("rms_norm", "layer_norm", "softmax", "topk"), _FIRST),
     "elementwise": slice(1, 2),
     "gated": slice(1, 3),
+    "add_scaled": slice(0, 2),
     "rotary": slice(0, 2),
 }
 """Operators that are recorded, and which of their arguments have rows; not weights and settings."""

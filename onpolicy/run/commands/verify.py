@@ -64,8 +64,7 @@ def verify(config: VerifyConfig, make_engines: MakeEngines = EnginePair) -> Repo
     counts, num_cached = ParityCounts(), 0
     try:
         engines.start()
-        if config.lora.lora_rank and not config.lora.lora_adapter:
-            engines.trainer.on_each_rank(_draw_adapters, config.seed)
+        draw_adapters(engines, config)
         for round_number in (0, 1):
             phases.begin(f"round {round_number + 1} of 2: pushing the trainer's weights")
             engines.push_weights(round_number)
@@ -105,8 +104,15 @@ def passes(report: Report, config: VerifyConfig) -> bool:
     return passed
 
 
+def draw_adapters(engines: EnginePair, config: VerifyConfig) -> None:
+    """Give the adapters that a trainer begins with, unless they were given, numbers that change what is
+    computed."""
+    if config.lora.lora_rank and not config.lora.lora_adapter:
+        engines.trainer.on_each_rank(_draw_adapters, config.seed)
+
+
 def _draw_adapters(trainer: PolicyTrainer, seed: int) -> None:
-    """Give every B, which begins as zeros, numbers with which adapters change what is computed."""
+    """Give every B, which begins as zeros, such numbers."""
 
     def values(name: str, shape: torch.Size) -> torch.Tensor | None:
         return DRAWN * drawn_values(name, shape, seed) if name.endswith(".B") else None

@@ -7,7 +7,7 @@ from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
 from onpolicy.models.adapters import output_name, target_names
-from onpolicy.models.experts import has_usual_experts
+from onpolicy.models.experts import expert_names
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.peft_adapter import read_peft_adapter
 from onpolicy.models.peft_experts import FUSED_NAMES
@@ -24,9 +24,7 @@ def adapter_of(config: TrainConfig | ServeConfig, facts: ModelFacts) -> AdapterS
     rank, asked = config.lora.lora_rank, config.lora.lora_target_modules
     targets = target_names(facts.model, asked)
     alike = FUSED_NAMES.intersection(targets)
-    experts = {
-        name.rpartition(".")[2] for name, m in facts.model.named_modules() if has_usual_experts(m)
-    }
+    experts = expert_names(facts.model)
     if alike and experts and not experts.intersection(targets):
         raise ConfigError(
             f"--lora-target-modules={asked}: PEFT takes {', '.join(sorted(alike))} of a mixture for its "

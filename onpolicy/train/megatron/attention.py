@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from onpolicy.models.kv_cache import as_cached
 from onpolicy.ops import Operators, ScoreRule
-from onpolicy.ops.base import rotate
+from onpolicy.ops.rotary import rotate
 from onpolicy.train.megatron.batch import LocalTokens
 from onpolicy.train.megatron.collectives import gather_rows
 from onpolicy.train.megatron.config import AlignedConfig

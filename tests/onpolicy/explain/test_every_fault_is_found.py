@@ -9,9 +9,11 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from onpolicy.contract import AdapterShape
 from onpolicy.explain.source import count_sites, first_source
 from onpolicy.explain.taps.recorder import CHOSEN_EXPERTS
 from onpolicy.explain.taps.rows import prefix_keys
+from onpolicy.models.adapters import adapters, add_adapters
 from onpolicy.ops.cpu import CpuOperators
 from tests.onpolicy.models.test_policy import load_policy, random_sequences
 from tests.support import faults
@@ -41,18 +43,33 @@ EXPERTS = [
     ("layers.0.mlp.experts", "gated"),
     ("layers.1.mlp.experts", "grouped_partial_linear"),
 ]
+ADAPTED = [
+    ("layers.1.mlp.down_proj.lora", "row_parallel_linear"),
+    ("layers.0.self_attn.q_proj.lora", "linear"),
+    ("layers.1.self_attn.k_proj.lora", "add_scaled"),
+]
 OF_A_BLOCK = {"softmax", "topk"}
+
+DORA = AdapterShape(
+    rank=4, scale=0.3, targets=("down_proj", "k_proj", "q_proj", "up_proj"), dora=True
+)
 
 
 class Pair:
     """A trainer's and a rollout's policy, one of which a test breaks; the other is recorded once."""
 
-    def __init__(self, path):
-        self.path, self.whole = path, {}
+    def __init__(self, path, adapter=None):
+        self.path, self.adapter, self.whole = path, adapter, {}
         self.renew()
 
     def renew(self):
         self.policies = {side: load_policy(self.path) for side in SIDES}
+        for policy in self.policies.values():
+            add_adapters(policy.causal_lm, policy.operators, self.adapter)
+            torch.manual_seed(0)
+            for adapter in adapters(policy.causal_lm):
+                for held in adapter.state_dict().values():
+                    held.uniform_(0.5, 1)
         self.operators = CpuOperators(1)
 
     def record(self, side, on_pass=lambda spans, store: None):
@@ -76,7 +93,7 @@ class Pair:
 
     def whole_recording(self, side):
         if side not in self.whole:
-            clean = Pair(self.path)
+            clean = Pair(self.path, self.adapter)
             self.whole[side] = clean.record(side)
         return self.whole[side]
 
@@ -85,7 +102,8 @@ class Pair:
 def pairs(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models")
     names = ("qwen3", "qwen3-moe", "olmo")
-    return {name: Pair(make_checkpoint(directory / name, name)) for name in names}
+    pairs = {name: Pair(make_checkpoint(directory / name, name)) for name in names}
+    return {**pairs, "adapters": Pair(directory / "qwen3", DORA)}
 
 
 @pytest.fixture
@@ -100,7 +118,7 @@ def found(source):
     return source.cause, *source.site[:2]
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3-moe", "olmo"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3-moe", "olmo", "adapters"])
 def test_between_whole_sides_nothing_differs(pairs, architecture):
     assert pairs[architecture].source() is None
 
@@ -118,7 +136,12 @@ def faults_of(operator):
     return found
 
 
-SITES = [("qwen3", DENSE), ("qwen3-moe", EXPERTS), ("olmo", [("norm", "layer_norm")])]
+SITES = [
+    ("qwen3", DENSE),
+    ("qwen3-moe", EXPERTS),
+    ("olmo", [("norm", "layer_norm")]),
+    ("adapters", ADAPTED),
+]
 CASES = [
     pytest.param(*case, fault, side, id="-".join([*case[1:], fault.__name__, side]))
     for case in [(architecture, *site) for architecture, sites in SITES for site in sites]
@@ -204,6 +227,21 @@ def test_a_weight_that_was_not_pushed_is_found(pair, side, weight, site):
     with torch.no_grad():
         pair.policies[side].causal_lm.base_model.get_parameter(weight).mul_(1.001)
     assert found(pair.source(side)) == ("operator", *site)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(
+    ("held", "operator", "number"),
+    [("A", "linear", 0), ("B", "linear", 1), ("magnitude.norm", "add_scaled", 0)],
+)
+def test_what_was_not_pushed_of_an_adapter_is_found(pairs, side, held, operator, number):
+    pair, module = pairs["adapters"], "layers.1.mlp.up_proj.lora"
+    pair.renew()
+    adapter = pair.policies[side].causal_lm.base_model.get_submodule(module)
+    adapter.state_dict()[held].mul_(1.001)
+    source = pair.source(side)
+    pair.renew()
+    assert source.cause == "operator" and source.site == (module, operator, number)
 
 
 def test_what_happens_between_operators_is_found(pair):

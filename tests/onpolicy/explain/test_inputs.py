@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from onpolicy.cli.main import main
 from onpolicy.config.groups import ModelConfig
@@ -82,6 +84,26 @@ def test_weights_are_those_of_the_cases_rollout(case, saved, caplog):
     assert "has no checkpoint of rollout 3" in caplog.text
     one = with_case(ExplainConfig(load=str(saved / name_of(1))))
     assert one.model.hf_checkpoint == str(saved / name_of(1) / "hf")
+
+
+def test_a_case_of_adapters_takes_those_of_its_checkpoint_beside_the_base(case, saved):
+    contract = {**CASE["contract"], "adapter": {"rank": 2}}
+    case.write_text(json.dumps({**CASE, "contract": contract}))
+    base = ModelConfig(hf_checkpoint="base")
+    with pytest.raises(
+        ConfigError, match=r"--case=.*: was sampled with adapters\. Give them by --load"
+    ):
+        with_case(ExplainConfig(case=str(case), model=base))
+    adapter = saved / name_of(2) / "hf"
+    adapter.mkdir()
+    told = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "use_dora": True}
+    (adapter / "adapter_config.json").write_text(json.dumps(told))
+    factor = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file({factor: torch.zeros(2, 4)}, adapter / "adapter_model.safetensors")
+    config = with_case(ExplainConfig(case=str(case), load=str(saved), model=base))
+    assert config.model.hf_checkpoint == "base"
+    assert (config.lora.lora_rank, config.lora.lora_dora) == (2, True)
+    assert config.lora.lora_adapter == str(adapter)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"prompt_ids": [1]}', "\x00"])

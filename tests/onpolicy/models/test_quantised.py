@@ -14,7 +14,7 @@ from tests.support.tiny import make_checkpoint
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     """Its weights are bfloat16, as those in a checkpoint's `hf` are."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 8}
     path = make_checkpoint(tmp_path_factory.mktemp("made") / "model", "qwen3", **sizes)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     model.save_pretrained(path)
@@ -36,7 +36,10 @@ def loaded(path):
     return {name: tensor.bfloat16() for name, tensor in whole(path).state_dict().items()}
 
 
-@pytest.mark.parametrize("weight_format", ["int3", "int4_group128", "int8", "fp8_e4m3"])
+@pytest.mark.parametrize(
+    "weight_format",
+    ["int3", "int4_group128", "int8", "fp8_e4m3", "fp8_e4m3_block128", "mxfp4", "nvfp4"],
+)
 def test_transformers_loads_the_bits_that_a_run_computes_with(source, tmp_path, weight_format):
     assert exported(source, tmp_path / "out", "--quantised", weight_format) == 0
     found, stored = loaded(tmp_path / "out"), load_file(source / "model.safetensors")
@@ -75,7 +78,9 @@ def test_what_cannot_be_written_is_refused(source, checkpoint, tmp_path, capsys)
     assert exported(source, tmp_path, "--quantised", "int4") == 2
     assert "is there already" in capsys.readouterr().err
     assert exported(checkpoint, tmp_path / "out", "--quantised", "int4_group128") == 2
-    assert "down_proj.weight has 208 input channels" in capsys.readouterr().err
+    assert "down_proj.weight has 96 output and 208 input channels" in capsys.readouterr().err
+    assert exported(checkpoint, tmp_path / "out", "--quantised", "fp8_e4m3_block128") == 2
+    assert "does not cut into such blocks" in capsys.readouterr().err
     mixture = make_checkpoint(tmp_path / "mixture", "qwen3-moe")
     assert exported(mixture, tmp_path / "out", "--quantised", "int4") == 2
     assert "has experts" in capsys.readouterr().err

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from onpolicy.errors import ParityError
+from onpolicy.token_weights import terms_of
 from onpolicy.train import policy_trainer
 from tests.support.policies_in_memory import PolicyMemory, checked_operators, run_policy
+from tests.support.run_in_memory import even_tokens
 from tests.support.tiny_combinations import NEEDS_TEXT, combinations_of, make_base
 from tests.support.unstarted_run import changed
 
@@ -38,17 +40,31 @@ def rows(combinations):
 def test_what_is_accepted_trains(base, rows, number, tmp_path, monkeypatch):
     if number >= len(rows):
         return  # all pairs are in those before
-    check(changed(base, **rows[number], run_dir=str(tmp_path / "run")), monkeypatch)
+    config = changed(base, **rows[number], run_dir=str(tmp_path / "run"))
+    check(config, monkeypatch, weighing(config) if number % 2 else even_tokens)
 
 
-def check(config, monkeypatch):
+def weighing(config):
+    """A reward that weighs the tokens of every other sample in each term that the loss has."""
+
+    def reward(sample):
+        if sample.sample_index % 2:
+            count = sample.trajectory.num_sampled
+            for place, term in enumerate(terms_of(config)):
+                sample.token_weights[term] = [(place + i) % 3 / 2 for i in range(count)]
+        return even_tokens(sample)
+
+    return reward
+
+
+def check(config, monkeypatch, reward=even_tokens):
     """Train two steps."""
     monkeypatch.setattr(policy_trainer, "checked_operators", checked_operators)
     if not config.plan.starts_aligned and config.plan.on_stock_mismatch == "fail":
         with pytest.raises(ParityError):  # the engine of these tests differs from a stock trainer
-            run_policy(config)
+            run_policy(config, reward)
         return
-    summary, weights = run_policy(config)
+    summary, weights = run_policy(config, reward)
     assert summary.rollouts == 2
     assert all(weight.isfinite().all() for weight in weights.values())
     if config.plan.starts_aligned:

@@ -128,9 +128,9 @@ def test_nvfp4_has_e4m3_scales_and_one_of_the_whole_matrix():
     weight = torch.randn(40, 48, generator=torch.Generator().manual_seed(2))
     weight[3, :16] = 0
     numbers, scale = quantise(weight, "nvfp4")
-    outer = weight.abs().max() / (6 * 448)
-    inner = scale / outer
-    assert torch.equal(inner.to(torch.float8_e4m3fn).float() * outer, scale)
+    outer = 6 * 448 / weight.abs().max()
+    inner = scale * outer
+    assert torch.equal(inner.to(torch.float8_e4m3fn).float() / outer, scale)
     assert scale.shape == (40, 3) and inner.max() == 448 and not numbers[3, :16].any()
     assert set(numbers.abs().unique().tolist()) == {0, 0.5, 1, 1.5, 2, 3, 4, 6}
     assert ((round_weight(weight, "nvfp4") - weight).abs() <= weight.abs().max() / 4).all()

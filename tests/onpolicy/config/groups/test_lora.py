@@ -33,12 +33,20 @@ def test_what_has_no_adapters_yet_is_refused(argv, rule):
         check(*MODE, *LORA, *argv)
 
 
-def test_verify_takes_them_and_explain_says_that_it_does_not():
+def test_verify_and_explain_take_them():
     validate(parse(VerifyConfig, LORA, "onpolicy verify"))
     with pytest.raises(ConfigError, match=r"--lora-rank=8: .*Add --true-on-policy-mode"):
         validate(parse(VerifyConfig, [*LORA, "--no-true-on-policy-mode"], "onpolicy verify"))
-    with pytest.raises(ConfigError, match=r"--lora-rank=8: what adapters add is not recorded yet"):
-        validate(parse(ExplainConfig, LORA, "onpolicy explain"))
+    validate(parse(ExplainConfig, LORA, "onpolicy explain"))
+    for argv, rule in (
+        (["--train-backend", "megatron"], "--lora-rank=8: what adapters add to Megatron's linears"),
+        (
+            ["--attribution", "kinds"],
+            "--lora-rank=8 with --attribution=kinds: stock engines have no",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=rule):
+            validate(parse(ExplainConfig, [*LORA, *argv], "onpolicy explain"))
 
 
 def test_dora_is_for_fsdp2():
