@@ -85,20 +85,25 @@ class VerifyConfig:
         )
 
 
+NO_ADAPTERS = "stock engines have no adapters"
+SEVERAL_PROMPTS = "an interval needs the sequences of several prompts"
+
+
 def _not_attributed(run: Facts) -> str | None:
     """The first flag that --attribution contradicts, and why."""
     if not run.attribution:
         return None
     rules = _not_shared_out(run) if run.attribution == "operators" else _fixed_contract(run)
+    both = (
+        (f"--num-prompts={run.num_prompts}", run.num_prompts < 2, SEVERAL_PROMPTS),
+        (f"--lora-rank={run.lora_rank}", run.lora_rank, NO_ADAPTERS),
+    )
     found = (
         f"{flag} with --attribution={run.attribution}: {rule}"
-        for flag, is_given, rule in rules
+        for flag, is_given, rule in (*rules, *both)
         if is_given
     )
     return next(found, None)
-
-
-NO_ADAPTERS = "stock engines have no adapters"
 
 
 def _fixed_contract(run: Facts) -> Iterator[tuple[str, object, str]]:
@@ -108,7 +113,6 @@ def _fixed_contract(run: Facts) -> Iterator[tuple[str, object, str]]:
     yield f"--align={run.align}", run.align, own
     yield "--no-true-on-policy-mode", not run.true_on_policy_mode, own
     yield f"--case={run.case}", run.case, own
-    yield f"--lora-rank={run.lora_rank}", run.lora_rank, NO_ADAPTERS
     rule = "only the modules of fsdp can be aligned in part"
     yield f"--train-backend={run.train_backend}", run.train_backend != "fsdp", rule
     yield (
@@ -121,11 +125,8 @@ def _fixed_contract(run: Facts) -> Iterator[tuple[str, object, str]]:
 def _not_shared_out(run: Facts) -> Iterator[tuple[str, object, str]]:
     """(flag, whether it is given, rule) of engines as they are, all of whose rows are wanted."""
     degree, ranks = tensor_parallel_size(run.sglang_args), run.config.cluster.num_ranks
-    several = "an interval needs the sequences of several prompts"
     whole = "it has the rows and weights of a trainer of fsdp in its own process"
-    yield f"--case={run.case}", run.case, several
-    yield f"--lora-rank={run.lora_rank}", run.lora_rank, NO_ADAPTERS
-    yield f"--num-prompts={run.num_prompts}", run.num_prompts < 2, several
+    yield f"--case={run.case}", run.case, SEVERAL_PROMPTS
     yield f"--align={run.align}", run.align, "there the server records the aligned kinds alone"
     yield f"--train-backend={run.train_backend}", run.train_backend != "fsdp", whole
     yield f"{ranks} ranks of the trainer", ranks > 1, whole

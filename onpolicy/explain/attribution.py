@@ -143,10 +143,24 @@ def difference(train: Sequence[Tensor], rollout: Sequence[Tensor]) -> dict[str, 
         "num_compared_tokens": counts.num_compared,
         "num_mismatched_tokens": counts.num_mismatched,
         "k3_kl_mean": counts.mean_k3,
-        "k3_kl_standard_error": float(k3(ours, theirs).std()) / max(len(ours), 1) ** 0.5,
+        "k3_kl_standard_error": _standard_error(
+            [k3(*pair) for pair in zip(train, rollout, strict=True)]
+        ),
         "mean_abs_diff": counts.mean_abs_diff,
         "max_abs_diff": counts.max_abs_diff,
     }
+
+
+def _standard_error(of_tokens: Sequence[Tensor]) -> float:
+    """The standard error of the mean over all tokens: those of one sequence are not independent.
+
+    of_tokens: [R] of each sequence. Source: the ratio estimator, Cochran, Sampling Techniques (1977).
+    """
+    sums = torch.stack([own.double().sum() for own in of_tokens])
+    tokens = torch.tensor([len(own) for own in of_tokens]).double()
+    apart = sums - tokens * sums.sum() / tokens.sum()
+    count = len(of_tokens)
+    return float((count / max(count - 1, 1) * apart.square().sum()).sqrt() / tokens.sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

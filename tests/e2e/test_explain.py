@@ -119,6 +119,21 @@ def test_operators_of_aligned_engines_contribute_exactly_0_and_a_broken_one_has_
     assert (len(whole["operators"]), whole["only_in_one"]) == (len(broken["operators"]), [])
 
 
+def test_stale_weights_of_one_projection_have_nearly_all_of_the_mismatch(microscope, architecture):
+    if architecture != "qwen3":
+        pytest.skip("of mixtures there is no such table")
+    layer = microscope.engines.trainer.policy.module.layers[0]
+    weight = layer.self_attn.v_proj.weight.to_local().detach()
+    before = weight.clone()
+    weight.mul_(1.01)
+    try:
+        result = measure(microscope)
+    finally:
+        weight.copy_(before)
+    kl, shares = result["kl"][0], {row["name"]: row["own_kl"][0] for row in result["operators"]}
+    assert shares["linear of layers.0.self_attn.v_proj"] == pytest.approx(kl, rel=0.02) and kl > 0
+
+
 def test_a_weight_that_was_not_pushed_is_named_and_proven(microscope):
     layer = microscope.engines.trainer.policy.module.layers[0]
     weight = layer.self_attn.k_proj.weight.to_local().detach()

@@ -37,6 +37,18 @@ def test_an_attribution_is_made_on_any_hosts_too(attribution):
     check("--attribution", attribution, "--ray-address", "10.0.0.1:6379", "--actor-num-nodes", "2")
 
 
+@pytest.mark.parametrize("attribution", ["kinds", "layers", "operators"])
+def test_an_attribution_of_one_prompt_is_refused(attribution):
+    with pytest.raises(ConfigError, match=r"--num-prompts=1 with --attribution=.*several prompts"):
+        check("--attribution", attribution, "--num-prompts", "1")
+
+
+@pytest.mark.parametrize("attribution", ["kinds", "layers", "operators"])
+def test_an_attribution_beside_adapters_is_refused(attribution):
+    with pytest.raises(ConfigError, match=r"--lora-rank=4"):
+        check("--attribution", attribution, "--lora-rank", "4")
+
+
 def test_an_attribution_of_what_cannot_be_aligned_in_part_is_refused():
     with pytest.raises(
         ConfigError, match=r"--train-backend=megatron with --attribution=kinds: only"
@@ -48,7 +60,6 @@ def test_an_attribution_of_what_cannot_be_aligned_in_part_is_refused():
     ("argv", "rule"),
     [
         (("--case", "c.json"), "an interval needs"),
-        (("--num-prompts", "1"), "an interval needs"),
         (("--align", "norm", "--no-true-on-policy-mode"), "the aligned kinds alone"),
         (("--train-backend", "megatron"), "of fsdp in its own process"),
         (TWO_RANKS, "2 ranks of the trainer with --attribution=operators: it has"),

@@ -86,8 +86,21 @@ def test_a_row_compares_bits_and_averages_k3():
     apart = torch.tensor([0.0, 0.5, 0.0]).double()
     k3 = apart.exp() - apart - 1
     assert found["k3_kl_mean"] == pytest.approx(float(k3.mean()))
-    assert found["k3_kl_standard_error"] == pytest.approx(float(k3.std() / 3**0.5))
+    first, second = float(k3[:2].sum()), float(k3[2])
+    apart = first - 2 * (first + second) / 3  # of the first; of the second it is the opposite
+    assert found["k3_kl_standard_error"] == pytest.approx((2 * 2 * apart**2) ** 0.5 / 3)
     assert found["max_abs_diff"] == 0.5 and found["mean_abs_diff"] == pytest.approx(0.5 / 3)
+
+
+def test_the_error_of_k3_is_of_sequences_and_not_of_tokens():
+    """Of equal tokens in each sequence, many say no more than one."""
+    once = [torch.tensor([-1.0]), torch.tensor([-1.5]), torch.tensor([-1.2])]
+    many = [numbers.expand(50) for numbers in once]
+    errors = [
+        difference(train, [torch.full_like(x, -1.0) for x in train])["k3_kl_standard_error"]
+        for train in (once, many)
+    ]
+    assert errors[0] == pytest.approx(errors[1]) and errors[0] > 0
 
 
 def test_not_a_number_is_a_mismatch():
