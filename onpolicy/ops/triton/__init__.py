@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from onpolicy.ops.base import GPU_LOGITS, Operators
+from onpolicy.ops.base import Operators
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
+from onpolicy.ops.logit_chunks import GPU_LOGITS
 from onpolicy.ops.triton import attention as attentions
 from onpolicy.ops.triton import fused_norms, log_probs, mixing
 from onpolicy.ops.triton.elementwise import TritonRotary, TritonSiluAndMul, is_silu

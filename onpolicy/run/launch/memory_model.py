@@ -21,7 +21,7 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.models.kv_cache import packed_size
 from onpolicy.models.size import ModelSize
 from onpolicy.ops.backends import backend_of
-from onpolicy.ops.base import CPU_LOGITS, GPU_LOGITS, rows_of_logits
+from onpolicy.ops.logit_chunks import CPU_LOGITS, GPU_LOGITS, rows_of_logits
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.run.launch.contracts import rollout_format
 from onpolicy.run.launch.process_memory import ProcessMemory
