@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from onpolicy.errors import ConfigError
+from onpolicy.types import Term
 
 if TYPE_CHECKING:
     from onpolicy.config import TrainConfig
 
 TOKEN_WEIGHTS = "token_weights"
 """Their name in what is returned."""
-
-Term = Literal["objective", "kl_loss", "opd_kl", "entropy", "log_ratio", "positive_nll"]
-"""A term of the policy's loss: the objective, or one beside it by its coefficient's flag, which is
---kl-loss-coef, --opd-kl-coef, --entropy-coef, --log-ratio-coef or --positive-nll-coef."""
 
 _HAS: Mapping[str, tuple[Callable[[TrainConfig], bool], str]] = {
     "objective": (lambda config: True, ""),

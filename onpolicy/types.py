@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from statistics import mean
-from typing import Any
+from typing import Any, Literal
 
 from onpolicy.grammar import Grammar
-from onpolicy.token_weights import Term
 from onpolicy.trajectory import FinishReason, Trajectory
+
+Term = Literal["objective", "kl_loss", "opd_kl", "entropy", "log_ratio", "positive_nll"]
+"""A term of the policy's loss: the objective, or one beside it by its coefficient's flag, which is
+--kl-loss-coef, --opd-kl-coef, --entropy-coef, --log-ratio-coef or --positive-nll-coef."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

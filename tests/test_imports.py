@@ -14,7 +14,9 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[1]
 
-GROUND = {"errors", "grammar", "trajectory", "types", "contract", "system", "config"}
+GROUND = {
+    "errors", "grammar", "trajectory", "types", "token_weights", "contract", "system", "config",
+}  # fmt: skip
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     "config": GROUND | {"algorithm"},

@@ -22,8 +22,8 @@ from onpolicy.errors import AgentError, ConfigError
 from onpolicy.rollout.episodes import ByToken, Episode
 from onpolicy.rollout.failures import ContextExceededError
 from onpolicy.system.user_functions import describe
-from onpolicy.token_weights import Term
 from onpolicy.trajectory import Trajectory
+from onpolicy.types import Term
 
 Json = Any
 
@@ -150,9 +150,7 @@ class Worker:
             self._fail(number, "context" if exceeds else error.reason, str(error), error)
         except (TypeError, ValueError) as error:
             self._fail(number, "result", f"returned what JSON cannot say: {error}", error)
-        except (
-            asyncio.CancelledError
-        ) as error:  # by itself, or by the run, which does not listen then
+        except asyncio.CancelledError as error:  # perhaps by the run, which does not listen then
             self._fail(number, "raised", "raised CancelledError", error)
         finally:
             self._tasks.pop(number, None)
@@ -227,26 +225,22 @@ def _error(kind: str, text: str) -> Exception:
 
 def _said(episode: Episode) -> Message:
     branches = episode.trajectories
-    if branches is not None and not all(isinstance(each, RemoteTurns) for each in branches):
+    if not all(isinstance(each, RemoteTurns) for each in branches or ()):
         raise ValueError("trajectories must be turns: the first, or forks of it")
     return {
         "branches": None if branches is None else [each.number for each in branches],  # type: ignore[union-attr]
         "reward": episode.reward,
         "rewards": None if episode.rewards is None else [*episode.rewards],
         "token_rewards": _lists(episode.token_rewards),
-        "token_weights": _by_term(episode.token_weights),
+        "token_weights": _lists(episode.token_weights),
         "metrics": {**episode.metrics},
         "info": {**episode.info},
     }
 
 
-def _by_term(weights: ByToken | Mapping[Term, ByToken] | None) -> Json:
-    if isinstance(weights, Mapping):
-        return {term: _lists(each) for term, each in weights.items()}
-    return _lists(weights)
-
-
-def _lists(by_token: ByToken | None) -> list[list[float]] | None:
+def _lists(by_token: ByToken | Mapping[Term, ByToken] | None) -> Json:
+    if isinstance(by_token, Mapping):
+        return {term: _lists(each) for term, each in by_token.items()}
     return None if by_token is None else [[*each] for each in by_token]
 
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 from onpolicy.cli.command import begin
 from onpolicy.config import validate
-from onpolicy.config.tools import ExplainConfig
+from onpolicy.config.explain import ExplainConfig
 from onpolicy.outputs.destinations import write_output
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from onpolicy.config.tools import ExplainConfig
+from onpolicy.config.explain import ExplainConfig
 from onpolicy.contract import KINDS, OUTSIDE, NumericsContract
 from onpolicy.errors import EngineError
 from onpolicy.explain.inputs import Inputs, Result, told

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig
+from onpolicy.config.explain import ExplainConfig
 from onpolicy.config.groups import LoraConfig
 from onpolicy.config.sglang_flags import tensor_parallel_size
-from onpolicy.config.tools import ExplainConfig
 from onpolicy.contract import AdapterShape, NumericsContract
 from onpolicy.errors import ConfigError
 from onpolicy.grammar import Grammar

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from onpolicy.config.tools import ExplainConfig
+from onpolicy.config.explain import ExplainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.explain.inputs import Inputs, Result, compare_weights, told
 from onpolicy.explain.proof import prove

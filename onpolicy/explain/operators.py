@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from onpolicy.config.tools import ExplainConfig
+from onpolicy.config.explain import ExplainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
 from onpolicy.explain.contributions import Contribution, Contributions, ExactModel, contributions

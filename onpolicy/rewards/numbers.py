@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 from onpolicy.rewards import ANSWER, Failure, Numbers
-from onpolicy.token_weights import TOKEN_WEIGHTS, Term, by_term, checked_weights
+from onpolicy.token_weights import TOKEN_WEIGHTS, by_term, checked_weights
+from onpolicy.types import Term
 
 
 def each_of(results: Any, count: int) -> list[Any] | Failure:

@@ -14,9 +14,8 @@ from onpolicy.errors import AgentError
 from onpolicy.rollout.failures import ContextExceededError
 from onpolicy.rollout.observations import Json
 from onpolicy.rollout.turns import Answer, Turns
-from onpolicy.token_weights import Term
 from onpolicy.trajectory import Trajectory
-from onpolicy.types import Prompt, SampleGroup
+from onpolicy.types import Prompt, SampleGroup, Term
 
 __all__ = ["Answer", "ContextExceededError", "Episode", "Rollouter", "SingleTurn", "Turns"]
 

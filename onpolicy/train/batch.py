@@ -23,10 +23,9 @@ from onpolicy.models.grammars import Grammars
 from onpolicy.models.policy import PackedTokens
 from onpolicy.models.shared_prefixes import share_prefixes
 from onpolicy.ops.cuts import Cut
-from onpolicy.token_weights import Term
 from onpolicy.train import distributed
 from onpolicy.trajectory import Trajectory
-from onpolicy.types import Prompt, Sample, TrainSample
+from onpolicy.types import Prompt, Sample, Term, TrainSample
 
 _FILLER = TrainSample(
     sample=Sample(

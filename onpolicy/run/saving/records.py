@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from onpolicy.outputs.trajectories import Count, TrajectoryRecord
 from onpolicy.system.records import CLOSED
-from onpolicy.token_weights import Term
+from onpolicy.types import Term
 
 Weight = Annotated[float, Ge(0)]
 

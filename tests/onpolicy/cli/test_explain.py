@@ -4,7 +4,7 @@ import pytest
 
 from onpolicy.cli.parse import parse
 from onpolicy.config import validate
-from onpolicy.config.tools import ExplainConfig
+from onpolicy.config.explain import ExplainConfig
 from onpolicy.errors import ConfigError
 
 TWO_RANKS = ("--actor-num-ranks-per-node", "2")

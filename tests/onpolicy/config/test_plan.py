@@ -106,7 +106,7 @@ def test_the_flags_that_say_what_a_run_is_are_asked_in_few_places():
     asking = {name: number for name, number in asked.items() if number}
     assert sum(asking.values()) <= 21, asking
     assert asking.keys() <= {
-        "config/evaluate.py", "config/sft.py", "config/train.py", "config/tools.py", "run/ladder.py",
-        "train/correction.py", "train/loss.py",
+        "config/evaluate.py", "config/explain.py", "config/sft.py", "config/train.py", "config/tools.py",
+        "run/ladder.py", "train/correction.py", "train/loss.py",
     }, asking  # fmt: skip
     assert asking["config/train.py"] > 5  # the search finds what is there

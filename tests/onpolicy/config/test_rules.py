@@ -10,6 +10,7 @@ import pytest
 from fallback_correction.ranges import ReadBy, at_least
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig, rules, validate
+from onpolicy.config.explain import ExplainConfig
 from onpolicy.config.flags import flag_types, flags_of
 from onpolicy.config.rules import (
     NO_RESULT,
@@ -20,7 +21,7 @@ from onpolicy.config.rules import (
     refuse_unread,
 )
 from onpolicy.config.sft import SftConfig
-from onpolicy.config.tools import BenchConfig, ExplainConfig, ServeConfig, VerifyConfig
+from onpolicy.config.tools import BenchConfig, ServeConfig, VerifyConfig
 from onpolicy.errors import ConfigError
 
 COMMANDS = {

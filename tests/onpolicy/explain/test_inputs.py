@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from onpolicy.cli.main import main
+from onpolicy.config.explain import ExplainConfig
 from onpolicy.config.groups import ModelConfig
-from onpolicy.config.tools import ExplainConfig
 from onpolicy.errors import ConfigError
 from onpolicy.explain.inputs import case_request, with_case
 from onpolicy.outputs.trajectories import write

@@ -3,9 +3,10 @@
 import pytest
 
 from onpolicy.cli.parse import parse
+from onpolicy.config.explain import ExplainConfig
 from onpolicy.config.groups import LoraConfig
 from onpolicy.config.rules import validate
-from onpolicy.config.tools import ExplainConfig, VerifyConfig
+from onpolicy.config.tools import VerifyConfig
 from onpolicy.errors import ConfigError
 from tests.onpolicy.config.test_validate import MODE, check
 

@@ -4,8 +4,9 @@ import pytest
 
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig, validate
+from onpolicy.config.explain import ExplainConfig
 from onpolicy.config.groups import OperatorsConfig
-from onpolicy.config.tools import BenchConfig, ExplainConfig, ServeConfig, VerifyConfig
+from onpolicy.config.tools import BenchConfig, ServeConfig, VerifyConfig
 from onpolicy.contract import KINDS, PORTABLE_KERNELS
 from onpolicy.errors import ConfigError
 

@@ -4,7 +4,8 @@ import pytest
 
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig
-from onpolicy.config.tools import ExplainConfig, VerifyConfig
+from onpolicy.config.explain import ExplainConfig
+from onpolicy.config.tools import VerifyConfig
 from onpolicy.models.hf_config import load_config
 from onpolicy.run.launch import lengths
 from onpolicy.run.launch.lengths import fit_run, fit_verify
