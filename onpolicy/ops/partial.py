@@ -16,6 +16,7 @@ OPERATORS = {
         "linear_gradients",
         "blockwise_linear",
         "row_parallel_linear",
+        "add_scaled",
     ),
     "attention": ("attention", "paged_attention"),
     "norm": ("rms_norm", "layer_norm"),

@@ -12,6 +12,7 @@ from onpolicy.weights.rounding import round_weight
 from tests.parity.test_negative_controls import TEMPERATURE, count_mismatches
 from tests.support.engines_fixture import make_engines, make_requests, running
 from tests.support.tiny import make_checkpoint
+from tests.support.violations import always, break_operator
 
 pytestmark = pytest.mark.engine
 
@@ -80,6 +81,14 @@ def test_another_adapter_is_found(adapted, wrong):
         for adapter in every:
             adapter.is_on = True
         bits.copy_(kept[1])
+
+
+def test_sums_with_adapters_off_by_one_bit_are_found(adapted, monkeypatch):
+    pair, requests, _, after = adapted
+    operators = pair.trainer.operators
+    monkeypatch.setattr(operators, "add_scaled", operators.add_scaled)
+    break_operator(operators, "add_scaled", always)
+    assert count_mismatches(pair, requests, after) > 0
 
 
 def test_a_factor_that_is_one_bit_off_is_found(adapted):

@@ -29,6 +29,7 @@ ROW_OPERATORS = (
     "layer_norm",
     "elementwise",
     "gated",
+    "add_scaled",
     "rotary",
     "softmax",
     "topk",

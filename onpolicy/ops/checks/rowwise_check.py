@@ -40,6 +40,7 @@ def check_rowwise(operators: Operators, contract: NumericsContract) -> Results:
         name = function.__name__
         yield name, (37,), check_rows(name, (37,), apply, x, FEW_ROW_COUNTS)
     yield "gated", (37,), _check_gated(operators, x)
+    yield "add_scaled", (37,), _check_add_scaled(operators, x)
     for heads in sorted({(x.heads, x.kv_heads, x.head_dim) for x in shapes.attention}):
         if heads[2] % 2 == 0:  # no model rotates others
             yield "rotary", heads, _check_rotary(operators, heads, dtype, device)
@@ -54,6 +55,20 @@ def _check_gated(operators: Operators, gate: Tensor) -> Tensor:
         return operators.gated(F.silu, *both.chunk(2, dim=-1))
 
     return check_rows("gated", (37,), gated, torch.cat((gate, up), dim=-1), FEW_ROW_COUNTS)
+
+
+def _check_add_scaled(operators: Operators, out: Tensor) -> Tensor:
+    """What an adapter adds, with a gain for each column."""
+    device = str(out.device)
+    added = probe(*out.shape, seed=20, device=device).to(out.dtype)
+    gain = 1 + probe(out.shape[1], seed=21, device=device)
+
+    def add_scaled(both: Tensor) -> Tensor:
+        rows, others = both.chunk(2, dim=-1)
+        return operators.add_scaled(rows, others, 0.3, gain)
+
+    both = torch.cat((out, added), dim=-1)
+    return check_rows("add_scaled", (37,), add_scaled, both, FEW_ROW_COUNTS)
 
 
 def _check_rotary(

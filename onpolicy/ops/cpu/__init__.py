@@ -136,6 +136,8 @@ class CpuOperators(Operators):
         rows = rows if weight is None else weight.float() * rows
         return (rows if bias is None else rows + bias.float()).to(x.dtype)
 
+    add_scaled = on_whole_tensors(Operators.add_scaled)
+
     @on_whole_tensors
     def elementwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return whole_vectors(function, x)

@@ -47,6 +47,7 @@ CONTROLS = {
     "paged_attention": "paged_attention",
     "elementwise": "silu",
     "gated": "gated",
+    "add_scaled": "add_scaled",
     "rotary": "rotary",
     "rms_norm": "rms_norm",
     "layer_norm": "layer_norm",
