@@ -4,28 +4,25 @@ import json
 import os
 import subprocess
 import sys
-from functools import cache, partial
+from functools import cache
 
 import pytest
 
 from onpolicy.cli.main import main
-from onpolicy.explain.microscope import TAPS, Microscope
 from onpolicy.explain.operators import measure
 from onpolicy.run.cases import make_case, write_case
-from onpolicy.run.launch.engine_specs import make_rollout_group
 from onpolicy.trajectory import Trajectory
 from onpolicy.types import Prompt, Sample
 from tests.support.after_import import after_import
 from tests.support.broken_engine import PLACES, breakable_engines
-from tests.support.engines_fixture import make_engines, make_requests, running
 from tests.support.faults import one_ulp_in_three_rows
+from tests.support.microscopes import TEMPERATURE, running_microscope
 from tests.support.recorded_policies import replace_in
 from tests.support.tiny import make_checkpoint
 from tests.support.train_runs import IN_RANKS, ROOT, TWO_RANKS
 
 pytestmark = pytest.mark.engine
 
-TEMPERATURE = 0.7
 LAYER = "layers.1.mlp"
 
 
@@ -44,15 +41,8 @@ def breaking(architecture, tmp_path_factory):
 @pytest.fixture(scope="module")
 def microscope(architecture, breaking, tmp_path_factory):
     path = make_checkpoint(tmp_path_factory.mktemp("model"), architecture)
-    taps = tmp_path_factory.mktemp("taps")
-    pair = make_engines(
-        path,
-        tmp_path_factory.mktemp("engines"),
-        make_rollout=partial(make_rollout_group, extensions={TAPS: str(taps)}),
-    )
-    with running(pair):
-        requests = make_requests(6, seed=6, max_new_tokens=12, temperature=TEMPERATURE)
-        yield Microscope(pair, taps, requests, TEMPERATURE)
+    with running_microscope(path, tmp_path_factory.mktemp("engines")) as one:
+        yield one
 
 
 def test_between_aligned_engines_no_row_differs(microscope):

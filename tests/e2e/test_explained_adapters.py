@@ -1,40 +1,28 @@
 """`onpolicy explain` on a real server whose linears have adapters."""
 
 import json
-from functools import partial
 
 import pytest
 
 from onpolicy.cli.main import main
 from onpolicy.config.groups import LoraConfig
 from onpolicy.config.tools import VerifyConfig
-from onpolicy.explain.microscope import TAPS, Microscope
 from onpolicy.run.commands.verify import draw_adapters
-from onpolicy.run.launch.engine_specs import make_rollout_group
-from tests.support.engines_fixture import make_engines, make_requests, running
+from tests.support.microscopes import running_microscope
 from tests.support.tiny import make_checkpoint
 
 pytestmark = pytest.mark.engine
-
-TEMPERATURE = 0.7
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
 def adapted(request, checkpoint, tmp_path_factory):
     """A dense model with adapters and magnitudes, whose B is not zero."""
-    taps = tmp_path_factory.mktemp("taps")
-    pair = make_engines(
-        checkpoint,
-        tmp_path_factory.mktemp("engines"),
-        tp_size=request.param,
-        make_rollout=partial(make_rollout_group, extensions={TAPS: str(taps)}),
-        lora=LoraConfig(lora_rank=4, lora_dora=True),
-    )
-    with running(pair):
+    engine = {"tp_size": request.param, "lora": LoraConfig(lora_rank=4, lora_dora=True)}
+    with running_microscope(checkpoint, tmp_path_factory.mktemp("engines"), **engine) as microscope:
+        pair = microscope.engines
         draw_adapters(pair, VerifyConfig(lora=pair.config.lora))
         pair.push_weights(1)
-        requests = make_requests(6, seed=6, max_new_tokens=12, temperature=TEMPERATURE)
-        yield Microscope(pair, taps, requests, TEMPERATURE)
+        yield microscope
 
 
 def test_what_adapters_compute_is_recorded_and_no_row_differs(adapted):

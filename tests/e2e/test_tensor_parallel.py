@@ -4,22 +4,20 @@ import base64
 import itertools
 import pickle
 from dataclasses import replace
-from functools import partial
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
 
 from onpolicy.errors import WeightSyncError
-from onpolicy.explain.microscope import TAPS, Microscope
 from onpolicy.explain.text import told
 from onpolicy.models.align import AlignedLinear
 from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.parity import compare_log_probs
-from onpolicy.run.launch.engine_specs import make_rollout_group
 from onpolicy.weights.push import push_weights
 from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
-from tests.support.engines_fixture import make_engines, make_requests, running
+from tests.support.engines_fixture import make_requests
+from tests.support.microscopes import running_microscope
 from tests.support.processes import engine_processes, listening_addresses
 from tests.support.prompt_scores import ask_of_prompts, of_prompt
 
@@ -29,23 +27,15 @@ versions = itertools.count(1)
 
 
 @pytest.fixture(scope="module")
-def taps(tmp_path_factory):
-    return tmp_path_factory.mktemp("taps")
+def microscope(checkpoint, tmp_path_factory):
+    with running_microscope(checkpoint, tmp_path_factory.mktemp("tp"), tp_size=2) as one:
+        yield one
 
 
 @pytest.fixture(scope="module")
-def engines(checkpoint, taps, tmp_path_factory):
+def engines(microscope):
     """A server of two ranks, which are recorded, and a trainer in float32."""
-    directory = tmp_path_factory.mktemp("tp")
-    recorded = partial(make_rollout_group, extensions={TAPS: str(taps)})
-    with running(make_engines(checkpoint, directory, tp_size=2, make_rollout=recorded)) as pair:
-        yield pair
-
-
-@pytest.fixture
-def microscope(engines, taps):
-    requests = make_requests(6, seed=6, max_new_tokens=12, temperature=0.7)
-    return Microscope(engines, taps, requests, 0.7)
+    return microscope.engines
 
 
 def count_mismatches(engines, seed):
