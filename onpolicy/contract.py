@@ -178,7 +178,8 @@ class NumericsContract:
     its kinds; in the others they are each engine's own. Empty: everywhere."""
 
     adapter: AdapterShape | None = None
-    """The adapters that both engines have; None: the model alone."""
+    """The adapters that both engines have, or, with the backend `stock`, the trainer; None: the model
+    alone."""
 
     @property
     def variables(self) -> dict[str, str]:
@@ -189,6 +190,16 @@ class NumericsContract:
     def unrounded(self) -> NumericsContract:
         """The same for a model that rounds nothing: a teacher, a critic."""
         return dataclasses.replace(self, weight_format="", kv_format="", activation_format="")
+
+    @property
+    def merges_adapter(self) -> bool:
+        """Whether an engine holds what the trainer's adapters make of the weights: it has none."""
+        return self.adapter is not None and not self.shares_model
+
+    @property
+    def of_engine(self) -> NumericsContract:
+        """What an engine is started under, which knows nothing of adapters that are merged."""
+        return dataclasses.replace(self, adapter=None) if self.merges_adapter else self
 
     @property
     def is_partial(self) -> bool:

@@ -1,13 +1,14 @@
-"""A base and its adapter as one checkpoint: W + s B A in the place of each adapted W, or what DoRA makes
-of it.
+"""A base and its adapter as one model: W + s B A in the place of each adapted W, or what DoRA makes of
+it.
 
-What was trained is two factors; the sum lies on the grid of a dtype, and where a weight is large beside
-its update, the update is rounded away. So the dtype is asked for, and what it costs is returned.
+A checkpoint is written so, and engines that have no adapters get a push so. What was trained is two
+factors; the sum lies on the grid of a dtype, and where a weight is large beside its update, the update
+is rounded away. So the dtype is asked for, and what it costs is counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +18,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onpolicy.config.groups import LoraConfig
-from onpolicy.errors import ConfigError
+from onpolicy.errors import ConfigError, WeightSyncError
+from onpolicy.models.adapters import is_adapters
 from onpolicy.models.export import export_checkpoint
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.peft_adapter import MAGNITUDE, PeftAdapter, read_peft_adapter
+from onpolicy.models.peft_adapter import MAGNITUDE, read_peft_adapter
 from onpolicy.models.peft_experts import parameter_of
 from onpolicy.models.peft_format import read_factors, require_adapter_fits
 from onpolicy.models.stored import stored_tensors
@@ -52,12 +54,20 @@ class Merged:
         self.asked += float(update.square().sum(dtype=torch.float64))
         self.missed += float((after - before - update).square().sum(dtype=torch.float64))
 
+    @property
+    def changed_share(self) -> float:
+        """Weights that changed, of those that are adapted."""
+        return self.changed / self.weights if self.weights else 0.0
+
+    @property
+    def rounding(self) -> float:
+        """What rounding adds to the update or takes from it, as a share of it (Frobenius norms)."""
+        return float((self.missed / self.asked) ** 0.5) if self.asked else 0.0
+
     def __str__(self) -> str:
-        changed = self.changed / self.weights
-        error = (self.missed / self.asked) ** 0.5 if self.asked else 0.0
         return (
-            f"{self.linears} linears merged: {changed:.2%} of their weights changed, and rounding is "
-            f"{error:.2%} of the update (Frobenius norms)"
+            f"{self.linears} linears merged: {self.changed_share:.2%} of their weights changed, and "
+            f"rounding is {self.rounding:.2%} of the update (Frobenius norms)"
         )
 
 
@@ -76,62 +86,85 @@ def export_merged(source: Path, adapter: str, directory: Path, dtype: str) -> Me
     told = read_peft_adapter(adapter, "--merge")
     model = matched_model(str(source), config)
     require_adapter_fits(told, model, str(source), "--merge")
-    updates, merged = _Updates(told, model, source), Merged()
+    updates, merged = Updates(model, read_factors(told), LoraConfig(**told.flags).scale), Merged()
+    names = _names_in_files(source, model, updates)
     buffers = {name for name, _ in model.named_buffers()}
-    buckets = _buckets(source, updates, getattr(torch, dtype), buffers, merged)
+    buckets = _buckets(source, names, buffers, updates, getattr(torch, dtype), merged)
     export_checkpoint(buckets, directory, source, dtype)
     return merged
 
 
-class _Updates:
-    """What an adapter adds to the tensors of the base's files."""
+def merge_push(
+    trained: Iterable[WeightBucket],
+    frozen: Iterable[WeightBucket],
+    model: PreTrainedModel,
+    scale: float,
+    merged: Merged,
+) -> Iterator[WeightBucket]:
+    """A model's weights with its adapters in them, from the buckets of both, in the dtype of the frozen.
 
-    def __init__(self, adapter: PeftAdapter, model: PreTrainedModel, source: Path):
-        self._model, self._scale = model, LoraConfig(**adapter.flags).scale
-        self._factors = read_factors(adapter)
-        pairs = {name.rpartition(".")[0] for name in self._factors if name.endswith(".A")}
-        self._pairs = {parameter_of(pair): pair for pair in pairs}
-        self._places = self._find_places(source)
+    model: one without numbers or adapters, of the same names. `merged` counts what becomes of it.
+    Raises WeightSyncError if an adapted weight is not among the frozen ones.
+    """
+    factors: dict[str, Tensor] = {}
+    for bucket in trained:
+        factors |= {name: tensor for name, tensor in bucket if is_adapters(name)}
+        if others := [(name, tensor) for name, tensor in bucket if not is_adapters(name)]:
+            yield others
+    updates = Updates(model, factors, scale)
+    left = set(updates.parts)
+    for bucket in frozen:
+        left.difference_update(name for name, _ in bucket)
+        yield [(name, updates.added(name, x, x.dtype, merged)) for name, x in bucket]
+    if left:
+        raise WeightSyncError(
+            f"weights={sorted(left)}: have adapters, and are not among the frozen weights that they "
+            "would be merged into. Report this: no engine may go on without them."
+        )
+
+
+class Updates:
+    """What an adapter adds to the weights of a model, under the names that a checkpoint has for them."""
+
+    def __init__(self, model: PreTrainedModel, factors: Mapping[str, Tensor], scale: float):
+        """factors: whole, as the model names them (`read_factors`); none: nothing is added."""
+        self._model, self._factors, self._scale = model, factors, scale
+        pairs = {name.rpartition(".")[0] for name in factors if name.endswith((".A", ".B"))}
+        self._pairs = {parameter_of(pair): pair for pair in sorted(pairs)}
+        self.parts: dict[str, torch.Size] = {}
+        """The shape of each adapted tensor, by its name."""
+        self._parameters: dict[str, str] = {}
+        for name in self._pairs:
+            for stored, part in stored_tensors(model, name, model.get_parameter(name)).items():
+                self.parts[stored], self._parameters[stored] = part.shape, name
         self._latest: dict[str, dict[str, Tensor]] = {}
 
-    def of(self, name: str, base: Tensor) -> Tensor | None:
-        """float32, of the shape of the `base`'s tensor of this name; None if nothing is added to it."""
-        if name not in self._places:
-            return None
-        parameter, stored = self._places[name]
+    def added(self, name: str, base: Tensor, dtype: torch.dtype, merged: Merged) -> Tensor:
+        """The tensor of this name and what is added to it, summed in float32 and rounded once."""
+        if name not in self.parts:
+            return base.to(dtype)
+        before, update = base.float(), self.of(name, base)
+        written = (before + update).to(dtype)
+        merged.add(before, update, written)
+        return written
+
+    def of(self, name: str, base: Tensor) -> Tensor:
+        """float32, of the shape of the `base`'s tensor of this name, one of `parts`."""
+        parameter = self._parameters[name]
         if parameter not in self._latest:
             # A layer's experts have two, whose parts alternate in the files.
             while len(self._latest) > 1:
                 del self._latest[next(iter(self._latest))]
             self._latest[parameter] = self._of_parameter(parameter)
-        update = self._latest[parameter][stored]
+        update = self._latest[parameter][name]
         lengths = self._factors.get(f"{self._pairs[parameter]}.{MAGNITUDE}")
         if lengths is None:
             return update
         shape, total = self._model.get_parameter(parameter).shape, base.float() + update
         of_rows = lengths.float()[:, None].expand(shape).contiguous()
-        of_rows = stored_tensors(self._model, parameter, of_rows)[stored]
+        of_rows = stored_tensors(self._model, parameter, of_rows)[name]
         merged: Tensor = total * (of_rows / total.norm(dim=1, keepdim=True))
         return merged - base.float()
-
-    def _find_places(self, source: Path) -> dict[str, tuple[str, str]]:
-        """The adapted parameter and what transformers calls a part of it, by that part's name in the
-        files."""
-        files, places = stored_shapes(source, "--hf-checkpoint"), {}
-        prefix = f"{self._model.base_model_prefix}."
-        for name in sorted(self._pairs):
-            parts = stored_tensors(self._model, name, self._model.get_parameter(name))
-            for stored, part in parts.items():
-                names = stored, stored.removeprefix(prefix)
-                found = [x for x in names if x in files and files[x].shape == part.shape]
-                if not found:
-                    raise ConfigError(
-                        f"--hf-checkpoint={source}: holds no weights of {name.removesuffix('.weight')} "
-                        "alone, as where they are those of the embedding too, so nothing can be added "
-                        "to them. Use the adapter unmerged."
-                    )
-                places[found[0]] = name, stored
-        return places
 
     def _of_parameter(self, name: str) -> dict[str, Tensor]:
         """s B A, for each expert if there are several, as transformers stores it."""
@@ -143,18 +176,38 @@ class _Updates:
         return stored_tensors(self._model, name, update)
 
 
+def _names_in_files(source: Path, model: PreTrainedModel, updates: Updates) -> dict[str, str]:
+    """What the base's files call the adapted weights -> what transformers calls them.
+
+    Raises ConfigError if they do not hold them by themselves.
+    """
+    files, names = stored_shapes(source, "--hf-checkpoint"), {}
+    prefix = f"{model.base_model_prefix}."
+    for stored, shape in updates.parts.items():
+        both = stored, stored.removeprefix(prefix)
+        found = [name for name in both if name in files and files[name].shape == shape]
+        if not found:
+            raise ConfigError(
+                f"--hf-checkpoint={source}: holds no weights of {stored.removesuffix('.weight')} "
+                "alone, as where they are those of the embedding too, so nothing can be added "
+                "to them. Use the adapter unmerged."
+            )
+        names[found[0]] = stored
+    return names
+
+
 def _buckets(
-    source: Path, updates: _Updates, dtype: torch.dtype, buffers: set[str], merged: Merged
+    source: Path,
+    names: Mapping[str, str],
+    buffers: set[str],
+    updates: Updates,
+    dtype: torch.dtype,
+    merged: Merged,
 ) -> Iterator[WeightBucket]:
     """One file at a time. Parameters are cast; buffers stay as they are."""
     for file in weight_files(source, "--hf-checkpoint"):
-        bucket: WeightBucket = []
-        for name, tensor in load_file(file).items():
-            written = tensor if name in buffers else tensor.to(dtype)
-            update = updates.of(name, tensor)
-            if update is not None:
-                base = tensor.float()
-                written = (base + update).to(dtype)
-                merged.add(base, update, written)
-            bucket.append((name, written))
-        yield bucket
+        yield [
+            (name, tensor if name in buffers
+             else updates.added(names.get(name, name), tensor, dtype, merged))
+            for name, tensor in load_file(file).items()
+        ]  # fmt: skip

@@ -64,6 +64,8 @@ MEANINGS = {
     "train/opsm_fraction": "share of tokens that off-policy sequence masking dropped",
     "train/distinct_tokens_share": "share of tokens that shared prefixes leave to compute",
     "routing/differing_share": "share of tokens x layers where the trainer's router chose otherwise",
+    "lora/merged_changed": "share of the adapted weights that the last push's merge changed",
+    "lora/merged_rounding": "norm of what rounding kept from the merged update, as a share of its own",
     "routing/k3_without_replay": "mismatch/k3 as it would be with the trainer's own choices",
     "mismatch/k1": "mean log pi_rollout - log pi_train, in nats per token",
     "mismatch/k3": "mean exp(r) - r - 1 per token, r = log pi_train - log pi_rollout",

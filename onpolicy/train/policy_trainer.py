@@ -129,7 +129,7 @@ class PolicyTrainer(Trainer):
             "perf/train_time": seconds,
             "perf/train_tokens_per_second": share.num_tokens / seconds,
         }
-        return replace(outcome, metrics={**outcome.metrics, **speed})
+        return replace(outcome, metrics={**outcome.metrics, **self.outlet.metrics, **speed})
 
     def release_memory(self, kind: TrainerMemory) -> None:
         models = self.models.values()

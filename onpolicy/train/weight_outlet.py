@@ -2,7 +2,7 @@
 
 The ranks gather them together, a bucket at a time. Each sends them to engines of its own
 (`weights/senders.py`) and has those prove it; then all ranks compare what was proved. Those that are not
-trained go to engines that do not hold them yet.
+trained go to engines that do not hold them yet; engines that have no adapters get all weights, merged.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from onpolicy.errors import WeightSyncError
 from onpolicy.models.export import export_checkpoint
 from onpolicy.models.peft_format import export_adapter
 from onpolicy.train import distributed
+from onpolicy.train.merging import MergedPush
 from onpolicy.weights.digest import WeightBucket, WeightDigest, WeightPart
 from onpolicy.weights.kept import KeptWeights
 from onpolicy.weights.push import Engine, push_weights
@@ -58,6 +59,11 @@ class WeightOutlet:
         }  # fmt: skip
         self._keepers = {0} if config.plan.may_lag else set()
         self._adapter = contract.adapter
+        self._merged: MergedPush | None = None
+        if contract.adapter is not None and contract.merges_adapter:
+            self._merged = MergedPush(config.model, contract.adapter)
+        self.metrics: dict[str, float] = {}
+        """What merging adapters did to the weights of the last push, on every rank."""
         self._frozen: list[str] | None = None
         """Digests of what is not trained, of each rank, since the first push."""
         self._pushed, self._digest = WeightDigest(), ""
@@ -70,11 +76,15 @@ class WeightOutlet:
         hold = partial(self._hold_the_last_push, ours, contract)
         carries = has_frozen and not all(distributed.run_on_all_ranks(hold))
         which: tuple[WeightPart, ...] = ("frozen", "trained") if carries else ("trained",)
+        if self._merged is not None:
+            which = ("trained", "frozen")  # adapters are gathered before what they are merged into
         known = self._pushed if has_frozen and not carries else WeightDigest()
 
         def push_ours() -> dict[str, str]:
             ranks = self._keepers | {*senders}
             with _gathered(self._source, self._max_bytes, *which, ranks=ranks) as parts:
+                if self._merged is not None:
+                    parts = {"trained": self._merged.buckets(parts)}
                 outgoing = (self._outgoing(part, x, version, contract) for part, x in parts.items())
                 sent = chain.from_iterable(outgoing)
                 if ours:
@@ -84,6 +94,8 @@ class WeightOutlet:
             return {engine.url: digest for engine in ours}
 
         self._digest = _the_same(distributed.run_on_all_ranks(push_ours), engines)
+        if self._merged is not None:
+            self.metrics = next(filter(None, distributed.gather(self._merged.metrics(), None)), {})
         return self._digest
 
     def _senders(self, engines: Sequence[Engine]) -> list[int]:

@@ -32,7 +32,7 @@ from onpolicy.config.groups.evaluation import (
     sets_of,
 )
 from onpolicy.config.groups.inputs import CheckpointConfig, DataConfig, ModelConfig, RowsConfig
-from onpolicy.config.groups.lora import NOT_RECORDED, LoraConfig
+from onpolicy.config.groups.lora import NOT_MERGED, NOT_RECORDED, LoraConfig
 from onpolicy.config.groups.outputs import OutputConfig
 from onpolicy.config.groups.parity import OperatorsConfig, ParityConfig
 from onpolicy.config.groups.reward import RewardConfig
@@ -42,6 +42,7 @@ from onpolicy.config.groups.training import MegatronConfig, TrainBackend, Traine
 __all__ = [
     "BY_CRITIC",
     "NEVER_BEST",
+    "NOT_MERGED",
     "NOT_RECORDED",
     "AgentConfig",
     "AlgorithmConfig",

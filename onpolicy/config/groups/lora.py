@@ -9,6 +9,12 @@ from onpolicy.config.rules import Against
 
 BY_LORA = ReadBy("--lora-rank", lambda run: run.lora_rank > 0)
 
+NOT_MERGED = Against(
+    lambda run: not run.plan.starts_aligned,
+    "stock servers have no adapters beside their linears that could be recorded",
+    "Add --true-on-policy-mode, or ask `onpolicy verify` how far merged weights are apart.",
+)
+
 NOT_RECORDED = Against(
     lambda run: run.train_backend == "megatron",
     "what adapters add to Megatron's linears is not recorded",
@@ -20,16 +26,24 @@ NOT_RECORDED = Against(
 class LoraConfig:
     lora_rank: Annotated[
         CountOrZero,
-        Against(lambda run: not run.plan.starts_aligned or run.plan.is_governed,
-            "SGLang's own kernels have no adapters here, and merging them into bfloat16 weights loses "
-            "most of an update",
-            "Add --true-on-policy-mode, and leave out --mismatch-governor."),
-        Against(lambda run: run.rollout_server_url,
+        Against(lambda run: run.plan.is_governed,
+            "stock servers have adapters merged and aligned ones beside their weights, and no run goes "
+            "from one to the other yet",
+            "Leave --mismatch-governor out."),
+        Against(lambda run: run.align,
+            "engines that --align aligns in part have no adapters here",
+            "Leave --align out, or use --true-on-policy-mode."),
+        Against(lambda run: not run.plan.starts_aligned and run.rollout_weight_format,
+            "servers without --true-on-policy-mode get adapters merged, and on the grid of "
+            "--rollout-weight-format most of their update would be lost",
+            "Add --true-on-policy-mode, or leave --rollout-weight-format out."),
+        Against(lambda run: run.plan.starts_aligned and run.rollout_server_url,
             "servers that run already (--rollout-server-url) were started without adapters",
             "Let the run start its servers, or leave --lora-rank out."),
     ] = 0  # fmt: skip
     """Train low-rank adapters of this rank beside frozen linears (LoRA), in the place of all weights; 0:
-    all weights. For --true-on-policy-mode."""
+    all weights. With --true-on-policy-mode both engines compute them; else each push gives the servers
+    weights that they are merged into."""
 
     lora_alpha: Annotated[Positive, BY_LORA] = 32.0
     """What an adapter adds is multiplied by lora_alpha / lora_rank."""

@@ -47,8 +47,9 @@ def contract_for(
     if aligned_by:
         require_alignable(facts, context, aligned_by)
         require_exact(os.environ, aligned_by)
-    adapter = adapter_of(config, facts) if aligned else None
-    shapes = with_adapters(operator_shapes(facts, blocks), facts.model, adapter, blocks)
+    adapter, shapes = adapter_of(config, facts), operator_shapes(facts, blocks)
+    if aligned:
+        shapes = with_adapters(shapes, facts.model, adapter, blocks)
     kinds = () if aligned else config.operators.kinds
     backend = "stock"
     if aligned_by:

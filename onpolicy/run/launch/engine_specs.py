@@ -125,7 +125,7 @@ def _spec(
     num_processes = num_servers * tensor_parallel_size(config.sglang_args)
     return EngineSpec(
         hf_checkpoint=config.model.hf_checkpoint,
-        contract=contract,
+        contract=contract.of_engine,
         host=server.rollout_host,
         api_key=reveal("--rollout-api-key", server.rollout_api_key) or secrets.token_hex(24),
         seed=config.seed,

@@ -13,13 +13,28 @@ from tests.onpolicy.config.test_validate import MODE, check
 LORA = ["--lora-rank", "8"]
 
 
-def test_adapters_are_for_aligned_runs():
+def test_adapters_are_for_aligned_runs_and_stock_ones():
     check(*MODE, *LORA, "--lora-alpha", "16", "--lora-rslora", "--lora-target-modules", "q_proj")
     check(*MODE, *LORA, "--rollout-weight-format", "int4")
     check(*MODE, *LORA, "--train-backend", "megatron")
     check(*MODE, *LORA, "--sglang-tp-size", "2", "--row-parallel-blocks", "4")
-    with pytest.raises(ConfigError, match=r"--lora-rank=8: .*Add --true-on-policy-mode"):
-        check(*LORA)
+    check(*LORA, "--use-tis", "--lora-dora")
+    check(*LORA, "--train-backend", "megatron")
+    check(*LORA, "--rollout-server-url", "http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("argv", "rule"),
+    [
+        (["--mismatch-governor"], r"no run goes from one to the other.*Leave --mismatch-governor"),
+        (["--align", "linear"], "in part have no adapters here"),
+        (["--rollout-weight-format", "int4"], "most of their update would be lost"),
+    ],
+)
+def test_what_no_stock_server_can_have_merged_is_refused(argv, rule):
+    check(*argv)
+    with pytest.raises(ConfigError, match=f"--lora-rank=8: .*{rule}"):
+        check(*LORA, *argv)
 
 
 @pytest.mark.parametrize(
@@ -36,10 +51,10 @@ def test_what_has_no_adapters_yet_is_refused(argv, rule):
 
 def test_verify_and_explain_take_them():
     validate(parse(VerifyConfig, LORA, "onpolicy verify"))
-    with pytest.raises(ConfigError, match=r"--lora-rank=8: .*Add --true-on-policy-mode"):
-        validate(parse(VerifyConfig, [*LORA, "--no-true-on-policy-mode"], "onpolicy verify"))
+    validate(parse(VerifyConfig, [*LORA, "--no-true-on-policy-mode"], "onpolicy verify"))
     validate(parse(ExplainConfig, LORA, "onpolicy explain"))
     for argv, rule in (
+        (["--no-true-on-policy-mode"], "--lora-rank=8: stock servers have no adapters beside"),
         (["--train-backend", "megatron"], "--lora-rank=8: what adapters add to Megatron's linears"),
         (
             ["--attribution", "kinds"],

@@ -133,3 +133,6 @@ def test_a_stock_run_finds_a_stock_server_of_any_degree_under_its_own_contract(c
         contract_for(c, hf_config, aligned=False) for c in (serve, parse(TrainConfig, path, "x"))
     ]
     assert contracts[0].fingerprint == contracts[1].fingerprint
+    lora = parse(TrainConfig, [*path, "--lora-rank", "4"], "x")
+    merging = contract_for(lora, hf_config, aligned=False)
+    assert merging.adapter is not None and merging.of_engine == contracts[0]

@@ -14,6 +14,7 @@ from onpolicy.models.adapters import is_adapters
 from onpolicy.models.hf_config import load_config
 from onpolicy.run.commands.verify import _draw_adapters
 from onpolicy.train.megatron.layout import MegatronLayout
+from onpolicy.train.merging import MergedPush
 from onpolicy.train.state import IndexReader
 from tests.onpolicy.train.megatron.test_trainer import LAYOUTS, SMOOTH, require_same_steps
 from tests.support.megatron_ranks import make_contract
@@ -222,6 +223,33 @@ def test_after_the_first_push_adapters_alone_travel(two_ranks, model_of, archite
     for rank, (frozen, trained) in enumerate(two_ranks.run(parts, job, (1,))):
         assert frozen == (stored if rank else set())
         assert bool(trained) == bool(rank) and all(map(is_adapters, trained))
+
+
+def merged(job, sender=0):
+    """What a push without adapters is on the rank that sends it; elsewhere nothing."""
+    trainer = make(job)
+    _draw_adapters(trainer, 0)
+    push = MergedPush(trainer.config.model, trainer.contract.adapter)
+    both = {
+        part: trainer.policy.weight_buckets(1 << 15, part, (sender,))
+        for part in ("trained", "frozen")
+    }
+    return {name: tensor for bucket in push.buckets(both) for name, tensor in bucket}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layout"),
+    [("qwen3", {"megatron_tp": 2}), ("qwen3", {"megatron_pp": 2}), ("mixtral", {"megatron_ep": 2})],
+)
+def test_merged_weights_are_those_of_the_other_engine_whichever_rank_sends_them(
+    two_ranks, model_of, architecture, layout
+):
+    job = job_of(model_of(architecture), targets="all-linear").under(layout)
+    nothing, ours = two_ranks.run(merged, job, 1)
+    theirs = merged(in_the_other_engine(job))
+    assert not nothing and equal(ours, theirs)
+    stored = load_file(job.path / "model.safetensors")
+    assert ours.keys() == stored.keys() and not equal(ours, stored)
 
 
 def export(job, directory, drawn):

@@ -1,0 +1,44 @@
+"""Adapters on their way to engines that have none: merged into the weights of each push."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+
+from transformers import PreTrainedModel
+
+from onpolicy.config.groups import ModelConfig
+from onpolicy.contract import AdapterShape
+from onpolicy.models.hf_config import load_config
+from onpolicy.models.merged import Merged, merge_push
+from onpolicy.models.weight_files import matched_model
+from onpolicy.weights.digest import WeightBucket, WeightPart
+
+
+class MergedPush:
+    """What a push is where adapters are merged, and what the last one lost."""
+
+    def __init__(self, config: ModelConfig, adapter: AdapterShape):
+        self._config, self._scale = config, adapter.scale
+        self._last = Merged()
+
+    @cached_property
+    def _model(self) -> PreTrainedModel:
+        """Without numbers; it knows which tensors of a checkpoint a parameter is."""
+        path, trust = self._config.hf_checkpoint, self._config.trust_remote_code
+        return matched_model(path, load_config(path, trust), trust)
+
+    def buckets(self, parts: Mapping[WeightPart, Iterator[WeightBucket]]) -> Iterator[WeightBucket]:
+        """All weights, from both parts, of which all that is trained is gathered first."""
+        self._last = Merged()
+        given = parts["trained"], parts["frozen"], self._model, self._scale
+        return merge_push(*given, self._last)
+
+    def metrics(self) -> dict[str, float]:
+        """What merging did at the last push; nothing where this rank sent none."""
+        if not self._last.linears:
+            return {}
+        return {
+            "lora/merged_changed": self._last.changed_share,
+            "lora/merged_rounding": self._last.rounding,
+        }

@@ -1,0 +1,105 @@
+"""Adapters whose rollout is a stock server: it has none, and gets weights that they are merged into."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from onpolicy.config import TrainConfig, groups
+from onpolicy.models.hf_config import load_config
+from onpolicy.models.merged import Updates
+from onpolicy.parity import compare_log_probs
+from onpolicy.run.commands.verify import _draw_adapters
+from onpolicy.run.engines import EnginePair
+from onpolicy.run.launch.contracts import contract_for
+from onpolicy.train import distributed, make_trainer
+from tests.support.engines_fixture import make_requests, running
+from tests.support.train_runs import finish, metrics_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.runs]
+
+STOCK = ("--no-true-on-policy-mode",)
+LORA = ("--lora-rank", "8", "--use-tis", "--num-rollout", "2", "--cpu-threads", "1")
+CLOSE = 1e-9
+"""k3 in nats per token of two kernels in float32, of the same weights."""
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoint, tmp_path_factory):
+    distributed.init_process_group()
+    hf_config = load_config(str(checkpoint))
+    config = TrainConfig(
+        model=groups.ModelConfig(hf_checkpoint=str(checkpoint), dtype="float32"),
+        rollout=groups.RolloutConfig(num_rollout=1, rollout_batch_size=1, n_samples_per_prompt=2),
+        engine=groups.EngineConfig(cpu_threads=1),
+        trainer=groups.TrainerConfig(max_tokens_per_gpu=500),
+        lora=groups.LoraConfig(lora_rank=4),
+    )
+    contract = contract_for(config, hf_config, aligned=False)
+    directory = tmp_path_factory.mktemp("run")
+    with running(EnginePair(config, hf_config, contract, directory)) as pair:
+        yield pair
+
+
+def k3_of(pair, monkeypatch, **lora):
+    """Of answers to a push of adapters that are drawn, B too."""
+    flags = dataclasses.replace(pair.config.lora, **lora)
+    config = dataclasses.replace(pair.config, lora=flags)
+    contract = contract_for(config, pair.hf_config, aligned=False)
+    assert contract.of_engine == pair.contract.of_engine
+    trainer = make_trainer(config, contract, 1)
+    _draw_adapters(trainer, 0)
+    monkeypatch.setattr(pair, "trainer", trainer)
+    pair.push_weights(pair.weight_version + 1)
+    (client,) = pair.rollout.clients
+    assert client.report()["weights"] == pair.weight_digest
+    requests = make_requests(6, seed=3)
+    completions = pair.generate(requests)
+    scores = pair.score(requests, completions, 1.0)
+    rollout = torch.cat([torch.tensor(c.rollout_log_probs) for c in completions])
+    counts, _ = compare_log_probs(torch.cat(scores), rollout)
+    return counts.metrics()["train/k3_kl"], trainer.outlet.metrics
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+def test_a_stock_server_samples_from_the_merged_weights(pair, monkeypatch, dora):
+    k3, metrics = k3_of(pair, monkeypatch, lora_dora=dora)
+    assert k3 < CLOSE
+    assert metrics["lora/merged_changed"] > 0.9 and metrics["lora/merged_rounding"] < 1e-3
+
+
+def test_without_the_merge_it_samples_from_another_model(pair, monkeypatch):
+    monkeypatch.setattr(Updates, "added", lambda self, name, base, dtype, _: base.to(dtype))
+    k3, _ = k3_of(pair, monkeypatch)
+    assert k3 > 1e3 * CLOSE
+
+
+def test_a_run_learns_reports_what_merging_cost_and_goes_on_from_the_same_weights(start, tmp_path):
+    save, argv = tmp_path / "save", [*LORA, "--dtype", "float32", "--save-interval", "1"]
+    finish(start(tmp_path / "a", *argv, "--save", str(save), mode=STOCK))
+    first, second = metrics_of(tmp_path / "a")
+    assert costs(first) == [0, 0]  # B is zeros
+    assert 0.5 < costs(second)[0] <= 1 and 0 < costs(second)[1] < 0.1
+    for record in (first, second):
+        assert 0 < record["mismatch/k3"] < CLOSE
+        assert record["train/grad_norm"] > 0
+    # A stock server's samples are other ones each time; the push before them has the saved digest.
+    assert json.loads((save / "step_000001" / "state.json").read_text())["weights"]
+    argv += ["--load", str(save / "step_000001"), "--save", str(tmp_path / "other")]
+    finish(start(tmp_path / "b", *argv, mode=STOCK))
+    (resumed,) = metrics_of(tmp_path / "b")
+    assert costs(resumed) == costs(second)
+
+
+def costs(record):
+    return [record["lora/merged_changed"], record["lora/merged_rounding"]]
+
+
+def test_under_megatron_too(start, tmp_path):
+    pytest.importorskip("megatron.core")
+    finish(start(tmp_path, *LORA, "--train-backend", "megatron", mode=STOCK))
+    first, second = metrics_of(tmp_path)
+    assert costs(first) == [0, 0] and first["mismatch/k3"] > 0
+    changed, rounding = costs(second)  # of which bfloat16 leaves less than float32
+    assert 0 < changed < 0.95 and rounding > 0.05
