@@ -46,9 +46,6 @@ UNCUT = 16384
 LOGITS_COPIES = 3
 """Logits, their log-probabilities or gradients, and what they are computed from."""
 
-MERGING_COPIES = 4
-"""A weight in float32, what is added to it, their sum, and what of it rounding loses."""
-
 CHUNK = 8192
 """Tokens of a prefill chunk on a large GPU, unless --sglang-chunked-prefill-size is given."""
 
@@ -132,11 +129,11 @@ def server_memory(
 ) -> ProcessMemory:
     """One tensor-parallel rank's; `count` are those of all servers."""
     itemsize, ranks = getattr(torch, spec.contract.dtype).itemsize, spec.tp_size
-    tokens = spec.cache_tokens or spec.needed_tokens
+    tokens, others = spec.cache_tokens or spec.needed_tokens, len(spec.adapter_names[1:])
     return ProcessMemory(
         "SGLang server" if ranks == 1 else "rank of an SGLang server",
         {
-            "weights": itemsize * size.parameters // ranks,
+            "weights": itemsize * (size.parameters + others * size.adapters) // ranks,
             f"cache of {tokens} tokens": tokens * token_bytes(hf_config, spec.contract) // ranks,
             "logits": FLOAT32 * LOGITS_COPIES * size.vocab * spec.max_concurrency,
             "libraries": SERVER_LIBRARIES,
@@ -193,21 +190,17 @@ class RunMemory:
         return ProcessMemory("trainer rank", parts, count, host)
 
     def server(self, count: int = 1) -> ProcessMemory:
-        """Some of its servers, which may have adapters merged."""
-        size = self.size if self.spec.contract.shares_model else self.size.whole
-        return server_memory(self.spec, size, self.hf_config, count)
+        """Some of its servers."""
+        return server_memory(self.spec, self.size, self.hf_config, count)
 
     def push(self, senders: int = 1) -> ProcessMemory:
         """Weights on their way from each rank that sends: gathered, in shared memory or a file, and in
-        the server; and those that are gathered meanwhile. To be merged, adapters are gathered whole."""
+        the server; and those that are gathered meanwhile."""
         itemsize = getattr(torch, self.config.model.dtype).itemsize
         weights = itemsize * self.size.parameters
         bucket = min(self.config.sync.update_weight_buffer_size * MIB, weights)
         largest = itemsize * self.size.largest_parameter
         parts = {"4 copies of a bucket": 4 * max(bucket, largest)}
-        if self.size.adapters and not self.spec.contract.shares_model:
-            sums = MERGING_COPIES * FLOAT32 * self.size.largest_parameter
-            parts["merging adapters"] = itemsize * self.size.adapters + sums
         return ProcessMemory("a push", parts, senders)
 
     def controller(self) -> ProcessMemory:
