@@ -14,7 +14,7 @@ import numpy as np
 import requests
 from numpy.typing import NDArray
 
-from onpolicy.errors import ContractError, EngineError
+from onpolicy.errors import ConfigError, ContractError, EngineError
 from onpolicy.trajectory import UNPUSHED, Completion, FinishReason, Span
 from onpolicy.types import Request
 
@@ -33,7 +33,11 @@ _BYTES_PER_SECOND = 100 << 20
 
 
 class EngineClient:
-    """The server at one URL."""
+    """The server at one URL.
+
+    `adapter_name`: what its requests are answered by, and what is pushed to it, where a server holds
+    adapters of several names (`sglang_patches/named_adapters.py`).
+    """
 
     def __init__(
         self,
@@ -42,8 +46,10 @@ class EngineClient:
         request_timeout: float,
         health_timeout: float,
         admin_api_key: str = "",
+        adapter_name: str = "",
     ):
         self.url, self.request_timeout = url.rstrip("/"), request_timeout
+        self.adapter_name = adapter_name
         self.health_timeout = health_timeout
         self.headers = _authorization(api_key)
         self.admin_headers = _authorization(admin_api_key or api_key)
@@ -62,7 +68,7 @@ class EngineClient:
             try:
                 async with session.post(
                     f"{self.url}/generate",
-                    json=_payload(request),
+                    json=_payload(request, self.adapter_name),
                     headers=self.headers,
                     timeout=aiohttp.ClientTimeout(total=self.request_timeout),
                 ) as response:
@@ -117,11 +123,15 @@ class EngineClient:
             return False
 
     def patience(self, num_bytes: int) -> float:
-        """Seconds that a control call which moves so many bytes of weights may take."""
-        return self.health_timeout + num_bytes / _BYTES_PER_SECOND
+        """Seconds that a control call which moves so many bytes of weights may take; with names it waits
+        for the samples of other runs."""
+        others = self.request_timeout if self.adapter_name else 0.0
+        return others + self.health_timeout + num_bytes / _BYTES_PER_SECOND
 
     def post(self, path: str, body: dict[str, Any], num_bytes: int = 0) -> dict[str, Any]:
-        """A control call that must succeed."""
+        """A control call that must succeed. A version of weights gets the name before it."""
+        if self.adapter_name and "weight_version" in body:
+            body = {**body, "weight_version": f"{self.adapter_name}:{body['weight_version']}"}
         response = self._call("POST", path, num_bytes, json=body)
         answer = _json(response)
         if not response.ok or answer.get("success") is False:
@@ -132,7 +142,8 @@ class EngineClient:
         """What the engine's plug-in says of itself: contract, self_check, patches, weights; and whether
         it has a tokenizer ("serves_text").
 
-        Raises ContractError if the server carries no plug-in.
+        Raises ContractError if the server carries no plug-in, ConfigError if it has no weights of this
+        name.
         """
         response = self._call("GET", "/server_info")
         answer = _json(response)
@@ -145,10 +156,29 @@ class EngineClient:
                 "contract. Start it with `onpolicy serve`; if it was, look for 'Failed to load "
                 "plugin' in its log."
             )
-        return {**report, "serves_text": not answer.get("skip_tokenizer_init")}
+        weights = self._own_weights(report.get("weights"))
+        serves_text = not answer.get("skip_tokenizer_init")
+        return {**report, "weights": weights, "serves_text": serves_text}
+
+    def _own_weights(self, held: Any) -> Any:
+        """The digest of the weights that are this client's."""
+        names = held if isinstance(held, dict) else {}
+        if self.adapter_name in names or not (self.adapter_name or names):
+            return names.get(self.adapter_name, held)
+        given = f"--lora-name={self.adapter_name}" if self.adapter_name else "without --lora-name"
+        has = f"adapters named {', '.join(names)}" if names else "one set of weights without a name"
+        raise ConfigError(
+            f"{self.url}: has {has}, and the run is {given}. Start the server by `onpolicy serve "
+            "--lora-names` with the names of all runs, and give each run its own as --lora-name."
+        )
 
     def flush_cache(self) -> None:
-        """Drop every cached prefix, as soon as the server is idle: a health check may be under way."""
+        """Drop every cached prefix, as soon as the server is idle: a health check may be under way.
+
+        With names nothing is dropped: an engine keeps the prefixes of every push apart.
+        """
+        if self.adapter_name:
+            return
         response = self._call("POST", f"/flush_cache?timeout={_IDLE_SECONDS}")
         if not response.ok:
             raise EngineError(
@@ -183,9 +213,10 @@ def _json(response: requests.Response) -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {"text": response.text[:500]}
 
 
-def _payload(request: Request) -> dict[str, Any]:
+def _payload(request: Request, adapter_name: str = "") -> dict[str, Any]:
     params = request.params
     return {
+        **({"lora_path": adapter_name} if adapter_name else {}),
         "input_ids": request.prompt_ids,
         "sampling_params": {
             "temperature": params.temperature,

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from onpolicy.errors import ContractError, EngineError
-from onpolicy.rollout.client import _completion
+from onpolicy.errors import ConfigError, ContractError, EngineError
+from onpolicy.rollout.client import EngineClient, _completion, _payload
 from onpolicy.rollout.sampling import require_version
 from onpolicy.trajectory import UNPUSHED, FinishReason, Span
 from onpolicy.types import Request, SamplingParams
@@ -115,3 +115,43 @@ def test_an_abort_may_leave_nothing(tokens):
         given["meta_info"] |= {**ROUTED, "prompt_tokens": 2, "completion_tokens": 1}
     part = _completion(given, 200, REPLAYED, "http://e")
     assert (part.response_ids, part.rollout_log_probs, part.spans) == ([], [], ())
+
+
+def client_named(name):
+    return EngineClient("http://e", "", 1800.0, 60.0, "", name)
+
+
+def test_what_is_pushed_and_asked_under_a_name_says_it(monkeypatch):
+    said = []
+
+    class Answer:
+        ok, text = True, ""
+
+        def json(self):
+            return {}
+
+    client = client_named("math")
+    monkeypatch.setattr(client, "_call", lambda *_, json: said.append(json) or Answer())
+    client.post("/update_weights_from_tensor", {"weight_version": "3"})
+    client.flush_cache()  # asks nothing: pushes of a name are apart
+    assert said == [{"weight_version": "math:3"}]
+    assert _payload(REQUEST, "math")["lora_path"] == "math" and "lora_path" not in _payload(REQUEST)
+    assert client.patience(0) == 1860 and client_named("").patience(0) == 60
+
+
+@pytest.mark.parametrize(
+    ("name", "held", "rule"),
+    [
+        ("c", {"a": "1", "b": "2"}, "has adapters named a, b, and the run is --lora-name=c"),
+        ("", {"a": "1"}, "has adapters named a, and the run is without --lora-name"),
+        ("a", "1", "has one set of weights without a name, and the run is --lora-name=a"),
+    ],
+)
+def test_a_server_without_a_runs_name_is_refused(name, held, rule):
+    with pytest.raises(ConfigError, match=rule):
+        client_named(name)._own_weights(held)
+
+
+def test_a_run_proves_the_weights_of_its_own_name():
+    assert client_named("b")._own_weights({"a": "1", "b": "2"}) == "2"
+    assert client_named("")._own_weights("3") == "3"
