@@ -30,10 +30,11 @@ RUN = (
 LIBRARIES = (
     "torch._inductor.compile_fx", "aiohttp.web", "compressed_tensors", "einops", "fastapi", "gguf",
     "google.protobuf.json_format", "huggingface_hub.hf_file_system", "IPython.display",
-    "jsonschema", "loguru", "msgpack", "msgspec", "networkx", "openai.types.realtime",
-    "openai.types.responses", "pdb", "tiktoken", "torchvision.transforms.v2",
-    "transformers.image_processing_utils", "uvicorn", "uvloop", "wcwidth", "xgrammar",
-    "zmq.asyncio", "tests.support.bindings",
+    "jsonschema", "loguru", "matplotlib.pyplot", "mcp.server.fastmcp", "msgpack", "msgspec",
+    "networkx", "openai.types.realtime", "openai.types.responses", "openai_harmony", "pdb",
+    "pydantic.v1", "tiktoken", "torchvision.transforms.v2", "transformers.image_processing_utils",
+    "typeguard", "uvicorn", "uvloop", "wcwidth", "wsproto", "xgrammar", "zmq.asyncio",
+    "tests.support.bindings",
 )  # fmt: skip
 """Most of what SGLang and Ray import besides. Ray itself reads its worker's variables when it is."""
 

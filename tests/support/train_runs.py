@@ -60,7 +60,7 @@ def start_train(
             "--num-rollout", str(ROLLOUTS), "--rollout-batch-size", "4",
             "--n-samples-per-prompt", "4", "--rollout-max-response-len", "24",
             "--global-batch-size", "8", "--lr", "1e-3", "--max-tokens-per-gpu", "300",
-            "--run-dir", str(directory / "run"), *argv,
+            "--rm-workers", "1", "--run-dir", str(directory / "run"), *argv,
         ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(directory), *PATHS]), **(env or {})},
         stdout=subprocess.PIPE,
