@@ -19,9 +19,10 @@ def fails_more_and_more(sample):
 
 
 def weighs(sample):
-    """Learns from every other token, and holds the others to the reference."""
+    """Learns from every other token, and holds the others to the reference, or to a teacher."""
     others = [i % 2 for i in range(len(sample.response_ids))]
+    rest = [1 - x for x in others]
     return {
         **score(sample),
-        "token_weights": {"objective": others, "kl_loss": [1 - x for x in others]},
+        "token_weights": {"objective": others, "kl_loss": rest, "opd_kl": [x / 2 for x in rest]},
     }

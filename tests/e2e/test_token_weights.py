@@ -12,9 +12,10 @@ WEIGHS = "--custom-rm-path", "own_reward.weighs"
 KL = "--use-kl-loss", "--kl-loss-coef", "0.1", "--num-rollout", "2"
 
 
-def test_weighed_tokens_train_aligned_and_to_other_bits(start, tmp_path):
+def test_weighed_tokens_train_aligned_and_to_other_bits(start, checkpoint, tmp_path):
+    teacher = "--teacher-checkpoint", str(checkpoint), "--opd-loss", "full"
     weighed, plain = (
-        finish(start(tmp_path / name, *argv, *KL))
+        finish(start(tmp_path / name, *argv, *KL, *teacher))
         for name, argv in (("weighed", WEIGHS), ("plain", ()))
     )
     records = metrics_of(tmp_path / "weighed")
@@ -24,7 +25,10 @@ def test_weighed_tokens_train_aligned_and_to_other_bits(start, tmp_path):
     assert run_hash(weighed) != run_hash(plain)
     file = tmp_path / "weighed" / "run" / "samples" / "rollout_000000.jsonl"
     shown = [json.loads(line) for line in file.read_text().splitlines()]
-    assert shown and all({*each["token_weights"]} == {"objective", "kl_loss"} for each in shown)
+    terms_of_each = [{*each["token_weights"]} for each in shown]
+    assert terms_of_each and all(
+        terms == {"objective", "kl_loss", "opd_kl"} for terms in terms_of_each
+    )
 
 
 def test_a_term_that_the_loss_does_not_have_is_refused_before_anything_starts(start, tmp_path):
