@@ -23,6 +23,10 @@ THREADS_VARIABLE = "ONPOLICY_CPU_THREADS"
 ENTROPY_VARIABLE = "ONPOLICY_ENTROPY"
 """Environment variable: set where an engine is to tell the entropy that each token was drawn at."""
 
+NAMES_VARIABLE = "ONPOLICY_ADAPTER_NAMES"
+"""Environment variable with the names, spaces between, under which an engine holds adapters beside one
+base; each name's rows have the bits that they have alone."""
+
 EXTENSIONS_VARIABLE = "ONPOLICY_EXTENSIONS"
 """Environment variable with what a command puts into an engine beside its contract, as a JSON object: of
 each class "module:name" the text that it is made from. It changes no bits."""

@@ -30,6 +30,8 @@ from sglang_patches import (
     lm_head,
     model,
     model_names,
+    named_adapters,
+    named_weights,
     prefill_once,
     prompt_answers,
     prompt_log_probs,
@@ -58,7 +60,9 @@ def load() -> None:
     harmful_requests.install()
     model_names.install()
     status.install()
-    weights.install(contract)
+    weights.install(contract, named_weights.watch_loads if named_adapters.names() else None)
+    named_weights.install()
+    named_adapters.install()
     if contract.device == "cpu":
         cpu.install()
     asked = extensions.asked_for()

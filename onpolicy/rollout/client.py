@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import math
 from collections.abc import Callable
 from typing import Any
 
 import aiohttp
-import numpy as np
 import requests
-from numpy.typing import NDArray
 
-from onpolicy.errors import ContractError, EngineError
-from onpolicy.trajectory import UNPUSHED, Completion, FinishReason, Span
+from onpolicy.errors import ConfigError, ContractError, EngineError
+from onpolicy.rollout.answers import completion_of, was_aborted
+from onpolicy.trajectory import Completion
 from onpolicy.types import Request
 
 
@@ -33,7 +30,11 @@ _BYTES_PER_SECOND = 100 << 20
 
 
 class EngineClient:
-    """The server at one URL."""
+    """The server at one URL.
+
+    `adapter_name`: what its requests are answered by, and what is pushed to it, where a server holds
+    adapters of several names (`sglang_patches/named_adapters.py`).
+    """
 
     def __init__(
         self,
@@ -42,8 +43,10 @@ class EngineClient:
         request_timeout: float,
         health_timeout: float,
         admin_api_key: str = "",
+        adapter_name: str = "",
     ):
         self.url, self.request_timeout = url.rstrip("/"), request_timeout
+        self.adapter_name = adapter_name
         self.health_timeout = health_timeout
         self.headers = _authorization(api_key)
         self.admin_headers = _authorization(admin_api_key or api_key)
@@ -62,7 +65,7 @@ class EngineClient:
             try:
                 async with session.post(
                     f"{self.url}/generate",
-                    json=_payload(request),
+                    json=_payload(request, self.adapter_name),
                     headers=self.headers,
                     timeout=aiohttp.ClientTimeout(total=self.request_timeout),
                 ) as response:
@@ -71,9 +74,9 @@ class EngineClient:
                 raise EngineLostError(f"{self.url} is gone ({error}).") from error
             except (aiohttp.ClientError, TimeoutError, ValueError):
                 continue
-            if response.status >= 500 or (_was_aborted(answer) and not takes_parts):
+            if response.status >= 500 or (was_aborted(answer) and not takes_parts):
                 continue
-            return _completion(answer, response.status, request, self.url)
+            return completion_of(answer, response.status, request, self.url)
         raise EngineLostError(f"{self.url}: no answer after {_RETRIES} attempts.")
 
     async def abort(self, session: aiohttp.ClientSession) -> None:
@@ -117,11 +120,15 @@ class EngineClient:
             return False
 
     def patience(self, num_bytes: int) -> float:
-        """Seconds that a control call which moves so many bytes of weights may take."""
-        return self.health_timeout + num_bytes / _BYTES_PER_SECOND
+        """Seconds that a control call which moves so many bytes of weights may take; with names it waits
+        for the samples of other runs."""
+        others = self.request_timeout if self.adapter_name else 0.0
+        return others + self.health_timeout + num_bytes / _BYTES_PER_SECOND
 
     def post(self, path: str, body: dict[str, Any], num_bytes: int = 0) -> dict[str, Any]:
-        """A control call that must succeed."""
+        """A control call that must succeed. A version of weights gets the name before it."""
+        if self.adapter_name and "weight_version" in body:
+            body = {**body, "weight_version": f"{self.adapter_name}:{body['weight_version']}"}
         response = self._call("POST", path, num_bytes, json=body)
         answer = _json(response)
         if not response.ok or answer.get("success") is False:
@@ -132,7 +139,8 @@ class EngineClient:
         """What the engine's plug-in says of itself: contract, self_check, patches, weights; and whether
         it has a tokenizer ("serves_text").
 
-        Raises ContractError if the server carries no plug-in.
+        Raises ContractError if the server carries no plug-in, ConfigError if it has no weights of this
+        name.
         """
         response = self._call("GET", "/server_info")
         answer = _json(response)
@@ -145,10 +153,29 @@ class EngineClient:
                 "contract. Start it with `onpolicy serve`; if it was, look for 'Failed to load "
                 "plugin' in its log."
             )
-        return {**report, "serves_text": not answer.get("skip_tokenizer_init")}
+        weights = self._own_weights(report.get("weights"))
+        serves_text = not answer.get("skip_tokenizer_init")
+        return {**report, "weights": weights, "serves_text": serves_text}
+
+    def _own_weights(self, held: Any) -> Any:
+        """The digest of the weights that are this client's."""
+        names = held if isinstance(held, dict) else {}
+        if self.adapter_name in names or not (self.adapter_name or names):
+            return names.get(self.adapter_name, held)
+        given = f"--lora-name={self.adapter_name}" if self.adapter_name else "without --lora-name"
+        has = f"adapters named {', '.join(names)}" if names else "one set of weights without a name"
+        raise ConfigError(
+            f"{self.url}: has {has}, and the run is {given}. Start the server by `onpolicy serve "
+            "--lora-names` with the names of all runs, and give each run its own as --lora-name."
+        )
 
     def flush_cache(self) -> None:
-        """Drop every cached prefix, as soon as the server is idle: a health check may be under way."""
+        """Drop every cached prefix, as soon as the server is idle: a health check may be under way.
+
+        With names nothing is dropped: an engine keeps the prefixes of every push apart.
+        """
+        if self.adapter_name:
+            return
         response = self._call("POST", f"/flush_cache?timeout={_IDLE_SECONDS}")
         if not response.ok:
             raise EngineError(
@@ -183,9 +210,10 @@ def _json(response: requests.Response) -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {"text": response.text[:500]}
 
 
-def _payload(request: Request) -> dict[str, Any]:
+def _payload(request: Request, adapter_name: str = "") -> dict[str, Any]:
     params = request.params
     return {
+        **({"lora_path": adapter_name} if adapter_name else {}),
         "input_ids": request.prompt_ids,
         "sampling_params": {
             "temperature": params.temperature,
@@ -208,91 +236,3 @@ def _grammar(request: Request) -> dict[str, Any]:
     if (grammar := request.params.grammar) is None:
         return {}
     return {grammar.kind: grammar.text, "custom_params": {"num_begun": request.num_begun}}
-
-
-def _was_aborted(answer: Any) -> bool:
-    """Whether the server gave up the request, as it does when it shuts down."""
-    reason = answer.get("meta_info", {}).get("finish_reason") if isinstance(answer, dict) else None
-    return isinstance(reason, dict) and reason.get("type") == "abort"
-
-
-def _completion(answer: Any, status: int, request: Request, url: str) -> Completion:
-    if status != 200 or "output_ids" not in answer:
-        raise ContractError(f"{url}/generate refused a request (HTTP {status}): {answer}")
-    meta, response_ids = answer["meta_info"], answer["output_ids"]
-    pairs = meta.get("output_token_logprobs") or []
-    log_probs = [pair[0] for pair in pairs]
-    if [pair[1] for pair in pairs] != response_ids or None in log_probs:
-        raise EngineError(
-            f"{url}: {len(response_ids)} tokens, but log-probabilities for {len(pairs)} of them. "
-            "Training needs one for each; use SGLang from the supported range."
-        )
-    if not all(map(math.isfinite, log_probs)):
-        bad = next(i for i, x in enumerate(log_probs) if not math.isfinite(x))
-        raise EngineError(
-            f"{url}: log_prob={log_probs[bad]} at response position {bad}. The weights have likely "
-            "diverged; resume from an earlier checkpoint with a lower --lr."
-        )
-    drafts = [int(meta.get(f"spec_num_{kind}_drafts") or 0) for kind in ("proposed", "correct")]
-    completion = Completion(
-        response_ids=response_ids,
-        rollout_log_probs=log_probs,
-        finish_reason=FinishReason(meta["finish_reason"]["type"]),
-        weight_version=_version(meta.get("weight_version")),
-        num_cached_tokens=int(meta.get("cached_tokens") or 0),
-        drafts=(drafts[0], drafts[1]),
-        routed_experts=_routed_experts(meta, request, url) if response_ids else None,
-        kept_tokens=_kept_tokens(meta, request, len(response_ids), url),
-        entropy=meta.get("entropy") or [],
-        spans=tuple(
-            Span(version=_version(span["version"]), start=int(span["start"]), end=int(span["end"]))
-            for span in meta.get("weight_versions") or ()
-        ),
-    )
-    if not _was_aborted(answer):
-        return completion
-    # Whether the last token ends the response, an abort does not say.
-    return completion.until(max(len(response_ids) - 1, 0), completion.finish_reason)
-
-
-def _kept_tokens(meta: dict[str, Any], request: Request, count: int, url: str) -> list[bytes]:
-    """What each of `count` tokens was drawn from, as an engine says it whose sampler is ours."""
-    if "kept_tokens" not in meta and request.params.grammar is not None and count:
-        raise ContractError(
-            f"{url}: an answer within a grammar that does not say what its tokens were drawn from, so "
-            "it cannot be trained on. Start the server with --true-on-policy-mode."
-        )
-    if not request.params.is_cut or "kept_tokens" not in meta:
-        return []
-    sets = {text: base64.b64decode(text) for text in set(meta["kept_tokens"])}
-    kept = [sets[text] for text in meta["kept_tokens"]]  # equal ones are held once
-    if len(kept) != count:
-        raise EngineError(
-            f"{url}: {count} tokens, and what {len(kept)} of them were drawn from. "
-            "Training needs it of each; use SGLang from the supported range."
-        )
-    return kept
-
-
-def _version(said: object) -> int:
-    """The number of a push; SGLang keeps a text, and says `default` of weights that none brought."""
-    text = str(said)
-    return int(text) if text.isdecimal() else UNPUSHED
-
-
-def _routed_experts(meta: dict[str, Any], request: Request, url: str) -> NDArray[np.int32] | None:
-    """The experts of each token, if they came and are those that the response was sampled with.
-
-    A request that was retracted is computed anew, maybe by other experts than its first tokens were
-    sampled with, and SGLang returns the later ones.
-    """
-    if not request.params.return_routed_experts or meta.get("num_retractions"):
-        return None
-    encoded = meta.get("routed_experts")
-    if encoded is None:
-        raise EngineError(
-            f"{url}: a response without its routed experts, which --use-rollout-routing-replay needs. "
-            "Start the server with --sglang-enable-return-routed-experts, for a model with experts."
-        )
-    tokens = int(meta["prompt_tokens"]) + int(meta["completion_tokens"]) - 1
-    return np.frombuffer(base64.b64decode(encoded), dtype=np.int32).reshape(tokens, -1)

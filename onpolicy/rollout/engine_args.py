@@ -14,6 +14,7 @@ from onpolicy.contract import (
     CONTRACT_VARIABLE,
     ENTROPY_VARIABLE,
     EXTENSIONS_VARIABLE,
+    NAMES_VARIABLE,
     OUTSIDE,
     THREADS_VARIABLE,
     NumericsContract,
@@ -80,6 +81,13 @@ class EngineSpec:
     extensions: Mapping[str, str] = field(default_factory=dict)
     """What a command puts into the engine's processes (`sglang_patches/extensions.py`)."""
 
+    adapter_names: tuple[str, ...] = ()
+    """The names under which it holds adapters (`sglang_patches/named_adapters.py`); none: it has one set
+    of weights."""
+
+    adapter_name: str = ""
+    """The name of those that a run pushes to it and samples with; empty: the only ones, or none."""
+
     serves_text: bool = False
     """Whether clients may send text, as those of the OpenAI API do; a run sends tokens."""
 
@@ -139,6 +147,8 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
         flags.append("--trust-remote-code")
     if spec.contract.context is not None:
         flags += ["--context-length", str(spec.contract.context)]
+    if spec.adapter_names:
+        flags.append("--skip-server-warmup")  # whose request has no name
     if spec.is_classifier:
         flags.append("--is-embedding")
     if spec.returns_routed_experts:
@@ -199,6 +209,8 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
     }
     if spec.returns_entropy:
         variables[ENTROPY_VARIABLE] = "1"
+    if spec.adapter_names:
+        variables[NAMES_VARIABLE] = " ".join(spec.adapter_names)
     if spec.extensions:
         variables[EXTENSIONS_VARIABLE] = json.dumps(dict(spec.extensions))
     if not spec.contract.is_aligned:

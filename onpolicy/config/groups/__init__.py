@@ -32,7 +32,7 @@ from onpolicy.config.groups.evaluation import (
     sets_of,
 )
 from onpolicy.config.groups.inputs import CheckpointConfig, DataConfig, ModelConfig, RowsConfig
-from onpolicy.config.groups.lora import NOT_RECORDED, LoraConfig
+from onpolicy.config.groups.lora import NOT_RECORDED, LoraConfig, ServedLoraConfig
 from onpolicy.config.groups.outputs import OutputConfig
 from onpolicy.config.groups.parity import OperatorsConfig, ParityConfig
 from onpolicy.config.groups.reward import RewardConfig
@@ -71,6 +71,7 @@ __all__ = [
     "RowsConfig",
     "SamplersConfig",
     "SamplingConfig",
+    "ServedLoraConfig",
     "ServerConfig",
     "ServersConfig",
     "SessionsConfig",

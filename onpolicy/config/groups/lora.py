@@ -1,11 +1,15 @@
 """Low-rank adapters: what is trained in the place of the model's own weights."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from fallback_correction.ranges import ReadBy
 from onpolicy.config.kinds import CountOrZero, Positive
-from onpolicy.config.rules import Against
+from onpolicy.config.rules import NO_RESULT, Against, Parsed
+from onpolicy.config.sglang_flags import draft_rows, tensor_parallel_size
+from onpolicy.errors import ConfigError
 
 BY_LORA = ReadBy("--lora-rank", lambda run: run.lora_rank > 0)
 
@@ -16,20 +20,28 @@ NOT_RECORDED = Against(
 )
 
 
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def require_names(names: str | Sequence[str]) -> None:
+    """Raise ConfigError for what is no name of adapters, or stands there twice."""
+    given = [names] if isinstance(names, str) else list(names)
+    for name in filter(None, given) if isinstance(names, str) else given:
+        rule = (
+            "a name has 1 to 64 letters, digits, - and _" if not _NAME.fullmatch(name)
+            else "is there twice" if given.count(name) > 1
+            else ""
+        )  # fmt: skip
+        if rule:
+            flag = "--lora-name" if isinstance(names, str) else "--lora-names"
+            raise ConfigError(f"{flag}: {name!r}: {rule}. Give names such as math and code-2.")
+
+
 @dataclass(frozen=True, kw_only=True)
-class LoraConfig:
-    lora_rank: Annotated[
-        CountOrZero,
-        Against(lambda run: not run.plan.starts_aligned or run.plan.is_governed,
-            "SGLang's own kernels have no adapters here, and merging them into bfloat16 weights loses "
-            "most of an update",
-            "Add --true-on-policy-mode, and leave out --mismatch-governor."),
-        Against(lambda run: run.rollout_server_url,
-            "servers that run already (--rollout-server-url) were started without adapters",
-            "Let the run start its servers, or leave --lora-rank out."),
-    ] = 0  # fmt: skip
-    """Train low-rank adapters of this rank beside frozen linears (LoRA), in the place of all weights; 0:
-    all weights. For --true-on-policy-mode."""
+class AdapterShapeConfig:
+    """What adapters are, whoever trains them."""
+
+    lora_rank: CountOrZero = 0
 
     lora_alpha: Annotated[Positive, BY_LORA] = 32.0
     """What an adapter adds is multiplied by lora_alpha / lora_rank."""
@@ -37,22 +49,99 @@ class LoraConfig:
     lora_rslora: Annotated[bool, BY_LORA] = False
     """Multiply by lora_alpha / sqrt(lora_rank) instead (rsLoRA)."""
 
-    lora_dora: Annotated[bool, BY_LORA,
-        Against(lambda run: run.train_backend == "megatron",
-            "Megatron's linears have no magnitudes here", "Use --train-backend fsdp."),
-    ] = False  # fmt: skip
-    """Train the length of each row of an adapted weight too, beside its direction (DoRA)."""
-
     lora_target_modules: Annotated[str, BY_LORA] = "all-linear"
     """Linears that are adapted: all-linear, which is every one and all experts, but no router and not
     the output projection, or the last parts of their names, as in q_proj,experts,lm_head."""
-
-    lora_adapter: Annotated[str, BY_LORA] = ""
-    """Begin with an adapter in PEFT's format, such as step_N/hf of another run: the directory. It says
-    rank, alpha, rsLoRA, DoRA and targets, so --lora-rank and the others are left out."""
 
     @property
     def scale(self) -> float:
         """What the product with both factors is multiplied by."""
         root = 0.5 if self.lora_rslora else 1.0
         return float(self.lora_alpha / self.lora_rank**root)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig(AdapterShapeConfig):
+    lora_rank: Annotated[
+        CountOrZero,
+        Against(lambda run: not run.plan.starts_aligned or run.plan.is_governed,
+            "SGLang's own kernels have no adapters here, and merging them into bfloat16 weights loses "
+            "most of an update",
+            "Add --true-on-policy-mode, and leave out --mismatch-governor."),
+        Against(lambda run: run.rollout_server_url and not run.lora_name,
+            "servers that run already (--rollout-server-url) hold adapters by their names alone",
+            "Start them by `onpolicy serve --lora-names`, and add --lora-name; or let the run start its "
+            "servers, or leave --lora-rank out."),
+    ] = 0  # fmt: skip
+    """Train low-rank adapters of this rank beside frozen linears (LoRA), in the place of all weights; 0:
+    all weights. For --true-on-policy-mode."""
+
+    lora_dora: Annotated[bool, BY_LORA,
+        Against(lambda run: run.train_backend == "megatron",
+            "Megatron's linears have no magnitudes here", "Use --train-backend fsdp."),
+    ] = False  # fmt: skip
+    """Train the length of each row of an adapted weight too, beside its direction (DoRA)."""
+
+    lora_adapter: Annotated[str, BY_LORA] = ""
+    """Begin with an adapter in PEFT's format, such as step_N/hf of another run: the directory. It says
+    rank, alpha, rsLoRA, DoRA and targets, so --lora-rank and the others are left out."""
+
+    lora_name: Annotated[
+        str,
+        BY_LORA,
+        NO_RESULT,
+        Parsed(require_names),
+        Against(lambda run: not run.rollout_server_url,
+            "servers of the run's own have its adapters alone, which need no name",
+            "Add --rollout-server-url, or leave it out."),
+        Against(lambda run: run.train_backend == "megatron",
+            "names are for FSDP2 so far", "Use --train-backend fsdp."),
+        Against(lambda run: run.lora_dora, "with names there are no magnitudes (--lora-dora) yet"),
+        Against(lambda run: run.rollout_weight_format,
+            "the base that runs share is rounded by none of them (--rollout-weight-format)"),
+        Against(lambda run: run.plan.may_lag,
+            "requests that outlive a push (--rollout-lag, --rollout-segment-tokens, --rollout-schedule) "
+            "are aborted, and those of other runs with them"),
+        Against(lambda run: run.weight_sync not in ("auto", "tensor"),
+            "--weight-sync={run.weight_sync} has no place for a name", "Use --weight-sync tensor."),
+    ] = ""  # fmt: skip
+    """Which of the adapters on servers of --rollout-server-url are this run's: a name of their
+    --lora-names. Runs of other names sample there at the same time."""
+
+    @property
+    def is_named(self) -> bool:
+        """Whether adapters share their engines with others."""
+        return bool(self.lora_name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedLoraConfig(AdapterShapeConfig):
+    lora_names: Annotated[
+        tuple[str, ...],
+        Parsed(require_names),
+        Against(lambda run: not run.lora_rank, "says no rank of the adapters", "Add --lora-rank."),
+        Against(lambda run: not run.true_on_policy_mode,
+            "SGLang's own kernels have no adapters here", "Leave --no-true-on-policy-mode out."),
+        Against(lambda run: run.sessions, "a session says no name"),
+        Against(lambda run: run.rollout_weight_format,
+            "the base that runs share is rounded by none of them (--rollout-weight-format)"),
+        Against(lambda run: tensor_parallel_size(run.sglang_args) > 1,
+            "ranks that share adapters of several names (--sglang-tp-size) are not there yet"),
+        Against(lambda run: draft_rows(run.sglang_args),
+            "the rows of drafts (--sglang-speculative-*) are not told apart by names"),
+    ] = ()  # fmt: skip
+    """Names under which each server holds adapters beside one base, for runs with --lora-name; each of
+    them trains its own. Requests say theirs as lora_path."""
+
+    lora_rank: Annotated[
+        CountOrZero, ReadBy("--lora-names", lambda run: run.lora_names)
+    ] = 0  # fmt: skip
+    """Rank of the adapters of --lora-names, of one shape for all."""
+
+    lora_dora: ClassVar[bool] = False
+    lora_adapter: ClassVar[str] = ""
+
+    @property
+    def is_named(self) -> bool:
+        """Whether adapters share their engines with others."""
+        return bool(self.lora_names)

@@ -79,6 +79,7 @@ def _contract(config: ServeConfig, hf_config: PretrainedConfig) -> NumericsContr
     given = {
         "--no-true-on-policy-mode": not config.plan.starts_aligned,
         "--sessions": config.gateway.sessions,
+        "--lora-names": config.lora.lora_names,
         "--rollout-weight-format": config.server.rollout_weight_format,
         "--rollout-kv-format": config.server.rollout_kv_format,
         "--rollout-activation-format": config.server.rollout_activation_format,
@@ -105,7 +106,7 @@ def needs_of_servers(config: ServeConfig, spec: EngineSpec) -> Needs:
     """What so many servers hold, on one host or in all."""
     model = config.model
     hf_config = load_config(model.hf_checkpoint, model.trust_remote_code)
-    size = ModelSize.of(hf_config, model.trust_remote_code)
+    size = ModelSize.of(hf_config, model.trust_remote_code, spec.contract.adapter)
     return Needs(lambda _, servers: [server_memory(spec, size, hf_config, servers)])
 
 
@@ -194,6 +195,8 @@ def _print_how_to_use(
         print(f"OpenAI clients: base_url {bases}, and what is in {key_file} as api_key")
     if sessions is not None:
         print(f"sessions: POST {sessions.gateway.url}/sessions with the same key as Bearer token")
+    if spec.adapter_names:
+        print(f"one run for each of --lora-name {', '.join(spec.adapter_names)}")
     print(f"--rollout-server-url {' '.join(urls)} --rollout-api-key @{key_file}", flush=True)
 
 

@@ -15,11 +15,11 @@ from onpolicy.models.peft_format import require_adapter_fits
 
 
 def adapter_of(config: TrainConfig | ServeConfig, facts: ModelFacts) -> AdapterShape | None:
-    """The adapters that a run trains; None if it trains all weights.
+    """The adapters that a run trains, or that a server holds for runs; None: all weights are trained.
 
     Raises ConfigError for linears that the model does not have, or that cannot be adapted.
     """
-    if not isinstance(config, TrainConfig) or not config.lora.lora_rank:
+    if not config.lora.lora_rank:
         return None
     rank, asked = config.lora.lora_rank, config.lora.lora_target_modules
     targets = target_names(facts.model, asked)
@@ -31,7 +31,13 @@ def adapter_of(config: TrainConfig | ServeConfig, facts: ModelFacts) -> AdapterS
             "experts, so it could not read the adapter. Name the experts too, or none of these."
         )
     head = output_name(facts.model)
-    if config.lora.lora_dora and (beyond := sorted({*experts, head}.intersection(targets))):
+    beyond = sorted({*experts, head}.intersection(targets))
+    if config.lora.is_named and beyond:
+        raise ConfigError(
+            f"--lora-target-modules={asked}: adapters that have names are beside no experts and no "
+            f"output projection yet ({', '.join(beyond)}). Name other linears."
+        )
+    if config.lora.lora_dora and beyond:
         raise ConfigError(
             f"--lora-dora: {', '.join(beyond)} would have no magnitudes: PEFT gives a mixture's experts "
             "none, and an output projection has none here. Name other linears by --lora-target-modules, "

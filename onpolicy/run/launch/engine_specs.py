@@ -88,6 +88,7 @@ def rollout_spec(
             and contract.is_aligned
             and not draft_rows(config.sglang_args)
         ),
+        adapter_name=config.lora.lora_name,
         serves_text=has_agent(config.agent),  # a stop string needs a tokenizer
     )
     if not engine.colocate:
@@ -106,9 +107,22 @@ def rollout_spec(
 def serve_spec(
     config: ServeConfig, hf_config: PretrainedConfig, contract: NumericsContract
 ) -> EngineSpec:
-    """What the server of `onpolicy serve` is. Raises ConfigError if SGLang lacks a package."""
-    spec = _spec(config, config.server, hf_config, contract)
-    return replace(spec, serves_text=config.serves_text, is_classifier=is_classifier(hf_config))
+    """What the server of `onpolicy serve` is.
+
+    Raises ConfigError if SGLang lacks a package, and for adapters of several names on a GPU.
+    """
+    spec, names = _spec(config, config.server, hf_config, contract), config.lora.lora_names
+    if names and contract.device != "cpu":
+        raise ConfigError(
+            f"--lora-names={' '.join(names)}: captured CUDA graphs do not tell rows of several adapters "
+            "apart, so names are for servers on CPUs so far. Leave them out."
+        )
+    return replace(
+        spec,
+        adapter_names=names,
+        serves_text=config.serves_text,
+        is_classifier=is_classifier(hf_config),
+    )
 
 
 def _spec(

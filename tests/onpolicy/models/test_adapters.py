@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from onpolicy.config import TrainConfig, groups
+from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
 from onpolicy.models.adapters import (
@@ -222,6 +223,16 @@ def test_what_has_no_magnitudes_is_refused_by_name(tmp_path, name, asked, beyond
     lora = dataclasses.replace(lora, lora_dora=True)
     with pytest.raises(ConfigError, match=f"--lora-dora: {beyond} would have no magnitudes"):
         adapter_of(dataclasses.replace(TrainConfig(), lora=lora), facts)
+    named = dataclasses.replace(lora, lora_dora=False, lora_name="math")
+    served = groups.ServedLoraConfig(
+        lora_rank=2, lora_target_modules=asked, lora_names=("math", "code")
+    )
+    for config in (
+        dataclasses.replace(TrainConfig(), lora=named),
+        dataclasses.replace(ServeConfig(), lora=served),
+    ):
+        with pytest.raises(ConfigError, match=rf"beside no experts and no output .*\({beyond}\)"):
+            adapter_of(config, facts)
 
 
 def test_a_model_without_what_the_contract_names_is_refused():

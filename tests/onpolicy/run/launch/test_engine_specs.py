@@ -7,13 +7,21 @@ import pytest
 import torch
 
 from onpolicy.config import TrainConfig, groups
+from onpolicy.config.tools import ServeConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.size import ModelSize
 from onpolicy.rollout.engine_args import CACHE_MARGIN, engine_flags
 from onpolicy.run.launch.contracts import contract_for
-from onpolicy.run.launch.engine_specs import CACHE_BYTES, cache_tokens, places_in, rollout_spec
+from onpolicy.run.launch.engine_specs import (
+    CACHE_BYTES,
+    cache_tokens,
+    places_in,
+    rollout_spec,
+    serve_spec,
+)
 from onpolicy.run.launch.host_shares import placement_here
-from onpolicy.run.launch.memory_model import token_bytes
+from onpolicy.run.launch.memory_model import server_memory, token_bytes
 
 
 @pytest.mark.skipif(find_spec("sgl_kernel") is not None, reason="sgl_kernel is installed")
@@ -105,3 +113,19 @@ def test_a_cache_holds_the_longest_sequences_and_at_most_its_memory(checkpoint):
     ]:
         one = longest + CACHE_MARGIN
         assert cache_tokens(hf_config, contract, one, requests) == expected
+
+
+def test_each_name_has_adapters_in_a_servers_memory_and_none_on_a_gpu(checkpoint):
+    lora = groups.ServedLoraConfig(lora_rank=8, lora_names=("a", "b", "c"))
+    model = groups.ModelConfig(hf_checkpoint=str(checkpoint))
+    config, hf_config = ServeConfig(model=model, lora=lora), load_config(str(checkpoint))
+    contract = contract_for(config, hf_config, aligned=True)
+    spec = serve_spec(config, hf_config, contract)
+    size = ModelSize.of(hf_config, adapter=contract.adapter)
+    one = dataclasses.replace(spec, adapter_names=("a",))
+    named, alone = (
+        server_memory(each, size, hf_config, 1).parts["weights"] for each in (spec, one)
+    )
+    assert named - alone == 2 * 2 * size.adapters
+    with pytest.raises(ConfigError, match=r"--lora-names=a b c: captured CUDA graphs"):
+        serve_spec(config, hf_config, dataclasses.replace(contract, device="cuda"))

@@ -1,0 +1,103 @@
+"""The answers of SGLang's /generate, as what was sampled, or as what is wrong with them."""
+
+from __future__ import annotations
+
+import base64
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onpolicy.errors import ContractError, EngineError
+from onpolicy.trajectory import UNPUSHED, Completion, FinishReason, Span
+from onpolicy.types import Request
+
+
+def was_aborted(answer: Any) -> bool:
+    """Whether the server gave up the request, as it does when it shuts down."""
+    reason = answer.get("meta_info", {}).get("finish_reason") if isinstance(answer, dict) else None
+    return isinstance(reason, dict) and reason.get("type") == "abort"
+
+
+def completion_of(answer: Any, status: int, request: Request, url: str) -> Completion:
+    """What was sampled. Raises ContractError for a refusal, EngineError for what is of no use."""
+    if status != 200 or "output_ids" not in answer:
+        raise ContractError(f"{url}/generate refused a request (HTTP {status}): {answer}")
+    meta, response_ids = answer["meta_info"], answer["output_ids"]
+    pairs = meta.get("output_token_logprobs") or []
+    log_probs = [pair[0] for pair in pairs]
+    if [pair[1] for pair in pairs] != response_ids or None in log_probs:
+        raise EngineError(
+            f"{url}: {len(response_ids)} tokens, but log-probabilities for {len(pairs)} of them. "
+            "Training needs one for each; use SGLang from the supported range."
+        )
+    if not all(map(math.isfinite, log_probs)):
+        bad = next(i for i, x in enumerate(log_probs) if not math.isfinite(x))
+        raise EngineError(
+            f"{url}: log_prob={log_probs[bad]} at response position {bad}. The weights have likely "
+            "diverged; resume from an earlier checkpoint with a lower --lr."
+        )
+    drafts = [int(meta.get(f"spec_num_{kind}_drafts") or 0) for kind in ("proposed", "correct")]
+    completion = Completion(
+        response_ids=response_ids,
+        rollout_log_probs=log_probs,
+        finish_reason=FinishReason(meta["finish_reason"]["type"]),
+        weight_version=_version(meta.get("weight_version")),
+        num_cached_tokens=int(meta.get("cached_tokens") or 0),
+        drafts=(drafts[0], drafts[1]),
+        routed_experts=_routed_experts(meta, request, url) if response_ids else None,
+        kept_tokens=_kept_tokens(meta, request, len(response_ids), url),
+        entropy=meta.get("entropy") or [],
+        spans=tuple(
+            Span(version=_version(span["version"]), start=int(span["start"]), end=int(span["end"]))
+            for span in meta.get("weight_versions") or ()
+        ),
+    )
+    if not was_aborted(answer):
+        return completion
+    # Whether the last token ends the response, an abort does not say.
+    return completion.until(max(len(response_ids) - 1, 0), completion.finish_reason)
+
+
+def _kept_tokens(meta: dict[str, Any], request: Request, count: int, url: str) -> list[bytes]:
+    """What each of `count` tokens was drawn from, as an engine says it whose sampler is ours."""
+    if "kept_tokens" not in meta and request.params.grammar is not None and count:
+        raise ContractError(
+            f"{url}: an answer within a grammar that does not say what its tokens were drawn from, so "
+            "it cannot be trained on. Start the server with --true-on-policy-mode."
+        )
+    if not request.params.is_cut or "kept_tokens" not in meta:
+        return []
+    sets = {text: base64.b64decode(text) for text in set(meta["kept_tokens"])}
+    kept = [sets[text] for text in meta["kept_tokens"]]  # equal ones are held once
+    if len(kept) != count:
+        raise EngineError(
+            f"{url}: {count} tokens, and what {len(kept)} of them were drawn from. "
+            "Training needs it of each; use SGLang from the supported range."
+        )
+    return kept
+
+
+def _version(said: object) -> int:
+    """The number of a push; SGLang keeps a text, and says `default` of weights that none brought."""
+    text = str(said)
+    return int(text) if text.isdecimal() else UNPUSHED
+
+
+def _routed_experts(meta: dict[str, Any], request: Request, url: str) -> NDArray[np.int32] | None:
+    """The experts of each token, if they came and are those that the response was sampled with.
+
+    A request that was retracted is computed anew, maybe by other experts than its first tokens were
+    sampled with, and SGLang returns the later ones.
+    """
+    if not request.params.return_routed_experts or meta.get("num_retractions"):
+        return None
+    encoded = meta.get("routed_experts")
+    if encoded is None:
+        raise EngineError(
+            f"{url}: a response without its routed experts, which --use-rollout-routing-replay needs. "
+            "Start the server with --sglang-enable-return-routed-experts, for a model with experts."
+        )
+    tokens = int(meta["prompt_tokens"]) + int(meta["completion_tokens"]) - 1
+    return np.frombuffer(base64.b64decode(encoded), dtype=np.int32).reshape(tokens, -1)

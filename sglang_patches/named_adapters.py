@@ -1,0 +1,181 @@
+"""Several adapters of one shape beside one base, each under a name: runs of their own share an engine.
+
+A request says by SGLang's own `lora_path` whose adapters it is to be answered with; one without a name,
+or with one that no run has pushed yet, is refused. The rows of a batch are told apart by SGLang's
+`lora_ids`, and each name's are computed by themselves: the operators are row-invariant, so the rows have
+the bits that they have alone. The id counts the pushes of its name, and the prefix cache is apart by it,
+so a push needs no flush of what other names have cached.
+
+Source: TokenizerManager._validate_and_resolve_lora, sglang/srt/managers/tokenizer_manager.py. SGLang's
+own LoRA has kernels of its own, whose bits depend on the batch, and loads adapters from files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onpolicy.contract import NAMES_VARIABLE, AdapterShape
+from onpolicy.models.adapters import CHILD, LowRank, adapters_of_linears
+from onpolicy.ops import Operators
+from sglang_patches import registry
+
+_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+RESOLVE_TARGET = f"{_MANAGER}._validate_and_resolve_lora"
+ANSWER_TARGET = f"{_MANAGER}._wait_one_response"
+VERSION_TARGET = (
+    "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin."
+    "_update_weight_version_if_provided"
+)
+FORWARD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
+
+
+def names() -> tuple[str, ...]:
+    """Those that this engine was started with; none: it has one set of weights."""
+    return tuple(os.environ.get(NAMES_VARIABLE, "").split())
+
+
+def install() -> None:
+    """Hook SGLang, if the engine has names."""
+    if not names():
+        return
+    pushes = Pushes(names())
+    registry.hook(RESOLVE_TARGET, pushes.resolve, "replace")
+    registry.hook(VERSION_TARGET, pushes.note, "after")
+    registry.hook(ANSWER_TARGET, pushes.tell, "around")
+    registry.hook(FORWARD_TARGET, _rows.watch, "before")
+
+
+class Pushes:
+    """What the process that all requests come through knows of the names: their pushes so far."""
+
+    def __init__(self, held: Sequence[str]):
+        self._names = held
+        self._versions: dict[str, str] = {}
+        self._counts = dict.fromkeys(held, 0)
+
+    def note(self, _: Any, __: Any, weight_version: str | None) -> None:
+        """After a bucket was loaded."""
+        name, _, version = (weight_version or "").rpartition(":")
+        if name in self._counts:
+            self._versions[name] = version
+            self._counts[name] += 1
+
+    async def resolve(self, _: Any, request: Any) -> None:
+        """Give a request the ids of its adapters. Raises ValueError, which SGLang answers with 400."""
+        from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+
+        if isinstance(request.rid, str) and request.rid.startswith(HEALTH_CHECK_RID_PREFIX):
+            return  # computes a token of the base, which nobody reads
+        if getattr(request, "session_params", None):
+            raise ValueError(
+                "session_params: a session's cache is not apart by adapters. Leave it out."
+            )
+        given = request.lora_path
+        ids = [self._id(name) for name in given] if isinstance(given, list) else self._id(given)
+        request.lora_id = ids
+        for i, part in request.__dict__.get("_sub_obj_cache", {}).items():
+            part.lora_id = ids[i] if isinstance(ids, list) else ids
+
+    def _id(self, name: str | None) -> str:
+        if name not in self._versions:
+            rule = (
+                "nothing was pushed under this name yet" if name in self._names
+                else f"this engine has adapters named {', '.join(self._names)}, and no others"
+            )  # fmt: skip
+            raise ValueError(
+                f"lora_path={name!r}: {rule}, and a request is never answered by the base instead. Give "
+                "the name of a run that has pushed its adapters (--lora-name)."
+            )
+        return f"/{name}:{self._counts[name]}"
+
+    async def tell(
+        self, original: Any, manager: Any, request: Any, *more: Any
+    ) -> AsyncIterator[Any]:
+        """Answers that say the version of their own adapters, where SGLang says that of the last push.
+
+        No weights change while a request is under way; where they did all the same, the answer is left
+        as it is, and a run refuses it.
+        """
+        async for answer in original(manager, request, *more):
+            meta, version = answer["meta_info"], self._versions.get(request.lora_path)
+            spans = meta.get("weight_versions") or []
+            if version is not None and len(spans) <= 1:
+                meta["weight_version"] = version
+                for span in spans:
+                    span["version"] = version
+            yield answer
+
+
+class Rows:
+    """Whose the rows of the batch are that is computed now."""
+
+    def __init__(self) -> None:
+        self._names: list[str | None] = []
+
+    def watch(self, _: Any, batch: Any, *__: Any, **___: Any) -> None:
+        """Before a forward pass."""
+        ids = [_name(given) for given in batch.lora_ids or [None] * batch.batch_size]
+        is_one_each = batch.forward_mode.is_decode() or not ids
+        counts = [1] * len(ids) if is_one_each else batch.extend_seq_lens.tolist()
+        self.set([name for name, count in zip(ids, counts, strict=True) for _ in range(count)])
+
+    def set(self, of_rows: Sequence[str | None]) -> None:
+        self._names = list(of_rows)
+
+    def of(self, name: str, count: int) -> Tensor:
+        """The places of a name's rows among all `count`, int64, ascending."""
+        if len(self._names) != count:
+            raise RuntimeError(
+                f"{count} rows, of which {len(self._names)} are known by their names"
+            )
+        return torch.tensor(
+            [i for i, each in enumerate(self._names) if each == name], dtype=torch.long
+        )
+
+
+def _name(lora_id: str | None) -> str | None:
+    return lora_id.rpartition("/")[2].rpartition(":")[0] if lora_id else None
+
+
+_rows = Rows()
+
+
+class NamedLowRank(nn.Module):
+    """The adapters of all names beside one linear, in the place of the only one."""
+
+    def __init__(self, linear: Any, operators: Operators, shape: AdapterShape, rows: Rows = _rows):
+        super().__init__()
+        self._rows = rows
+        for name in names():
+            self.add_module(_child(name), LowRank(linear, operators, shape))
+
+    def forward(self, x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
+        """[..., K], what the linear gives, [..., N], and its bias [N] -> [..., N] in its dtype."""
+        flat, added = x.reshape(-1, x.shape[-1]), out.reshape(-1, out.shape[-1]).clone()
+        for child, adapter in self.named_children():
+            rows = self._rows.of(child.removeprefix(_child("")), len(flat))
+            if len(rows):
+                added[rows] = adapter(flat[rows], added[rows], bias)
+        return added.view(out.shape)
+
+
+def _child(name: str) -> str:
+    """What a name's adapter is called among the modules of its linear: no name is one of torch's."""
+    return f"of_{name}"
+
+
+def place_of(name: str) -> Callable[[str], str]:
+    """A trainer's name of a parameter -> the engine's, of what was pushed under a name."""
+    return lambda parameter: parameter.replace(f".{CHILD}.", f".{CHILD}.{_child(name)}.")
+
+
+def put_in(model: Any, operators: Operators, shape: AdapterShape | None) -> None:
+    """Where the engine has names, one adapter for each of them in the place of every adapter."""
+    if names() and shape is not None:
+        for linear, _ in list(adapters_of_linears(model)):
+            linear.add_module(CHILD, NamedLowRank(linear, operators, shape))

@@ -1,0 +1,117 @@
+"""Answers of a server that training cannot use."""
+
+import base64
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from onpolicy.errors import ContractError, EngineError
+from onpolicy.rollout.answers import completion_of
+from onpolicy.rollout.sampling import require_version
+from onpolicy.trajectory import UNPUSHED, FinishReason, Span
+from onpolicy.types import Request, SamplingParams
+
+PARAMS = SamplingParams(temperature=1.0, max_new_tokens=2, stop_token_ids=())
+REQUEST = Request(prompt_ids=[7], sampling_seed=1, params=PARAMS)
+REPLAYED = replace(REQUEST, params=replace(PARAMS, return_routed_experts=True))
+PAIRS = [(-0.5, 5, None), (-1.5, 6, None)]
+EXPERTS = np.array([[0, 3], [2, 1]], dtype=np.int32)
+ROUTED = {
+    "routed_experts": base64.b64encode(EXPERTS.tobytes()).decode(),
+    "prompt_tokens": 1,
+    "completion_tokens": 2,
+}
+
+
+def answer(pairs, **meta):
+    return {
+        "output_ids": [5, 6],
+        "meta_info": {
+            "output_token_logprobs": pairs,
+            "finish_reason": {"type": "stop"},
+            "weight_version": 3,
+            **meta,
+        },
+    }
+
+
+def test_tokens_come_with_their_log_probabilities_and_weight_version():
+    completion = completion_of(answer([(-0.5, 5, None), (-1.5, 6, None)]), 200, REQUEST, "http://e")
+    assert (completion.response_ids, completion.rollout_log_probs) == ([5, 6], [-0.5, -1.5])
+    assert completion.weight_version == 3
+
+
+@pytest.mark.parametrize(
+    ("said", "version"), [("0", 0), ("12", 12), ("default", UNPUSHED), (None, UNPUSHED)]
+)
+def test_a_version_is_the_number_of_a_push_and_weights_from_elsewhere_are_of_none(said, version):
+    """And so no policy's: an engine that has them is refused."""
+    completion = completion_of(answer(PAIRS, weight_version=said), 200, REQUEST, "http://e")
+    assert completion.weight_version == version
+    with pytest.raises(EngineError, match=f"weight_version={version} on a response"):
+        require_version(completion, 1)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        (None, "2 tokens, but log-probabilities for 0"),
+        ([(-0.5, 5, None)], "2 tokens, but log-probabilities for 1"),
+        ([(-0.5, 5, None), (None, 6, None)], "2 tokens, but log-probabilities for 2"),
+        ([(-0.5, 5, None), (-0.5, 7, None)], "2 tokens, but log-probabilities for 2"),
+        ([(-0.5, 5, None), (math.nan, 6, None)], "log_prob=nan at response position 1"),
+        ([(-math.inf, 5, None), (-1.0, 6, None)], "log_prob=-inf at response position 0"),
+    ],
+)
+def test_a_response_without_usable_log_probabilities_is_an_error(pairs, message):
+    with pytest.raises(EngineError, match=message):
+        completion_of(answer(pairs), 200, REQUEST, "http://e")
+
+
+def test_a_refused_request_says_the_servers_reason():
+    with pytest.raises(ContractError, match=r"HTTP 400.*top_p"):
+        completion_of({"error": {"message": "top_p=0.9: not available"}}, 400, REQUEST, "http://e")
+
+
+def test_experts_come_for_every_token_but_the_last_if_they_were_asked_for():
+    found = completion_of(answer(PAIRS, **ROUTED), 200, REPLAYED, "http://e").routed_experts
+    assert np.array_equal(found, EXPERTS)
+    assert completion_of(answer(PAIRS, **ROUTED), 200, REQUEST, "http://e").routed_experts is None
+
+
+def test_experts_of_a_retracted_request_are_not_those_it_was_sampled_with():
+    meta = {**ROUTED, "num_retractions": 1}
+    assert completion_of(answer(PAIRS, **meta), 200, REPLAYED, "http://e").routed_experts is None
+
+
+def test_experts_that_do_not_come_are_an_error():
+    with pytest.raises(EngineError, match="enable-return-routed-experts"):
+        completion_of(answer(PAIRS), 200, REPLAYED, "http://e")
+
+
+ABORTED = {"finish_reason": {"type": "abort", "message": "Aborted"}}
+
+
+def test_what_an_abort_leaves_goes_on_after_its_last_token_but_one():
+    """Whether the last one would have ended the response, an abort does not say."""
+    spans = [{"version": "3", "start": 0, "end": 2}]
+    meta = {**ABORTED, **ROUTED, "weight_versions": spans}
+    part = completion_of(answer(PAIRS, **meta), 200, REPLAYED, "http://e")
+    assert (part.response_ids, part.rollout_log_probs) == ([5], [-0.5])
+    assert part.spans == (Span(version=3, start=0, end=1),)
+    assert part.finish_reason == FinishReason.ABORT
+    assert np.array_equal(part.routed_experts, EXPERTS[:1])
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_an_abort_may_leave_nothing(tokens):
+    """One that waits for the engine comes back without what only the model's pass adds."""
+    spans = [{"version": "3", "start": 0, "end": tokens}]
+    given = answer(PAIRS[:tokens], **ABORTED, weight_versions=spans)
+    given["output_ids"] = given["output_ids"][:tokens]
+    if tokens:
+        given["meta_info"] |= {**ROUTED, "prompt_tokens": 2, "completion_tokens": 1}
+    part = completion_of(given, 200, REPLAYED, "http://e")
+    assert (part.response_ids, part.rollout_log_probs, part.spans) == ([], [], ())
