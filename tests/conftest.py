@@ -9,11 +9,13 @@ prepare_process()  # before torch is imported
 
 import atexit
 import gc
+import importlib
 import logging
 import multiprocessing.util
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,7 +68,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported and collected stays: no search for garbage walks through it again."""
+    """Tests that make trainers check operators once. What has been imported and collected stays: no
+    search for garbage walks through it again."""
+    if "onpolicy.train.policy_trainer" in sys.modules:
+        importlib.import_module("tests.support.checked_once")
     gc.freeze()
 
 

@@ -13,7 +13,7 @@ import torch.multiprocessing
 from onpolicy.system.garbage import collect_rarely
 
 IMPORTED = (
-    "tests.support.recorded_megatron", "tests.support.megatron_training",
+    "tests.support.recorded_megatron", "tests.support.megatron_training", "tests.support.checked_once",
     "onpolicy.train.fsdp.sharded_model", "onpolicy.train.megatron.sharded_model",
     "tests.support.all_is_imported",
 )  # fmt: skip

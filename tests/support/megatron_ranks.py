@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import socket
 import traceback
 import warnings
 from dataclasses import dataclass, field, replace
@@ -30,20 +29,20 @@ from onpolicy.models.shared_prefixes import share_prefixes
 from onpolicy.models.stored import stored_tensors
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.kept_tokens import packed
+from onpolicy.system.rendezvous import open_store
 from onpolicy.train.megatron.layout import MegatronLayout
 from tests.support.forked_ranks import CONTEXT
 from tests.support.processes import end_with_parent
 
 TEMPERATURE = 0.7
+TIMEOUT = timedelta(seconds=100)
 
 
 class Ranks:
     """Some processes that form a gloo group and run what they are sent."""
 
     def __init__(self, count):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        self._store, port = open_store("127.0.0.1", TIMEOUT)
         self._pipes, self._processes = [], []
         for rank in range(count):
             ours, theirs = CONTEXT.Pipe()
@@ -77,10 +76,8 @@ def _serve(rank, count, port, pipe):
     end_with_parent()  # also when the tests are killed while a rank waits for another
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, count, rank == 0)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=100)
-    )
+    store = dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=TIMEOUT)
     while True:
         try:
             function, args = pipe.recv()

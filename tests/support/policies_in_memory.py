@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PolicyModel, empty_policy
-from onpolicy.ops import AttentionLayout
+from onpolicy.ops import AttentionLayout, make_operators
 from onpolicy.outputs.totals import RunSummary
 from onpolicy.rollout.prompt_order import PromptSource
 from onpolicy.rollout.sglang import SglangGroup
@@ -22,8 +22,8 @@ from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.inputs import Inputs, make_ladder
 from onpolicy.run.loop import train
 from onpolicy.run.run import Run
-from onpolicy.train import policy_trainer
 from onpolicy.types import Prompt
+from tests.support.checked_once import digests_of
 from tests.support.engines_in_memory import Engine, Host, Memory
 from tests.support.run_in_memory import Reward, ScorerInMemory, even_tokens
 from tests.support.tiny import make_tokenizer
@@ -35,8 +35,6 @@ SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "he
 
 STOCK_SCALE = 1 + 2**-9
 """Of logits under a stock contract."""
-
-checked_operators = cache(policy_trainer.checked_operators)
 
 
 class PolicyMemory(Memory):
@@ -52,7 +50,7 @@ class PolicyMemory(Memory):
         self.weights, self._policy, self._num_in_policy = {}, policy, 0
 
     def self_check(self) -> dict[str, str]:
-        return checked_operators(self.contract, 1, 64)[1]
+        return digests_of(self.contract, 1)
 
     @torch.no_grad()
     def score(self, context: list[int], temperature: float) -> Tensor:
@@ -85,7 +83,7 @@ class PolicyHost(Host):
         self._hf_config = hf_config
 
     def new_engine(self, spec: Any, port: int, log_file: Path) -> Engine:
-        operators = checked_operators(spec.contract, 1, 64)[0]
+        operators = make_operators(spec.contract, 1)
         policy = empty_policy(self._hf_config, operators, adapter=spec.contract.adapter)
 
         class PolicyEngine(Engine):

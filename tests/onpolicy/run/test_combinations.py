@@ -8,8 +8,7 @@ import torch
 
 from onpolicy.errors import ParityError
 from onpolicy.token_weights import terms_of
-from onpolicy.train import policy_trainer
-from tests.support.policies_in_memory import PolicyMemory, checked_operators, run_policy
+from tests.support.policies_in_memory import PolicyMemory, run_policy
 from tests.support.run_in_memory import even_tokens
 from tests.support.tiny_combinations import NEEDS_TEXT, combinations_of, make_base
 from tests.support.unstarted_run import changed
@@ -37,11 +36,11 @@ def rows(combinations):
 
 
 @pytest.mark.parametrize("number", range(ROWS))
-def test_what_is_accepted_trains(base, rows, number, tmp_path, monkeypatch):
+def test_what_is_accepted_trains(base, rows, number, tmp_path):
     if number >= len(rows):
         return  # all pairs are in those before
     config = changed(base, **rows[number], run_dir=str(tmp_path / "run"))
-    check(config, monkeypatch, weighing(config) if number % 2 else even_tokens)
+    check(config, weighing(config) if number % 2 else even_tokens)
 
 
 def weighing(config):
@@ -57,9 +56,8 @@ def weighing(config):
     return reward
 
 
-def check(config, monkeypatch, reward=even_tokens):
+def check(config, reward=even_tokens):
     """Train two steps."""
-    monkeypatch.setattr(policy_trainer, "checked_operators", checked_operators)
     if not config.plan.starts_aligned and config.plan.on_stock_mismatch == "fail":
         with pytest.raises(ParityError):  # the engine of these tests differs from a stock trainer
             run_policy(config, reward)
@@ -73,9 +71,9 @@ def check(config, monkeypatch, reward=even_tokens):
 
 
 @pytest.mark.runs
-def test_so_does_what_is_left(base, combinations, rows, tmp_path, monkeypatch):
+def test_so_does_what_is_left(base, combinations, rows, tmp_path):
     for number, row in enumerate(combinations.rows()):
-        check(changed(base, **row, run_dir=str(tmp_path / str(number))), monkeypatch)
+        check(changed(base, **row, run_dir=str(tmp_path / str(number))))
 
 
 def test_an_engine_that_is_a_bit_off_ends_a_run(base, tmp_path, monkeypatch):
@@ -86,7 +84,7 @@ def test_an_engine_that_is_a_bit_off_ends_a_run(base, tmp_path, monkeypatch):
 
     monkeypatch.setattr(PolicyMemory, "score", wrong)
     with pytest.raises(ParityError):
-        check(changed(base, run_dir=str(tmp_path)), monkeypatch)
+        check(changed(base, run_dir=str(tmp_path)))
 
 
 def test_every_value_of_every_flag_is_accepted_with_something(combinations):

@@ -5,14 +5,7 @@ import torch
 
 from onpolicy.errors import ParityError
 from onpolicy.models import kv_cache, rounded_inputs
-from onpolicy.train import policy_trainer
 from tests.support.megatron_training import Job, make, make_samples, weights
-from tests.support.policies_in_memory import checked_operators
-
-
-@pytest.fixture(autouse=True)
-def checked_once(monkeypatch):
-    monkeypatch.setattr(policy_trainer, "checked_operators", checked_operators)
 
 
 def trainer_of(checkpoint, **engine):

@@ -6,14 +6,12 @@ import torch
 from onpolicy.errors import ParityError
 from onpolicy.models.policy import PackedTokens
 from onpolicy.models.weight_files import CheckpointReader
-from onpolicy.train import policy_trainer
 from onpolicy.train.fsdp import masters as masters_module
 from onpolicy.train.fsdp.masters import Masters
 from onpolicy.train.fsdp.sharding import gather_buckets
 from onpolicy.weights import rounding
 from onpolicy.weights.rounding import dequantise, quantise, round_weight
 from tests.support.megatron_training import Job, equal, make, make_samples, weights
-from tests.support.policies_in_memory import checked_operators
 from tests.support.rounded import deployed
 from tests.support.samples import make_train_sample
 from tests.support.tiny import make_checkpoint
@@ -25,11 +23,6 @@ PUSHED = torch.bfloat16
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("mixture"), "qwen3-moe")
-
-
-@pytest.fixture(autouse=True)
-def checked_once(monkeypatch):
-    monkeypatch.setattr(policy_trainer, "checked_operators", checked_operators)
 
 
 def job(path, weight_format="int3", dtype="bfloat16", **changes):
