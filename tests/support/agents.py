@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+from collections import defaultdict
 from contextvars import ContextVar
 
 from onpolicy.rollout.deadline import Stopwatch
@@ -103,13 +104,14 @@ def is_no_coroutine(turns, prompt):
 
 
 async def acts_or_takes_long(turns, prompt):
-    """As `acts`, but every third call that gets to its end is held up there, if `is_held_up`."""
+    """As `acts`, but of each prompt's calls that get to their end every third is held up, if
+    `is_held_up`: one of any group's, in whatever order they come."""
     await acts(turns, prompt)
-    if is_held_up and next(ends) % 3 == 0:
+    if is_held_up and next(ends[prompt.index]) % 3 == 0:
         await takes_long()
 
 
-hears, is_held_up, ends = str, True, itertools.count()
+hears, is_held_up, ends = str, True, defaultdict(itertools.count)
 
 
 async def forks_by(turns, prompt):
