@@ -111,11 +111,15 @@ class Pushes:
             yield answer
 
 
+_NOWHERE = torch.empty(0, dtype=torch.long)
+
+
 class Rows:
     """Whose the rows of the batch are that is computed now."""
 
     def __init__(self) -> None:
-        self._names: list[str | None] = []
+        self._count = 0
+        self._places: dict[str | None, Tensor] = {}
 
     def watch(self, _: Any, batch: Any, *__: Any, **___: Any) -> None:
         """Before a forward pass."""
@@ -125,17 +129,17 @@ class Rows:
         self.set([name for name, count in zip(ids, counts, strict=True) for _ in range(count)])
 
     def set(self, of_rows: Sequence[str | None]) -> None:
-        self._names = list(of_rows)
+        places: dict[str | None, list[int]] = {}
+        for i, name in enumerate(of_rows):
+            places.setdefault(name, []).append(i)
+        self._count = len(of_rows)
+        self._places = {name: torch.tensor(its) for name, its in places.items()}
 
     def of(self, name: str, count: int) -> Tensor:
         """The places of a name's rows among all `count`, int64, ascending."""
-        if len(self._names) != count:
-            raise RuntimeError(
-                f"{count} rows, of which {len(self._names)} are known by their names"
-            )
-        return torch.tensor(
-            [i for i, each in enumerate(self._names) if each == name], dtype=torch.long
-        )
+        if self._count != count:
+            raise RuntimeError(f"{count} rows, of which {self._count} are known by their names")
+        return self._places.get(name, _NOWHERE)
 
 
 def _name(lora_id: str | None) -> str | None:

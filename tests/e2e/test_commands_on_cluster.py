@@ -16,6 +16,7 @@ import pytest
 from onpolicy.explain.attribution import ALIGNED, MODEL, STOCK, all_but, model_and
 from tests.support.processes import is_gone
 from tests.support.raylets import raylets
+from tests.support.serving import reached_by
 from tests.support.train_runs import ROOT, finish, run_hash, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.runs]
@@ -37,16 +38,6 @@ def onpolicy(*argv):
     )
 
 
-def reached_by(process):
-    """The flags by which a run reaches the servers of `onpolicy serve`, as it prints them."""
-    printed = []
-    for line in process.stdout:
-        printed.append(line)
-        if line.startswith("--rollout-server-url"):
-            return line.split()
-    pytest.fail("".join(printed))
-
-
 def test_served_engines_of_all_hosts_sample_for_a_run_and_end_with_their_command(
     start, checkpoint, cluster, tmp_path
 ):
@@ -56,7 +47,7 @@ def test_served_engines_of_all_hosts_sample_for_a_run_and_end_with_their_command
         "--ray-address", cluster.address, "--rollout-num-engines", "2",
     )  # fmt: skip
     try:
-        flags = reached_by(serve)
+        flags, _ = reached_by(serve)
         assert set(re.findall(r"http://([\d.]+):\d+", " ".join(flags))) == HOSTS
         served = finish(start(tmp_path / "served", *flags))
         ours = [
@@ -140,6 +131,7 @@ from onpolicy.explain import attribution
 every = attribution.parts_of
 attribution.parts_of = lambda *of: [part for part in every(*of) if part[0] == "norm"]
 from onpolicy.cli.main import main
+from tests.support.serving import reached_by
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
 """

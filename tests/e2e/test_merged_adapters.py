@@ -6,15 +6,13 @@ import json
 import pytest
 import torch
 
-from onpolicy.config import TrainConfig, groups
-from onpolicy.models.hf_config import load_config
+from onpolicy.config import groups
 from onpolicy.models.merged import Updates
 from onpolicy.parity import compare_log_probs
 from onpolicy.run.commands.verify import _draw_adapters
-from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.contracts import contract_for
-from onpolicy.train import distributed, make_trainer
-from tests.support.engines_fixture import make_requests, running
+from onpolicy.train import make_trainer
+from tests.support.engines_fixture import make_engines, make_requests, running
 from tests.support.train_runs import finish, metrics_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.runs]
@@ -27,18 +25,9 @@ CLOSE = 1e-9
 
 @pytest.fixture(scope="module")
 def pair(checkpoint, tmp_path_factory):
-    distributed.init_process_group()
-    hf_config = load_config(str(checkpoint))
-    config = TrainConfig(
-        model=groups.ModelConfig(hf_checkpoint=str(checkpoint), dtype="float32"),
-        rollout=groups.RolloutConfig(num_rollout=1, rollout_batch_size=1, n_samples_per_prompt=2),
-        engine=groups.EngineConfig(cpu_threads=1),
-        trainer=groups.TrainerConfig(max_tokens_per_gpu=500),
-        lora=groups.LoraConfig(lora_rank=4),
-    )
-    contract = contract_for(config, hf_config, aligned=False)
-    directory = tmp_path_factory.mktemp("run")
-    with running(EnginePair(config, hf_config, contract, directory)) as pair:
+    lora = groups.LoraConfig(lora_rank=4)
+    engines = make_engines(checkpoint, tmp_path_factory.mktemp("run"), lora=lora, aligned=False)
+    with running(engines) as pair:
         yield pair
 
 

@@ -2,9 +2,6 @@
 
 import asyncio
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import aiohttp
@@ -14,6 +11,7 @@ import requests
 from onpolicy.errors import ConfigError
 from onpolicy.rollout.client import EngineClient
 from onpolicy.types import Request, SamplingParams
+from tests.support.serving import serving
 from tests.support.train_runs import finish, run_hash, summary
 
 pytestmark = [pytest.mark.engine, pytest.mark.runs]
@@ -27,34 +25,18 @@ SHARED = list(range(20, 90))
 
 @pytest.fixture(scope="module")
 def server(checkpoint, tmp_path_factory):
-    """(URL, key file) of a server that holds adapters of all names."""
-    command = [
-        sys.executable, "-m", "onpolicy.cli", "serve", "--hf-checkpoint", str(checkpoint),
-        "--run-dir", str(tmp_path_factory.mktemp("serve")), "--cpu-threads", "1",
-        "--lora-rank", "8", "--lora-names", *RUNS, "unused", "--sglang-skip-tokenizer-init",
-    ]  # fmt: skip
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    printed = []
-    for line in process.stdout:
-        printed.append(line)
-        if found := re.search(r"--rollout-server-url (\S+) --rollout-api-key (\S+)", line):
-            break
-    else:
-        pytest.fail("".join(printed))
-    yield found[1], found[2]
-    process.send_signal(signal.SIGTERM)
-    process.wait(30)
+    """The flags that reach a server which holds adapters of all names."""
+    names = "--lora-rank", "8", "--lora-names", *RUNS, "unused"
+    directory = tmp_path_factory.mktemp("serve")
+    with serving(checkpoint, directory, *names, "--sglang-skip-tokenizer-init") as (flags, _):
+        yield flags
 
 
 @pytest.fixture(scope="module")
 def outputs(start, server, tmp_path_factory):
     """What the runs of all names print, which share the server at the same time."""
-    url, key = server
-    shares = ("--rollout-server-url", url, "--rollout-api-key", key)
     under_way = {
-        name: start(tmp_path_factory.mktemp(name), *LORA, *more, *shares, "--lora-name", name)
+        name: start(tmp_path_factory.mktemp(name), *LORA, *more, *server, "--lora-name", name)
         for name, more in RUNS.items()
     }
     return {name: finish(process) for name, process in under_way.items()}
@@ -62,7 +44,7 @@ def outputs(start, server, tmp_path_factory):
 
 @pytest.fixture
 def client_of(server):
-    url, key = server
+    _, url, _, key = server
     api_key = Path(key.removeprefix("@")).read_text().strip()
     return lambda name: EngineClient(url, api_key, 60.0, 60.0, "", name)
 
@@ -117,9 +99,7 @@ def test_a_request_is_never_answered_by_the_base_in_silence(outputs, client_of, 
 
 
 def test_a_name_that_the_server_does_not_have_is_no_runs(server, start, client_of, tmp_path):
-    url, key = server
     with pytest.raises(ConfigError, match="and the run is without --lora-name"):
         client_of("").report()
-    shares = ("--rollout-server-url", url, "--rollout-api-key", key)
-    output = finish(start(tmp_path, *LORA, *shares, "--lora-name", "physics"), 2)
+    output = finish(start(tmp_path, *LORA, *server, "--lora-name", "physics"), 2)
     assert "has adapters named math, code-2, unused, and the run is --lora-name=physics" in output

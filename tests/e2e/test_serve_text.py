@@ -18,6 +18,7 @@ from onpolicy.rollout.client import EngineClient
 from onpolicy.rollout.sampling import sampling_seed
 from onpolicy.types import Request, SamplingParams
 from tests.support.clients import client_of
+from tests.support.serving import serving
 from tests.support.tiny import make_tokenizer
 
 pytestmark = pytest.mark.engine
@@ -40,26 +41,11 @@ def started(checkpoint, tmp_path_factory):
     tokenizer.save_pretrained(model)
     generation = {"eos_token_id": 1, "temperature": 0.6, "top_p": 0.95, "top_k": 20}
     (model / "generation_config.json").write_text(json.dumps(generation))
-    command = [
-        sys.executable, "-m", "onpolicy.cli", "serve", "--hf-checkpoint", str(model),
-        "--dtype", "float32", "--run-dir", str(directory), "--cpu-threads", "1",
-        "--sessions",
-    ]  # fmt: skip
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    printed = []
-    for line in process.stdout:
-        printed.append(line)
-        if found := re.search(r"--rollout-server-url (\S+) --rollout-api-key (\S+)", line):
-            break
-    else:
-        pytest.fail("".join(printed))
-    assert f"base_url {found[1]}/v1" in "".join(printed)
-    sessions = re.search(r"sessions: POST (\S+)", "".join(printed))
-    yield found[1], Path(found[2].removeprefix("@")).read_text().strip(), sessions[1]
-    process.terminate()
-    process.wait(30)
+    with serving(model, directory, "--dtype", "float32", "--sessions") as (flags, printed):
+        _, url, _, key = flags
+        assert f"base_url {url}/v1" in printed
+        sessions = re.search(r"sessions: POST (\S+)", printed)
+        yield url, Path(key.removeprefix("@")).read_text().strip(), sessions[1]
 
 
 @pytest.fixture(scope="module")

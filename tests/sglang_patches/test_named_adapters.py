@@ -13,9 +13,9 @@ from onpolicy.models.adapters import add_adapters
 from onpolicy.models.align import AlignedLinear
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.row_parallel import WHOLE
-from onpolicy.weights.digest import WeightDigest
 from sglang_patches import named_weights, registry, weights
 from sglang_patches.named_adapters import NamedLowRank, Pushes, Rows, place_of, put_in
+from tests.support.weight_digests import digest_of
 
 SHAPE = AdapterShape(rank=4, scale=0.3, targets=("up_proj",))
 OPERATORS = CpuOperators()
@@ -158,13 +158,6 @@ def held():
         )
 
     return model, push
-
-
-def digest_of(weights):
-    digest = WeightDigest()
-    for name, tensor in weights.items():
-        digest.add(name, tensor)
-    return digest.hexdigest()
 
 
 def test_a_push_replaces_the_adapters_of_its_name_alone(held):

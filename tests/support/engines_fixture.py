@@ -35,9 +35,10 @@ def make_engines(
     lora: groups.LoraConfig | None = None,
     algorithm: groups.AlgorithmConfig | None = None,
     sglang_args: tuple[str, ...] = (),
+    aligned: bool = True,
     **engine,
 ) -> EnginePair:
-    """An aligned engine pair, not started yet; `tp_size` is the rollout's."""
+    """An engine pair, not started yet; `tp_size` is the rollout's."""
     distributed.init_process_group()
     hf_config = load_config(str(checkpoint))
     config = TrainConfig(
@@ -47,7 +48,7 @@ def make_engines(
         trainer=groups.TrainerConfig(lr=1e-3, max_tokens_per_gpu=500),
         lora=lora or groups.LoraConfig(),
         algorithm=algorithm or groups.AlgorithmConfig(),
-        parity=groups.ParityConfig(true_on_policy_mode=True),
+        parity=groups.ParityConfig(true_on_policy_mode=aligned),
         sync=groups.WeightSyncConfig(update_weight_buffer_size=1),
         sglang_args=(
             "--chunked-prefill-size",
@@ -57,7 +58,7 @@ def make_engines(
             *sglang_args,
         ),
     )
-    contract = contract_for(config, hf_config, aligned=True)
+    contract = contract_for(config, hf_config, aligned=aligned)
     return EnginePair(config, hf_config, contract, directory, make_rollout=make_rollout)
 
 

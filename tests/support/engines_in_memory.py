@@ -325,7 +325,7 @@ class Host:
         """A group of servers here, not started yet; `changes` are those of an `EngineSpec`."""
         spec = EngineSpec(
             hf_checkpoint="",
-            contract=contract,
+            contract=contract.of_engine,
             host="127.0.0.1",
             api_key="",
             seed=0,

@@ -129,7 +129,7 @@ def run_policy(
     def make_rollout(
         config: TrainConfig, hf_config: Any, contract: NumericsContract, logs: Path, longest: int
     ) -> SglangGroup:
-        return host.make_group(config.engine, contract.of_engine, logs)
+        return host.make_group(config.engine, contract, logs)
 
     make: Any = partial(
         KeptRun,

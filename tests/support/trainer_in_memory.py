@@ -24,10 +24,11 @@ from onpolicy.train.base import TrainerMemory
 from onpolicy.train.shares import Outcomes, split_into_steps
 from onpolicy.train.weight_outlet import WeightOutlet
 from onpolicy.types import ParityFindings, Sample, TrainOutcome, TrainSample
-from onpolicy.weights.digest import WeightBucket, WeightDigest, WeightPart
+from onpolicy.weights.digest import WeightBucket, WeightPart
 from onpolicy.weights.push import Engine
 from tests.support.engines_in_memory import SELF_CHECK, Host
 from tests.support.tiny_policy import ALIGNED, log_probs_of, make_weights
+from tests.support.weight_digests import digest_of
 
 
 class TrainerInMemory(Trainer):
@@ -142,10 +143,8 @@ class TrainerInMemory(Trainer):
                     yield [(name, table.clone())]
 
     def frozen_digest(self) -> str:
-        digest = WeightDigest()
-        for name in self.frozen:
-            digest.add(name, self.weights[name])
-        return digest.hexdigest() if self.frozen else ""
+        frozen = {name: self.weights[name] for name in self.frozen}
+        return digest_of(frozen) if frozen else ""
 
     def save(self, directory: Path) -> None:
         if distributed.rank() == 0:

@@ -31,8 +31,8 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 def require_names(names: str | Sequence[str]) -> None:
     """Raise ConfigError for what is no name of adapters, or stands there twice."""
-    given = [names] if isinstance(names, str) else list(names)
-    for name in filter(None, given) if isinstance(names, str) else given:
+    given = [names] if names and isinstance(names, str) else list(names)
+    for name in given:
         rule = (
             "a name has 1 to 64 letters, digits, - and _" if not _NAME.fullmatch(name)
             else "is there twice" if given.count(name) > 1

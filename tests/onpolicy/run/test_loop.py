@@ -22,7 +22,6 @@ from onpolicy.run.cases import read_case
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.run import Run
 from onpolicy.types import SampleGroup
-from onpolicy.weights.digest import WeightDigest
 from tests.support.engines_in_memory import Host
 from tests.support.run_in_memory import (
     EVAL_SETS,
@@ -36,6 +35,7 @@ from tests.support.run_in_memory import (
 )
 from tests.support.tiny_policy import ALIGNED, STOCK, log_probs_of, make_weights
 from tests.support.trainer_in_memory import TrainerInMemory
+from tests.support.weight_digests import digest_of
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -132,10 +132,7 @@ def test_the_run_hash_is_a_chain_of_samples_rewards_losses_and_weights(tmp_path)
     class Digesting(Run):
         def push_weights(self):
             metrics = super().push_weights()
-            digest = WeightDigest()
-            for name, table in self.engines.trainer.weights.items():
-                digest.add(name, table)
-            digests.append(digest.hexdigest())
+            digests.append(digest_of(self.engines.trainer.weights))
             return metrics
 
     summary = run_in_memory(tmp_path, reward=samples, make_run=Digesting)

@@ -8,12 +8,12 @@ import torch
 from onpolicy.config import TrainConfig, groups
 from onpolicy.config.groups import EngineConfig
 from onpolicy.errors import EngineError, WeightSyncError
-from onpolicy.weights.digest import WeightDigest
 from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
 from tests.support.engines_in_memory import Host
 from tests.support.ranks import on_ranks
 from tests.support.tiny_policy import ALIGNED
 from tests.support.trainer_in_memory import TrainerInMemory
+from tests.support.weight_digests import digest_of
 
 FROZEN, TRAINED = "before.weight", "two_before.weight"
 
@@ -56,12 +56,10 @@ class Cluster:
             trainer.weights[TRAINED] += 0.25
 
     def require_pushed(self, digests, version):
-        want = WeightDigest()
-        for name, tensor in self.trainers[0].weights.items():
-            want.add(name, tensor)
-        assert digests == [want.hexdigest()] * self.num_ranks
+        want = digest_of(self.trainers[0].weights)
+        assert digests == [want] * self.num_ranks
         for engine in self.host.engines:
-            assert engine.report()["weights"] == want.hexdigest()
+            assert engine.report()["weights"] == want
             assert engine.memory.version == version and not engine.memory.in_session
             for name, tensor in self.trainers[0].weights.items():
                 assert torch.equal(engine.memory.weights[name], tensor)

@@ -5,10 +5,10 @@ import torch
 
 from onpolicy.errors import WeightSyncError
 from onpolicy.train import distributed
-from onpolicy.weights.digest import WeightDigest
 from tests.support.engines_in_memory import Host, make_requests
 from tests.support.tiny_policy import ALIGNED, STOCK
 from tests.support.trainer_in_memory import make_pair
+from tests.support.weight_digests import digest_of
 
 FROZEN, TRAINED = "before.weight", "two_before.weight"
 
@@ -34,13 +34,6 @@ def train(pair):
 
 def engines_of(pair):
     return [client.memory for client in pair.rollout.clients]
-
-
-def digest_of(weights):
-    digest = WeightDigest()
-    for name, tensor in weights.items():
-        digest.add(name, tensor)
-    return digest.hexdigest()
 
 
 def flip(tensor):

@@ -9,21 +9,14 @@ from onpolicy.config.groups import EngineConfig
 from onpolicy.errors import EngineError, WeightSyncError
 from onpolicy.rollout.base import SamplingJob
 from onpolicy.rollout.client import EngineLostError
-from onpolicy.weights.digest import WeightDigest
 from onpolicy.weights.push import Transport, push_weights
 from onpolicy.weights.transports import make_transport
 from tests.support.engines_in_memory import Host, make_requests
 from tests.support.tiny_policy import make_weights
+from tests.support.weight_digests import digest_of
 
 TRAINED = make_weights(seed=1)
 BUCKETS = [[item] for item in TRAINED.items()]
-
-
-def digest_of(weights):
-    digest = WeightDigest()
-    for name, tensor in weights.items():
-        digest.add(name, tensor)
-    return digest.hexdigest()
 
 
 @pytest.fixture(params=["disk", "tensor"])

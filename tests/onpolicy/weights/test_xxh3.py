@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from onpolicy.weights import digest, xxh3
 from onpolicy.weights.digest import WeightDigest
+from tests.support.weight_digests import digest_of
 
 SEEDS = (0, 1, 0x0123456789ABCDEF, (1 << 64) - 1)
 LENGTHS = (1025, 1026, 1088, 1089, 2047, 2048, 2049, 3000, 16 * 1024 + 5, 18 * 1024, 40_000)
@@ -75,12 +76,6 @@ def test_a_trainer_on_a_gpu_and_a_checker_on_a_cpu_have_one_digest(monkeypatch):
         "linear": torch.randn(130, 65).bfloat16(),
         "embedding": torch.randn(999, 33),
     }
-
-    def digest_of(tensors):
-        result = WeightDigest()
-        for name, tensor in tensors.items():
-            result.add(name, tensor)
-        return result.hexdigest()
 
     on_cpu = digest_of(weights)
     monkeypatch.setattr(digest, "hashes_itself", lambda flat: len(flat) > xxh3.BLOCK)

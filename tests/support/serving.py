@@ -1,0 +1,32 @@
+"""`onpolicy serve` as a user starts it, and what it prints."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+
+import pytest
+
+
+def reached_by(process):
+    """(The flags by which a run reaches the servers of `onpolicy serve`, all that it has printed.)"""
+    printed = []
+    for line in process.stdout:
+        printed.append(line)
+        if line.startswith("--rollout-server-url"):
+            return line.split(), "".join(printed)
+    pytest.fail("".join(printed))
+
+
+@contextlib.contextmanager
+def serving(checkpoint, directory, *argv):
+    """`reached_by` of one server, until it is left."""
+    command = [sys.executable, "-m", "onpolicy.cli", "serve", "--hf-checkpoint", str(checkpoint)]
+    process = subprocess.Popen(
+        [*command, "--run-dir", str(directory), "--cpu-threads", "1", *argv],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    yield reached_by(process)
+    process.terminate()
+    process.wait(30)
