@@ -89,7 +89,8 @@ class Learner:
         ]
         gate = self._gate(step, contract)
         corrected = not contract.is_aligned or any(share.lags)
-        scored, perf = self._scored(steps, share.outcomes, corrected=corrected)
+        told = contract.is_aligned
+        scored, perf = self._scored(steps, share.outcomes, corrected=corrected, told=told)
         try:
             metrics, learnt = self._train_on(
                 scored, rates, gate, corrected=corrected, lags=share.lags
@@ -102,7 +103,7 @@ class Learner:
                 raise
             logger.error("%s Going on with the fallback correction.", error)
             gate = ParityGate(step, "measure")
-            scored, perf = self._scored(steps, share.outcomes, corrected=True)
+            scored, perf = self._scored(steps, share.outcomes, corrected=True, told=False)
             metrics, learnt = self._train_on(scored, rates, gate, corrected=True)
             metrics["parity/num_fallbacks"] = 1.0
         self.penalties.step()
@@ -214,12 +215,12 @@ class Learner:
         return ParityGate(step, policy, remedy)
 
     def _scored(
-        self, steps: list[list[PackedBatch]], outcomes: Outcomes, *, corrected: bool
+        self, steps: list[list[PackedBatch]], outcomes: Outcomes, *, corrected: bool, told: bool
     ) -> tuple[list[list[ScoredBatch]], dict[str, float]]:
-        """Scores and advantages, before the first optimizer step changes anything."""
+        """Scores and advantages, before any optimizer step; told: by entropies of engines, too."""
         start = time.perf_counter()
         batches = [batch for step in steps for batch in step]
-        source = entropies_from(steps, self.config, on_policy=not corrected)
+        source = entropies_from(steps, self.config, told=told)
         roles = self._roles(steps, source, corrected=corrected)
         scores: dict[Role, Any] = {role: self._score(role, batches) for role in roles}
         if self.teachers is not None:

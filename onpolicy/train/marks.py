@@ -2,8 +2,8 @@
 
 By what the policy was before the first step of the rollout, so that it is the same however a batch is
 cut into ranks and micro-batches. (Peers decide by the loss's own forward pass, within what that holds.)
-Entropies are those of that pass too where it holds all of them (`knows_entropies`), or those that
-engines told with the tokens, where they are the policy's; either saves a pass before it.
+Entropies are those that aligned engines told, of the distribution that each token was drawn from; or
+those of the loss's own pass, where it holds them all (`knows_entropies`). Either saves a pass before it.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ def marked(step: Sequence[WeighedBatch], config: TrainConfig, rollout: int) -> l
 
 
 def entropies_from(
-    steps: Sequence[Sequence[PackedBatch]], config: TrainConfig, *, on_policy: bool
+    steps: Sequence[Sequence[PackedBatch]], config: TrainConfig, *, told: bool
 ) -> Literal["nobody", "rollout", "loss", "policy"]:
-    """Whose entropies the tokens of a rollout are told apart by: those that engines told, where they are
-    the policy's; those of the loss's own pass; or those of a pass before it. Collective."""
+    """Whose entropies the tokens of a rollout are told apart by: those that engines told, if `told` says
+    that they are the trainer's own functions'; those of the loss's own pass; or those of a pass before
+    it. Collective."""
     if not config.algorithm.compares_entropies:
         return "nobody"
     untold = any(batch.rollout_entropy is None for step in steps for batch in step)
-    if on_policy and not any_data(untold):
+    if told and not any_data(untold):
         return "rollout"
     return "loss" if knows_entropies(steps, config) else "policy"
 

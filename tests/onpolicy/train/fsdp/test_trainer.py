@@ -19,6 +19,7 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.train import distributed, make_trainer, marks
 from onpolicy.train.batch import packed_batch
+from onpolicy.trajectory import Span
 from tests.support.samples import make_train_sample, with_log_probs, with_trajectory
 
 RATES = [1e-3]
@@ -464,6 +465,38 @@ def test_entropies_that_engines_tell_save_the_pass_before_the_step(make, more):
     trainer = make(**settings)
     part = learnt_by_entropy(trainer, lambda s: [*telling(trainer)(s)[:-1], s[-1]])
     assert part[0] == 1, "not told of all tokens"
+
+
+def untold(samples):
+    return [with_trajectory(sample, entropy=[]) for sample in samples]
+
+
+def lagging(samples):
+    """Every other sample was sampled by the policy before, which was surer of its last tokens."""
+    found = []
+    for i, sample in enumerate(samples):
+        entropy = sample.sample.trajectory.entropy
+        before = [x / (1 + place) for place, x in enumerate(entropy)]
+        spans = (Span(version=0, start=0, end=len(entropy)),)
+        old = with_trajectory(sample, entropy=before, spans=spans)
+        old = dataclasses.replace(old, policy_version=1)
+        found.append(sample if i % 2 else old)
+    return found
+
+
+def test_a_lagging_token_is_told_apart_by_the_policy_that_drew_it(make):
+    """Its entropy is not the policy's, which nobody is asked for; that of a fresh token has to be."""
+    algorithm = {"top_entropy_quantile": 0.4}
+    cut = make(algorithm=algorithm, trainer={"max_tokens_per_gpu": 100})
+    passes, _, learnt, _ = learnt_by_entropy(cut, lambda s: lagging(telling(cut)(s)))
+    whole = make(algorithm=algorithm, trainer={"max_tokens_per_gpu": 999})
+    found = learnt_by_entropy(whole, lambda s: lagging(telling(whole)(s)))
+    assert (passes, found[0]) == (0, 0) and learnt == found[2]
+    asked = make(algorithm=algorithm, trainer={"max_tokens_per_gpu": 100})
+    others = learnt_by_entropy(asked, lambda s: untold(lagging(telling(asked)(s))))
+    assert others[0] == 1 and others[2] != learnt, "nobody told, and it is another policy"
+    with pytest.raises(ParityError, match="have another entropy in training"):
+        learnt_by_entropy(cut, lambda s: lagging(telling(cut, off=1.0)(s)))
 
 
 def test_an_entropy_that_is_not_the_trainers_is_refused(make):
