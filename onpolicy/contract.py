@@ -20,9 +20,6 @@ CONTRACT_VARIABLE = "ONPOLICY_CONTRACT"
 THREADS_VARIABLE = "ONPOLICY_CPU_THREADS"
 """Environment variable with the number of threads of an engine's operators; changes no bits."""
 
-ENTROPY_VARIABLE = "ONPOLICY_ENTROPY"
-"""Environment variable: set where an engine is to tell the entropy that each token was drawn at."""
-
 NAMES_VARIABLE = "ONPOLICY_ADAPTER_NAMES"
 """Environment variable with the names, spaces between, under which an engine holds adapters beside one
 base; each name's rows have the bits that they have alone."""

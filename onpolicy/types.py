@@ -70,6 +70,10 @@ class SamplingParams:
     return_routed_experts: bool = False
     """Whether the engine is to tell which experts computed every token."""
 
+    return_entropy: bool = False
+    """Whether it is to tell the entropy of the distribution that each token is drawn from, which engines
+    under an aligned contract can."""
+
     grammar: Grammar | None = None
     """What the response must be as text, which is cut before all filters."""
 

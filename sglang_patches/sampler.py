@@ -11,8 +11,9 @@ A request with a grammar, top-k, top-p or min-p is sampled from what they leave 
 `ops/cuts.py`), by the same functions, and its answer says of every token what it was drawn from:
 `meta_info.kept_tokens`, `ops/kept_tokens.py` in base64. Stock SGLang draws from the cut distribution and
 returns the log-probability of the whole one.
-Where a run asks for it, an answer says of every token too at what entropy it was drawn, by
-the function that the trainer's is of: `meta_info.entropy`, float32.
+To a request with `custom_params={"entropy": true}` it says of every token too at what entropy it was
+drawn, by the function that the trainer's is of: `meta_info.entropy`, float32. What a request asks for
+does not come with a batch of SGLang's, so from the first one on the engine tells them of every token.
 Registered through SGLang's register_sampler_backend under the name that deterministic inference
 forces ("pytorch"). Can go when SGLang's sampler can be given a log-softmax.
 """
@@ -21,18 +22,19 @@ from __future__ import annotations
 
 import base64
 import operator
-import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onpolicy.contract import ENTROPY_VARIABLE, NumericsContract
+from onpolicy.contract import NumericsContract
 from onpolicy.ops import Operators
 from onpolicy.ops.cuts import ALL, Cut, left, within
 from onpolicy.ops.kept_tokens import packed
 from sglang_patches import registry
 from sglang_patches.grammars import allowed, is_constrained
+
+REQUEST_TARGET = "sglang.srt.managers.scheduler.Scheduler.handle_generate_request"
 
 KEPT = "kept_tokens"
 ENTROPY = "entropy"
@@ -43,7 +45,17 @@ def install(operators: Operators, contract: NumericsContract) -> None:
 
     dtype = getattr(torch, contract.dtype)
     register_sampler_backend("pytorch", lambda: _sampler_class()(operators, dtype))
+    registry.hook(REQUEST_TARGET, _note_wish, "before")
     registry.note("sampler backend pytorch")
+
+
+_wishes: set[str] = set()
+"""What requests have asked this process for so far."""
+
+
+def _note_wish(_: Any, request: Any, **__: Any) -> None:
+    if (request.sampling_params.custom_params or {}).get(ENTROPY):
+        _wishes.add(ENTROPY)
 
 
 def _sampler_class() -> type:
@@ -144,8 +156,8 @@ def _answer_kept(logits_output: Any, kept: Tensor | None, info: Any) -> None:
 def _answer_entropy(
     operators: Operators, logits_output: Any, logits: Tensor, info: Any, tokens: Tensor
 ) -> None:
-    """Let the answers say it, of an engine that is to tell."""
-    if ENTROPY_VARIABLE not in os.environ:
+    """Let the answers say it, once a request has asked."""
+    if ENTROPY not in _wishes:
         return
     _, entropy = operators.gather_log_probs(logits, info.temperatures, tokens)
     others = logits_output.customized_info or {}

@@ -5,7 +5,8 @@ probability, or if they are the likeliest where it has no kernel for that, and l
 another function's. Here the corpus of SGLang's worker proposes a chain of tokens. It is computed as an
 extend, each row over its own prefix; the sampler draws after every row as it does token by token; and
 `num_taken` says how many of the drawn tokens are the sample. The keys and values of the others lie
-beyond its end and are written again.
+beyond its end and are written again. What the sampler says of each row beside (its entropy) is told of
+the rows that are the sample, where SGLang has room for one word on each pass.
 
 Drafts depend on what else was served, and what is taken on neither. One tensor-parallel rank, since
 every rank has a corpus of its own. On a CPU, Triton writes no slots and `sgl_kernel` has no wheel: a few
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -34,6 +36,10 @@ from sglang_patches import registry
 
 WORKER_TARGET = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
 TOKENIZE_TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object"
+COLLECT_TARGET = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+    "._maybe_collect_customized_info"
+)
 ROOM_TARGET = "sglang.srt.mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len"
 SLOTS_TARGET = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
 TREES = "sglang.kernels.ops.speculative.reconstruct_tree"
@@ -42,6 +48,7 @@ TREES = "sglang.kernels.ops.speculative.reconstruct_tree"
 def install(contract: NumericsContract) -> None:
     registry.hook(WORKER_TARGET, _worker, "around")
     registry.hook(TOKENIZE_TARGET, _refuse_cuts, "after")
+    registry.hook(COLLECT_TARGET, _spread, "after")
     registry.hook(ROOM_TARGET, _room_for_two, "after")
     if contract.device == "cpu":
         registry.hook(SLOTS_TARGET, assign_slots, "replace")
@@ -75,6 +82,13 @@ def _refuse_cuts(tokenized: Any, manager: Any, *_: Any, **__: Any) -> None:
         )
 
 
+def _spread(_: None, __: Any, ___: int, request: Any, *____: Any) -> None:
+    """What is told of the tokens of a pass, one after the other; of a prompt's it is told of one."""
+    for told in (request.customized_info or {}).values():
+        if told and isinstance(told[-1], list):
+            told[-1:] = told[-1]
+
+
 def _room_for_two(extra: int) -> int:
     """Tokens beyond the context that a request's row of slots has room for."""
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
@@ -106,6 +120,7 @@ def _worker_class(original: Any, algorithm: Any, server_args: Any) -> type:
             if is_decode:
                 drawn = self._draw(batch, result.logits_output)
                 counts = num_taken(batch.spec_info.draft_token.view_as(drawn)[:, 1:], drawn)
+                _tell_taken(result.logits_output, counts)
                 new_lens = batch.seq_lens + counts
                 self._update_ngram_corpus(batch)
                 self._forget_departed(batch)
@@ -168,6 +183,18 @@ def _worker_class(original: Any, algorithm: Any, server_args: Any) -> type:
             self._prev_decode_rids: set[str] = present
 
     return ChainWorker
+
+
+def _tell_taken(logits_output: Any, counts: Tensor) -> None:
+    """Leave each request what was said of its first `counts` [B] rows, among all rows [B * K]."""
+    if told := logits_output.customized_info:
+        logits_output.customized_info = {k: taken(x, counts.tolist()) for k, x in told.items()}
+
+
+def taken(of_rows: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
+    """The first `counts` of each request's values, which has equally many: [B * K] -> B lists."""
+    each = len(of_rows) // max(len(counts), 1)
+    return [[*of_rows[i * each : i * each + n]] for i, n in enumerate(counts)]
 
 
 def longest_chains(

@@ -48,7 +48,7 @@ def completion_of(answer: Any, status: int, request: Request, url: str) -> Compl
         drafts=(drafts[0], drafts[1]),
         routed_experts=_routed_experts(meta, request, url) if response_ids else None,
         kept_tokens=_kept_tokens(meta, request, len(response_ids), url),
-        entropy=meta.get("entropy") or [],
+        entropy=_entropy(meta, request, len(response_ids), url),
         spans=tuple(
             Span(version=_version(span["version"]), start=int(span["start"]), end=int(span["end"]))
             for span in meta.get("weight_versions") or ()
@@ -77,6 +77,20 @@ def _kept_tokens(meta: dict[str, Any], request: Request, count: int, url: str) -
             "Training needs it of each; use SGLang from the supported range."
         )
     return kept
+
+
+def _entropy(meta: dict[str, Any], request: Request, count: int, url: str) -> list[float]:
+    """That of the distribution of each of `count` tokens, where it was asked for."""
+    if not request.params.return_entropy:
+        return []
+    entropy: list[float] = meta.get("entropy") or []
+    if len(entropy) != count or None in entropy:
+        raise EngineError(
+            f"{url}: {count} tokens, and the entropies of {len(entropy)} of them, which "
+            "--top-entropy-quantile needs. Start the server by `onpolicy serve`, of the same version as "
+            "the run, or leave that flag out."
+        )
+    return entropy
 
 
 def _version(said: object) -> int:

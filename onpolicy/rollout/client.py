@@ -226,6 +226,7 @@ def _payload(request: Request, adapter_name: str = "") -> dict[str, Any]:
             "min_p": params.min_p,
             **({"stop": [*params.stop], "no_stop_trim": True} if params.stop else {}),
             **_grammar(request),
+            "custom_params": _custom(request),
         },
         "return_logprob": True,
         **({"return_routed_experts": True} if params.return_routed_experts else {}),
@@ -235,4 +236,10 @@ def _payload(request: Request, adapter_name: str = "") -> dict[str, Any]:
 def _grammar(request: Request) -> dict[str, Any]:
     if (grammar := request.params.grammar) is None:
         return {}
-    return {grammar.kind: grammar.text, "custom_params": {"num_begun": request.num_begun}}
+    return {grammar.kind: grammar.text}
+
+
+def _custom(request: Request) -> dict[str, Any] | None:
+    """What only an engine under a contract understands (`sglang_patches/`)."""
+    begun = {} if request.params.grammar is None else {"num_begun": request.num_begun}
+    return {**begun, **({"entropy": True} if request.params.return_entropy else {})} or None

@@ -12,7 +12,6 @@ from onpolicy.config import secrets
 from onpolicy.config.sglang_flags import draft_rows, tensor_parallel_size
 from onpolicy.contract import (
     CONTRACT_VARIABLE,
-    ENTROPY_VARIABLE,
     EXTENSIONS_VARIABLE,
     NAMES_VARIABLE,
     OUTSIDE,
@@ -74,9 +73,6 @@ class EngineSpec:
 
     returns_routed_experts: bool = False
     """Whether the engine keeps the experts that computed each token, for requests that ask."""
-
-    returns_entropy: bool = False
-    """Whether it tells the entropy of the distribution that each token was drawn from."""
 
     extensions: Mapping[str, str] = field(default_factory=dict)
     """What a command puts into the engine's processes (`sglang_patches/extensions.py`)."""
@@ -207,8 +203,6 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
         **_gloo_interface(spec.host),
         **spec.contract.variables,
     }
-    if spec.returns_entropy:
-        variables[ENTROPY_VARIABLE] = "1"
     if spec.adapter_names:
         variables[NAMES_VARIABLE] = " ".join(spec.adapter_names)
     if spec.extensions:

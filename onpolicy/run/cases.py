@@ -51,6 +51,7 @@ class _Params(TypedDict):
     ignore_eos: bool
     stop: NotRequired[list[str]]
     return_routed_experts: bool
+    return_entropy: NotRequired[bool]
     grammar: NotRequired[_Grammar | None]
 
 

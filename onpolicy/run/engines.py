@@ -99,6 +99,11 @@ class EnginePair:
         """Whether the trainer takes the experts that the rollout took."""
         return replays_routing(self.config, self.contract)
 
+    @property
+    def tells_entropy(self) -> bool:
+        """Whether the trainer takes the entropies that the rollout tells: those of its own functions."""
+        return self.config.algorithm.compares_entropies and self.contract.is_aligned
+
     def push_weights(self, version: int) -> None:
         """Give the servers the trainer's weights, and have them prove that they hold them.
 

@@ -218,7 +218,11 @@ class Sampler:
         """The group of the prompt that comes after `number` others; nothing of it is drawn."""
         rollout, prompt = self.config.rollout, self.curriculum.at(number)
         params = self._params(rollout.rollout_temperature, rollout.rollout_max_response_len)
-        params = replace(params, return_routed_experts=self.engines.replays_routing)
+        params = replace(
+            params,
+            return_routed_experts=self.engines.replays_routing,
+            return_entropy=self.engines.tells_entropy,
+        )
         seed_key = (self.config.seed, "rollout", *divmod(number, rollout.rollout_batch_size))
         requests = make_group(prompt, self.config.answers_per_prompt, params, *seed_key)
         if self.config.compares_with_greedy:

@@ -5,24 +5,23 @@ import dataclasses
 import pytest
 import torch
 
-from onpolicy.config import groups
+from onpolicy.config.flags import with_flags
 from onpolicy.errors import ParityError
 from onpolicy.ops.cuts import Cut
 from onpolicy.rollout.sampling import trajectories_of
 from onpolicy.train.batch import packed_batch
 from onpolicy.types import Prompt, Sample, TrainSample
-from tests.support.engines_fixture import make_engines, make_requests, running
+from tests.support.engines_fixture import make_requests
 
 FILTERS = {"top_k": 60, "top_p": 0.8, "min_p": 0.02}
 
 
-@pytest.fixture(scope="module")
-def pair(checkpoint, tmp_path_factory):
+@pytest.fixture
+def pair(engines, monkeypatch):
     """Of a run that learns from the tokens of the largest entropy, a few samples at a time."""
-    algorithm = groups.AlgorithmConfig(top_entropy_quantile=0.4, advantage_estimator="reinforce")
-    directory = tmp_path_factory.mktemp("entropy")
-    with running(make_engines(checkpoint, directory, algorithm=algorithm)) as pair:
-        yield pair
+    config = with_flags(engines.config, {"top_entropy_quantile": 0.4})
+    monkeypatch.setattr(engines.trainer.learner, "config", config)
+    return engines
 
 
 def samples_of(trajectories):
@@ -41,7 +40,7 @@ def samples_of(trajectories):
 
 def sampled(pair, temperature=1.0, **filters):
     requests = [
-        dataclasses.replace(r, params=dataclasses.replace(r.params, **filters))
+        dataclasses.replace(r, params=dataclasses.replace(r.params, return_entropy=True, **filters))
         for r in make_requests(12, seed=31, max_new_tokens=20, temperature=temperature)
     ]
     return trajectories_of(requests, pair.generate(requests))
@@ -98,6 +97,6 @@ def test_one_entropy_that_is_a_bit_off_is_refused(pair):
         train(pair, trajectories)
 
 
-def test_engines_tell_nothing_that_nobody_asked_for(engines):
+def test_answers_tell_nothing_that_nobody_asked_for(engines):
     requests = make_requests(2, seed=32)
     assert [answer.entropy for answer in engines.generate(requests)] == [[], []]

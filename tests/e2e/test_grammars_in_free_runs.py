@@ -18,8 +18,7 @@ SHORTEST = 16 * 4 + 2
 
 BEGIN_ANEW = """
 from onpolicy.rollout import client
-ask = client._grammar
-client._grammar = lambda request: {k: v for k, v in ask(request).items() if k != "custom_params"}
+client._custom = lambda request: None
 """
 """What is asked for after a push is an answer that begins."""
 

@@ -59,10 +59,12 @@ def client(server):
     return client_of(f"{url}/v1", key)
 
 
-def a_runs_requests(prompts, temperature=1.0):
+def a_runs_requests(prompts, temperature=1.0, **asked):
     """As a run makes them: token ids, a seed of the run's, the checkpoint's stop tokens."""
     tokenizer = make_tokenizer()
-    params = SamplingParams(temperature=temperature, max_new_tokens=LENGTH, stop_token_ids=(1,))
+    params = SamplingParams(
+        temperature=temperature, max_new_tokens=LENGTH, stop_token_ids=(1,), **asked
+    )
     return [
         Request(
             prompt_ids=tokenizer.encode(prompt),
@@ -143,17 +145,22 @@ def test_a_chat_is_sampled_from_its_template_without_the_checkpoints_own_filters
 def test_generate_takes_text_too_and_a_run_may_use_this_server(engines, server):
     url, key = server
     run = EngineClient(url, key, 60, 60)
-    ours = a_runs_requests(PROMPTS)
+    ours = a_runs_requests(PROMPTS, return_entropy=True)
     for prompt, request, completion in zip(PROMPTS, ours, engines.generate(ours), strict=True):
         body = {
             "text": prompt,
             "return_logprob": True,
-            "sampling_params": {"max_new_tokens": LENGTH, "sampling_seed": request.sampling_seed},
+            "sampling_params": {
+                "max_new_tokens": LENGTH,
+                "sampling_seed": request.sampling_seed,
+                "custom_params": {"entropy": True},
+            },
         }
         answer = requests.post(f"{url}/generate", json=body, headers=run.headers).json()
         pairs = answer["meta_info"]["output_token_logprobs"]
         assert same(completion, [pair[1] for pair in pairs], [pair[0] for pair in pairs])
         assert answer["output_ids"] == completion.response_ids
+        assert answer["meta_info"]["entropy"] == completion.entropy != []
 
 
 def test_without_a_seed_the_same_question_has_several_answers(client):

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import requests
 import torch
 
 from onpolicy.errors import ContractError
-from sglang_patches.speculation import _worker, assign_slots, longest_chains, of_rows
+from onpolicy.rollout.client import _payload
+from sglang_patches.speculation import _worker, assign_slots, longest_chains, of_rows, taken
 from tests.support.after_import import after_import
 from tests.support.engines_fixture import make_engines, make_requests, running
 from tests.support.train_runs import ROOT
@@ -50,15 +52,32 @@ def drafting(checkpoint, tmp_path_factory, broken):
 
 
 def group(temperature, count=6, **changes):
-    """Samples of one prompt, of which one is asked for twice."""
+    """Samples of one prompt, of which one is asked for twice, with the entropy of each token."""
     (request, *_) = make_requests(1, seed=3, max_new_tokens=60, temperature=temperature)
-    params = dataclasses.replace(request.params, **changes)
+    params = dataclasses.replace(request.params, **{"return_entropy": True, **changes})
     seeds = [*range(count), 0]
     return [dataclasses.replace(request, params=params, sampling_seed=seed) for seed in seeds]
 
 
 def answers(completions):
-    return [(c.response_ids, c.rollout_log_probs, c.finish_reason) for c in completions]
+    return [(c.response_ids, c.rollout_log_probs, c.entropy, c.finish_reason) for c in completions]
+
+
+def said(pair, request):
+    """What a server answers beside the tokens."""
+    (client,) = pair.rollout.clients
+    answer = requests.post(f"{client.url}/generate", json=_payload(request), headers=client.headers)
+    return answer.json()["meta_info"]
+
+
+@pytest.mark.engine
+def test_engines_tell_entropies_from_the_first_request_on_that_asks(drafting):
+    """Those of the tokens that were taken, however many a pass took."""
+    (plain, *_), (asked, *_) = group(1.0, return_entropy=False), group(1.0)
+    assert "entropy" not in said(drafting, plain)
+    first, again = said(drafting, asked), said(drafting, asked)
+    assert len(first["entropy"]) == 60 and again["entropy"] == first["entropy"]
+    assert again["spec_num_correct_drafts"] > 30
 
 
 @pytest.mark.engine
@@ -82,8 +101,8 @@ def test_an_answer_ends_where_it_ends_without_drafts(engines, drafting):
     (plain, *_) = engines.generate(group(1.0, ignore_eos=True))
     stops = group(1.0, stop_token_ids=(plain.response_ids[20],), ignore_eos=False)
     short = group(1.0, max_new_tokens=7)
-    for requests in (stops, short):
-        assert answers(drafting.generate(requests)) == answers(engines.generate(requests))
+    for asked in (stops, short):
+        assert answers(drafting.generate(asked)) == answers(engines.generate(asked))
 
 
 @pytest.mark.engine
@@ -130,6 +149,11 @@ def test_the_chain_is_the_longest_path_of_a_tree_and_goes_on_with_its_last_token
     paths[0, 4, [1, 3]] = 1  # 7 -> 1 -> 3 -> 4
     chains = longest_chains(tokens.flatten(), paths.flatten(), 5)
     assert chains.tolist() == [[7, 1, 3, 4, 4], [7, 5, 5, 5, 5]]
+
+
+def test_of_every_pass_that_is_told_which_was_taken():
+    assert taken([1, 2, 3, 4, 5, 6], [2, 3]) == [[1, 2], [4, 5, 6]]
+    assert taken([], []) == []
 
 
 def test_slots_are_written_where_each_requests_tokens_go_on():

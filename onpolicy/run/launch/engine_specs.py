@@ -18,7 +18,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.groups import EngineConfig, ServerConfig
 from onpolicy.config.groups.agents import has_agent
 from onpolicy.config.secrets import reveal
-from onpolicy.config.sglang_flags import draft_rows, max_total_tokens, tensor_parallel_size
+from onpolicy.config.sglang_flags import max_total_tokens, tensor_parallel_size
 from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
@@ -83,11 +83,6 @@ def rollout_spec(
         _spec(config, engine, hf_config, contract, longest_sequence, requests),
         weight_format="" if contract.is_aligned else engine.rollout_weight_format,
         returns_routed_experts=replays_routing(config, contract),
-        returns_entropy=(
-            config.algorithm.compares_entropies
-            and contract.is_aligned
-            and not draft_rows(config.sglang_args)
-        ),
         adapter_name=config.lora.lora_name,
         serves_text=has_agent(config.agent),  # a stop string needs a tokenizer
     )

@@ -86,6 +86,21 @@ def test_experts_of_a_retracted_request_are_not_those_it_was_sampled_with():
     assert completion_of(answer(PAIRS, **meta), 200, REPLAYED, "http://e").routed_experts is None
 
 
+TELLING = replace(REQUEST, params=replace(PARAMS, return_entropy=True))
+
+
+def test_entropies_come_for_every_token_if_they_were_asked_for():
+    said = answer(PAIRS, entropy=[0.25, 1.5])
+    assert completion_of(said, 200, TELLING, "http://e").entropy == [0.25, 1.5]
+    assert completion_of(said, 200, REQUEST, "http://e").entropy == []
+
+
+@pytest.mark.parametrize("meta", [{}, {"entropy": [0.25]}, {"entropy": [None, 0.25]}])
+def test_entropies_that_do_not_come_are_an_error(meta):
+    with pytest.raises(EngineError, match=r"entropies of . of them, which --top-entropy"):
+        completion_of(answer(PAIRS, **meta), 200, TELLING, "http://e")
+
+
 def test_experts_that_do_not_come_are_an_error():
     with pytest.raises(EngineError, match="enable-return-routed-experts"):
         completion_of(answer(PAIRS), 200, REPLAYED, "http://e")
