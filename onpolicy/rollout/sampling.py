@@ -51,8 +51,8 @@ def make_group(
 
 def greedy(request: Request) -> Request:
     """The same, answered by the likeliest token each time, with its log-probability among all tokens."""
-    untold = {"return_routed_experts": False, "return_entropy": False}
-    params = replace(request.params, top_p=1.0, top_k=1, min_p=0.0, **untold)
+    params = replace(request.params, top_p=1.0, top_k=1, min_p=0.0)
+    params = replace(params, return_routed_experts=False, return_entropy=False)
     return replace(request, params=params)
 
 
