@@ -58,5 +58,10 @@ def test_the_kills_of_another_seed_are_not_gone_on_with(file):
         SoakRecord(file, 4, OLD)
 
 
+def test_the_kills_of_runs_of_another_rank_are_not_gone_on_with(file):
+    with pytest.raises(ValueError, match=r"--lora-rank=8: .* has runs of --lora-rank 0\."):
+        SoakRecord(file, 3, OLD, lora_rank=8)
+
+
 def test_the_published_record_can_be_read():
     assert SoakRecord(ROOT / "benchmarks/results/soak.json", 0, {}).kills
