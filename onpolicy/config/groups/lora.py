@@ -111,8 +111,6 @@ class LoraConfig(AdapterShapeConfig):
             "servers of the run's own have its adapters alone, which need no name",
             "Add --rollout-server-url, or leave it out."),
         Against(lambda run: run.lora_dora, "with names there are no magnitudes (--lora-dora) yet"),
-        Against(lambda run: run.rollout_weight_format,
-            "the base that runs share is rounded by none of them (--rollout-weight-format)"),
         Against(lambda run: run.plan.may_lag,
             "requests that outlive a push (--rollout-lag, --rollout-segment-tokens, --rollout-schedule) "
             "are aborted, and those of other runs with them"),
@@ -137,8 +135,6 @@ class ServedLoraConfig(AdapterShapeConfig):
         Against(lambda run: not run.true_on_policy_mode,
             "SGLang's own kernels have no adapters here", "Leave --no-true-on-policy-mode out."),
         Against(lambda run: run.sessions, "a session says no name"),
-        Against(lambda run: run.rollout_weight_format,
-            "the base that runs share is rounded by none of them (--rollout-weight-format)"),
         Against(lambda run: draft_rows(run.sglang_args),
             "the rows of drafts (--sglang-speculative-*) are not told apart by names"),
     ] = ()  # fmt: skip
