@@ -77,6 +77,7 @@ test-sglang: setup
 
 # Kills processes and hosts of whole runs at random moments; an hour or two. It goes on where it was stopped:
 #   make soak SOAK_ARGS='--kills 80'
+#   make soak SOAK_ARGS='--json benchmarks/results/soak_lora.json --lora-rank 8'
 soak: setup
 	PYTHONPATH=. $(BIN)/python tests/support/soak.py --json benchmarks/results/soak.json $(SOAK_ARGS)
 

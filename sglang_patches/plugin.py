@@ -61,7 +61,7 @@ def load() -> None:
     model_names.install()
     status.install()
     weights.install(contract, named_weights.watch_loads if named_adapters.names() else None)
-    named_weights.install()
+    named_weights.install(contract)
     named_adapters.install()
     if contract.device == "cpu":
         cpu.install()

@@ -237,8 +237,29 @@ def adapter_size(model: nn.Module, adapter: AdapterShape) -> int:
     linears = adapted_linears(model, adapter)
     size = adapter.rank * sum(m.in_features + m.out_features for m in linears)
     size += adapter.dora * sum(m.out_features for m in linears)
-    experts = (m for n, m in model.named_modules() if _leaf(n) in adapter.targets)
-    return size + sum(expert_adapter_size(m, adapter.rank) for m in experts if has_usual_experts(m))
+    experts = _adapted_experts(model, adapter)
+    return size + sum(expert_adapter_size(m, adapter.rank) for m in experts)
+
+
+def merging_size(model: nn.Module, adapter: AdapterShape) -> int:
+    """The most float32 numbers that are held while adapters are merged into a model, which has none yet
+    (`models/merged.py`).
+
+    A parameter's update is made from two factors beside that of the last one; sums, and what is counted
+    of them, are of a tensor that a checkpoint has, which is one expert's unless matrices are transposed.
+    """
+    linears = [(m.weight, 1) for m in adapted_linears(model, adapter)]
+    experts = [
+        (m.gate_up_proj, 1 if m.is_transposed else len(m.gate_up_proj))
+        for m in _adapted_experts(model, adapter)
+    ]
+    sizes = [3 * p.numel() + 6 * p.numel() // parts for p, parts in [*linears, *experts]]
+    return max(sizes, default=0)
+
+
+def _adapted_experts(model: nn.Module, adapter: AdapterShape) -> list[Any]:
+    named = [m for name, m in model.named_modules() if _leaf(name) in adapter.targets]
+    return [m for m in named if has_usual_experts(m)]
 
 
 def _leaf(name: str) -> str:

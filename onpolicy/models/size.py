@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from onpolicy.contract import AdapterShape
-from onpolicy.models.adapters import adapter_size
+from onpolicy.models.adapters import adapter_size, merging_size
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.layers import decoder_layers
 from onpolicy.models.trainable import trainable_parameters
@@ -36,6 +36,9 @@ class ModelSize:
     adapters: int = 0
     """Those of the parameters that are adapters'."""
 
+    merging: int = 0
+    """float32 numbers that are held while adapters are merged."""
+
     @staticmethod
     def of(
         config: PretrainedConfig,
@@ -59,6 +62,7 @@ class ModelSize:
             hidden=config.hidden_size,
             vocab=config.vocab_size,
             adapters=added,
+            merging=merging_size(model, adapter) if adapter else 0,
         )
 
     @property

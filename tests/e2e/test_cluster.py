@@ -24,6 +24,8 @@ from tests.support.train_runs import (
 
 pytestmark = [pytest.mark.engine, pytest.mark.runs]
 
+LORA = ("--lora-rank", "8")
+
 
 @pytest.fixture(scope="module")
 def cluster():
@@ -70,11 +72,13 @@ def test_ranks_and_engines_on_several_hosts_give_the_hash_of_one(
     assert asked == [(host, address) for host, address, _ in placed]
 
 
-def test_a_free_run_of_several_hosts_is_repeated_on_one_with_one_engine(start, cluster, tmp_path):
-    ran = tmp_path / "ran"
-    output = finish(start(ran, *FREE, *on(cluster), "--actor-num-nodes", "2"))
+def test_a_free_run_of_adapters_on_several_hosts_is_repeated_on_one_with_one_engine(
+    start, cluster, tmp_path
+):
+    argv, ran = (*FREE, *LORA), tmp_path / "ran"
+    output = finish(start(ran, *argv, *on(cluster), "--actor-num-nodes", "2"))
     replay = ("--replay", str(journal_of(ran)))
-    assert run_hash(finish(start(tmp_path / "again", *FREE, *replay))) == run_hash(output)
+    assert run_hash(finish(start(tmp_path / "again", *argv, *replay))) == run_hash(output)
     assert summary(output)["tokens mismatched"] == "0"
 
 
@@ -105,19 +109,20 @@ def has_saved(directory):
     return (directory / "ckpt" / "step_000001").exists()
 
 
-LAG = ("--rollout-lag", "1")
+AHEAD = (*LORA, "--rollout-lag", "1")
 
 
-@pytest.mark.parametrize("lag", [(), LAG], ids=["", "lag 1"])
+@pytest.mark.parametrize("more", [(), AHEAD], ids=["", "adapters, lag 1"])
 def test_engines_of_a_lost_host_start_elsewhere_and_the_run_goes_on_to_the_same_bits(
-    start, here, tmp_path, lag
+    start, here, tmp_path, more
 ):
-    """They get the current weights; those that sample ahead get the weights before."""
+    """They get the current weights, a base and its adapters too; those that sample ahead get the
+    weights before."""
     expected = here[1]
-    if lag:
-        expected = run_hash(finish(start(tmp_path / "undisturbed", *lag)))
+    if more:
+        expected = run_hash(finish(start(tmp_path / "undisturbed", *more)))
     with raylets(3) as cluster:
-        argv = ["--rollout-num-engines", "2", *lag]
+        argv = ["--rollout-num-engines", "2", *more]
         output = finish(a_host_is_lost(start, tmp_path, cluster, 1, *argv))
     seen = re.search(
         r"127\.0\.0\.3 has left the cluster \(known after .* s\); its server starts on \S+", output

@@ -12,39 +12,60 @@ from onpolicy.errors import ConfigError
 from onpolicy.rollout.client import EngineClient
 from onpolicy.types import Request, SamplingParams
 from tests.support.serving import serving
-from tests.support.train_runs import finish, run_hash, summary
+from tests.support.train_runs import TWO_RANKS, finish, run_hash, summary
 
 pytestmark = [pytest.mark.engine, pytest.mark.runs]
 
-LORA = ("--lora-rank", "8", "--cpu-threads", "1", "--num-rollout", "3")
-RUNS = {"math": (), "code-2": ("--seed", "7", "--lr", "3e-3")}
-"""What is another run's beside its name."""
+ROUNDED = ("--rollout-weight-format", "int4")
+LORA = (
+    "--lora-rank", "8", "--cpu-threads", "1", "--num-rollout", "3", "--row-parallel-blocks", "2",
+    *ROUNDED,
+)  # fmt: skip
+AGENT = ("--custom-generate-function-path", "own_agent.act", "--rollout-max-context-len", "120")
+NAMES = ("math", "code-2")
 
 SHARED = list(range(20, 90))
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint, tmp_path_factory):
-    """The flags that reach a server which holds adapters of all names."""
-    names = "--lora-rank", "8", "--lora-names", *RUNS, "unused"
-    directory = tmp_path_factory.mktemp("serve")
-    with serving(checkpoint, directory, *names, "--sglang-skip-tokenizer-init") as (flags, _):
+def servers(checkpoint, tmp_path_factory):
+    """The flags that reach two servers of two ranks each, which hold adapters of all names."""
+    names = *ROUNDED, "--lora-rank", "8", "--lora-names", *NAMES, "unused"
+    several = "--rollout-num-engines", "2", "--sglang-tp-size", "2"
+    with serving(checkpoint, tmp_path_factory.mktemp("serve"), *names, *several) as (flags, _):
         yield flags
 
 
 @pytest.fixture(scope="module")
-def outputs(start, server, tmp_path_factory):
-    """What the runs of all names print, which share the server at the same time."""
+def evaluated(data):
+    """What the run of code-2 is, whoever serves it."""
+    evaluates = ("--eval-interval", "3", "--eval-prompt-data", str(data))
+    return (*LORA, "--seed", "7", "--lr", "3e-3", *evaluates)
+
+
+@pytest.fixture(scope="module")
+def save(tmp_path_factory):
+    """Where it saves."""
+    return tmp_path_factory.mktemp("save")
+
+
+@pytest.fixture(scope="module")
+def outputs(start, servers, evaluated, save, tmp_path_factory):
+    """What the runs of all names print, which share the servers at the same time: one is an agent's."""
+    argv = {
+        "math": (*LORA, *AGENT, "--train-backend", "megatron"),
+        "code-2": (*evaluated, *TWO_RANKS, "--save", str(save), "--save-interval", "1"),
+    }
     under_way = {
-        name: start(tmp_path_factory.mktemp(name), *LORA, *more, *server, "--lora-name", name)
-        for name, more in RUNS.items()
+        name: start(tmp_path_factory.mktemp(name), *argv[name], *servers, "--lora-name", name)
+        for name in NAMES
     }
     return {name: finish(process) for name, process in under_way.items()}
 
 
 @pytest.fixture
-def client_of(server):
-    _, url, _, key = server
+def client_of(servers):
+    _, url, _, _, key = servers
     api_key = Path(key.removeprefix("@")).read_text().strip()
     return lambda name: EngineClient(url, api_key, 60.0, 60.0, "", name)
 
@@ -62,16 +83,26 @@ def ask(*clients):
 
 
 def test_runs_that_share_engines_have_the_bits_of_runs_with_engines_of_their_own(
-    outputs, start, tmp_path
+    outputs, start, evaluated, tmp_path
 ):
-    alone = finish(start(tmp_path, *LORA, *RUNS["code-2"]))
+    """Though the trainer, and each server, have two ranks there and one here."""
+    alone = finish(start(tmp_path, *evaluated))
     assert [summary(output)["tokens mismatched"] for output in outputs.values()] == ["0", "0"]
     assert run_hash(outputs["math"]) != run_hash(outputs["code-2"]) == run_hash(alone)
 
 
+def test_a_run_that_is_resumed_under_its_name_ends_as_the_undisturbed_one(
+    outputs, start, servers, evaluated, save, tmp_path
+):
+    argv = (*evaluated, *servers, "--lora-name", "code-2")
+    output = finish(start(tmp_path, *argv, "--load", str(save / "step_000001")))
+    assert "resumed from" in output and summary(output)["tokens mismatched"] == "0"
+    assert run_hash(output) == run_hash(outputs["code-2"])
+
+
 def test_each_name_has_its_own_answers_cache_and_version(outputs, client_of):
-    first = [ask(client_of(name))[0] for name in RUNS]
-    again = ask(*(client_of(name) for name in [*RUNS] * 4))  # in one batch
+    first = [ask(client_of(name))[0] for name in NAMES]
+    again = ask(*(client_of(name) for name in NAMES * 4))  # in one batch
     assert [answer.num_cached_tokens for answer in first] == [0, 0]
     assert min(answer.num_cached_tokens for answer in again) == len(SHARED) - 1
     for answer, expected in zip(again, first * 4, strict=True):
@@ -98,8 +129,8 @@ def test_a_request_is_never_answered_by_the_base_in_silence(outputs, client_of, 
     assert ask(client)[0].weight_version == 3
 
 
-def test_a_name_that_the_server_does_not_have_is_no_runs(server, start, client_of, tmp_path):
+def test_a_name_that_the_server_does_not_have_is_no_runs(servers, start, client_of, tmp_path):
     with pytest.raises(ConfigError, match="and the run is without --lora-name"):
         client_of("").report()
-    output = finish(start(tmp_path, *LORA, *server, "--lora-name", "physics"), 2)
+    output = finish(start(tmp_path, *LORA, *servers, "--lora-name", "physics"), 2)
     assert "has adapters named math, code-2, unused, and the run is --lora-name=physics" in output

@@ -19,6 +19,7 @@ from tests.support.train_runs import (
     a_rank_is_lost,
     exported_weights,
     finish,
+    killed_while_saving,
     metrics_of,
     run_hash,
     summary,
@@ -180,20 +181,6 @@ def test_a_run_that_loses_a_rank_goes_on_from_its_checkpoint_to_the_same_bits(
     assert run_hash(output) == plain[2]
 
 
-KILLED_WHILE_SAVING = """
-import os, signal
-from onpolicy.cluster import environment
-environment.prepare(local=True)  # before Ray is imported
-from onpolicy.cluster.trainer_ranks import TrainerRanks
-export = TrainerRanks.export
-def export_or_die(self, directory):
-    if "000004" in str(directory):
-        os.kill(os.getpid(), signal.SIGKILL)
-    export(self, directory)
-TrainerRanks.export = export_or_die
-"""
-
-
 @pytest.mark.runs
 def test_a_run_killed_in_the_middle_of_a_checkpoint_resumes_to_the_same_bits(
     start, plain, tmp_path
@@ -204,22 +191,7 @@ def test_a_run_killed_in_the_middle_of_a_checkpoint_resumes_to_the_same_bits(
     own = tmp_path / "run" / "weights" / "mine.safetensors"
     own.parent.mkdir(parents=True)
     own.write_text("of the user")
-    process = start(tmp_path, *argv, preamble=KILLED_WHILE_SAVING)
-    seen = set()
-
-    def gone():
-        if process.poll() is None:
-            seen.update(psutil.Process(process.pid).children(recursive=True))
-        return process.poll() is not None
-
-    wait_for(gone, 200)
-    assert process.returncode == -signal.SIGKILL
-    assert sorted(p.name for p in save.iterdir()) == [
-        ".lock", ".partial_step_000004", "step_000002",
-    ]  # fmt: skip
-    wait_for(lambda: not any(p.is_running() and p.status() != "zombie" for p in seen), 60)
-    assert len(seen) >= 3  # the server and its children did not outlive the trainer
-
+    killed_while_saving(start, tmp_path, save, *argv)
     output = finish(start(tmp_path, *argv, "--rollout-num-engines", "2"))
     assert "resumed from" in output
     assert run_hash(output) == plain[2]

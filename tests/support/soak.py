@@ -63,6 +63,8 @@ class Soak:
         self.record, self.seed, self.work = record, record.soaked["seed"], work
         self.checkpoint = make_checkpoint(work / "checkpoint")
         self.data = write_prompts(work / "prompts.jsonl")
+        lora_rank = record.soaked["lora_rank"]
+        self.trained = ("--lora-rank", str(lora_rank)) if lora_rank else ()
 
     def run(self, number: int):
         """The kill of this number, with all that follows from it."""
@@ -149,7 +151,7 @@ class Soak:
             "--weight-sync", setting.get("weight_sync", "tensor"),
             "--max-rank-restarts", str(setting.get("rank_restarts", 0)),
             "--rollout-health-timeout", "20", "--save", save, "--save-interval", "1", "--load", save,
-            *spread, preamble=MARKS,
+            *spread, *self.trained, preamble=MARKS,
             env={"TMPDIR": str(directory / "t"), "SOAK_MARKS": str(marks)},
         )  # fmt: skip
         return process, marks
@@ -220,9 +222,10 @@ def main():
     parser.add_argument("--json", type=Path, required=True, help="the record")
     parser.add_argument("--kills", type=int, default=40, help="kills in all, earlier ones included")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lora-rank", type=int, default=0, help="of every run; 0: all weights")
     arguments = parser.parse_args()
     here = {**versions(), "processor": processor()}
-    record = SoakRecord(arguments.json, arguments.seed, here)
+    record = SoakRecord(arguments.json, arguments.seed, here, arguments.lora_rank)
     with tempfile.TemporaryDirectory(prefix="soak-") as work:
         soak = Soak(record, Path(work))
         for number in range(len(record.kills), arguments.kills):

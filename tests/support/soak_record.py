@@ -53,9 +53,11 @@ class Part(TypedDict):
 
 @with_config(CLOSED)
 class Soaked(TypedDict):
-    """All parts, which have the kills of one seed from number 0 on."""
+    """All parts, which have the kills of one seed from number 0 on, of runs that all train adapters of
+    this rank, or all weights (0)."""
 
     seed: int
+    lora_rank: int
     parts: list[Part]
 
 
@@ -65,12 +67,12 @@ SHAPE = TypeAdapter(Soaked)
 class SoakRecord:
     """A file that is written after each kill, and read back by the call that goes on after the last."""
 
-    def __init__(self, file: Path, seed: int, versions: dict[str, str]):
-        """Raises ValueError if the file is no such record, or one of another seed."""
+    def __init__(self, file: Path, seed: int, versions: dict[str, str], lora_rank: int = 0):
+        """Raises ValueError if the file is no such record, or one of another seed or rank."""
         self.file = file
-        self.soaked: Soaked = {"seed": seed, "parts": []}
+        self.soaked: Soaked = {"seed": seed, "lora_rank": lora_rank, "parts": []}
         if file.exists():
-            self.soaked = _read(file, seed)
+            self.soaked = _read(file, seed, lora_rank)
         parts = self.soaked["parts"]
         if not parts or parts[-1]["versions"] != versions:
             parts.append({"versions": versions, "undisturbed": {}, "kills": []})
@@ -85,7 +87,7 @@ class SoakRecord:
         self.file.write_text(json.dumps(self.soaked, indent=1) + "\n")
 
 
-def _read(file: Path, seed: int) -> Soaked:
+def _read(file: Path, seed: int, lora_rank: int) -> Soaked:
     try:
         soaked = checked(SHAPE, json.loads(file.read_text()))
     except ValueError as error:
@@ -95,6 +97,11 @@ def _read(file: Path, seed: int) -> Soaked:
     if soaked["seed"] != seed:
         raise ValueError(
             f"--seed={seed}: {file} has the kills of seed {soaked['seed']}. Give that, or another file."
+        )
+    if soaked["lora_rank"] != lora_rank:
+        raise ValueError(
+            f"--lora-rank={lora_rank}: {file} has runs of --lora-rank {soaked['lora_rank']}. Give that, "
+            "or another file."
         )
     numbers = [kill["number"] for part in soaked["parts"] for kill in part["kills"]]
     if numbers != list(range(len(numbers))):

@@ -58,5 +58,11 @@ def test_the_kills_of_another_seed_are_not_gone_on_with(file):
         SoakRecord(file, 4, OLD)
 
 
-def test_the_published_record_can_be_read():
-    assert SoakRecord(ROOT / "benchmarks/results/soak.json", 0, {}).kills
+def test_the_kills_of_runs_of_another_rank_are_not_gone_on_with(file):
+    with pytest.raises(ValueError, match=r"--lora-rank=8: .* has runs of --lora-rank 0\."):
+        SoakRecord(file, 3, OLD, lora_rank=8)
+
+
+@pytest.mark.parametrize(("name", "lora_rank"), [("soak.json", 0), ("soak_lora.json", 8)])
+def test_the_published_records_can_be_read(name, lora_rank):
+    assert SoakRecord(ROOT / "benchmarks/results" / name, 0, {}, lora_rank).kills

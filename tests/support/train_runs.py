@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import psutil
 
 from onpolicy.outputs.metrics import read_jsonl
 from tests.support.after_import import after_import
@@ -79,6 +82,39 @@ def a_rank_is_lost(start, directory, *argv):
     (rank,) = trainer_ranks(process.pid)
     rank.kill()
     return process
+
+
+KILLED_WHILE_SAVING = """
+import os, signal
+from onpolicy.cluster import environment
+environment.prepare(local=True)  # before Ray is imported
+from onpolicy.cluster.trainer_ranks import TrainerRanks
+export = TrainerRanks.export
+def export_or_die(self, directory):
+    if "000004" in str(directory):
+        os.kill(os.getpid(), signal.SIGKILL)
+    export(self, directory)
+TrainerRanks.export = export_or_die
+"""
+
+
+def killed_while_saving(start, directory, save, *argv):
+    """A run that is killed in the middle of its last checkpoint, of two; no child outlives it."""
+    process = start(directory, *argv, preamble=KILLED_WHILE_SAVING)
+    seen = set()
+
+    def gone():
+        if process.poll() is None:
+            seen.update(psutil.Process(process.pid).children(recursive=True))
+        return process.poll() is not None
+
+    wait_for(gone, 200)
+    assert process.returncode == -signal.SIGKILL, process.stdout.read()[-4000:]
+    assert sorted(p.name for p in save.iterdir()) == [
+        ".lock", ".partial_step_000004", "step_000002",
+    ]  # fmt: skip
+    wait_for(lambda: not any(p.is_running() and p.status() != "zombie" for p in seen), 60)
+    assert len(seen) >= 3  # the server and its children
 
 
 def finish(process, code=0):

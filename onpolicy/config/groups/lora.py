@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from fallback_correction.ranges import ReadBy
 from onpolicy.config.kinds import CountOrZero, Positive
 from onpolicy.config.rules import NO_RESULT, Against, Parsed
-from onpolicy.config.sglang_flags import draft_rows, tensor_parallel_size
+from onpolicy.config.sglang_flags import draft_rows
 from onpolicy.errors import ConfigError
 
 BY_LORA = ReadBy("--lora-rank", lambda run: run.lora_rank > 0)
@@ -110,11 +110,7 @@ class LoraConfig(AdapterShapeConfig):
         Against(lambda run: not run.rollout_server_url,
             "servers of the run's own have its adapters alone, which need no name",
             "Add --rollout-server-url, or leave it out."),
-        Against(lambda run: run.train_backend == "megatron",
-            "names are for FSDP2 so far", "Use --train-backend fsdp."),
         Against(lambda run: run.lora_dora, "with names there are no magnitudes (--lora-dora) yet"),
-        Against(lambda run: run.rollout_weight_format,
-            "the base that runs share is rounded by none of them (--rollout-weight-format)"),
         Against(lambda run: run.plan.may_lag,
             "requests that outlive a push (--rollout-lag, --rollout-segment-tokens, --rollout-schedule) "
             "are aborted, and those of other runs with them"),
@@ -139,10 +135,6 @@ class ServedLoraConfig(AdapterShapeConfig):
         Against(lambda run: not run.true_on_policy_mode,
             "SGLang's own kernels have no adapters here", "Leave --no-true-on-policy-mode out."),
         Against(lambda run: run.sessions, "a session says no name"),
-        Against(lambda run: run.rollout_weight_format,
-            "the base that runs share is rounded by none of them (--rollout-weight-format)"),
-        Against(lambda run: tensor_parallel_size(run.sglang_args) > 1,
-            "ranks that share adapters of several names (--sglang-tp-size) are not there yet"),
         Against(lambda run: draft_rows(run.sglang_args),
             "the rows of drafts (--sglang-speculative-*) are not told apart by names"),
     ] = ()  # fmt: skip

@@ -148,8 +148,7 @@ def token_bytes(hf_config: PretrainedConfig, contract: NumericsContract) -> int:
     itemsize, kinds = getattr(torch, contract.dtype).itemsize, contract.shapes.attention
     head = packed_size if contract.kv_format else lambda numbers: itemsize * numbers
     per_layer = max(kind.kv_heads * (head(kind.head_dim) + head(kind.value_dim)) for kind in kinds)
-    size: int = hf_config.num_hidden_layers * per_layer
-    return size
+    return int(hf_config.num_hidden_layers * per_layer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +194,13 @@ class RunMemory:
 
     def push(self, senders: int = 1) -> ProcessMemory:
         """Weights on their way from each rank that sends: gathered, in shared memory or a file, and in
-        the server; and those that are gathered meanwhile."""
-        itemsize = getattr(torch, self.config.model.dtype).itemsize
-        weights = itemsize * self.size.parameters
-        bucket = min(self.config.sync.update_weight_buffer_size * MIB, weights)
-        largest = itemsize * self.size.largest_parameter
-        parts = {"4 copies of a bucket": 4 * max(bucket, largest)}
+        the server; and those that are gathered meanwhile. Where adapters are merged, all of them too."""
+        itemsize, size = getattr(torch, self.config.model.dtype).itemsize, self.size
+        buffer = self.config.sync.update_weight_buffer_size * MIB
+        bucket = max(min(buffer, itemsize * size.parameters), itemsize * size.largest_parameter)
+        parts = {"4 copies of a bucket": 4 * bucket}
+        if not self.spec.contract.shares_model and size.adapters:
+            parts["merging"] = bucket + itemsize * size.adapters + FLOAT32 * size.merging
         return ProcessMemory("a push", parts, senders)
 
     def controller(self) -> ProcessMemory:

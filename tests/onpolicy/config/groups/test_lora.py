@@ -90,6 +90,8 @@ SHARED = [*MODE, *LORA, "--lora-name", "math", "--rollout-server-url", "http://1
 def test_adapters_on_servers_of_others_have_a_name():
     check(*SHARED)
     check(*SHARED, "--weight-sync", "tensor")
+    check(*SHARED, "--train-backend", "megatron")
+    check(*SHARED, "--rollout-weight-format", "int4")
     with pytest.raises(ConfigError, match=r"--lora-name=math: .*Add --rollout-server-url"):
         check(*MODE, *LORA, "--lora-name", "math")
 
@@ -97,9 +99,7 @@ def test_adapters_on_servers_of_others_have_a_name():
 @pytest.mark.parametrize(
     ("argv", "rule"),
     [
-        (["--train-backend", "megatron"], "names are for FSDP2"),
         (["--lora-dora"], "there are no magnitudes"),
-        (["--rollout-weight-format", "int4"], "rounded by none of them"),
         (["--rollout-lag", "1"], "requests that outlive a push"),
         (["--weight-sync", "disk"], "--weight-sync=disk has no place for a name"),
     ],
@@ -123,8 +123,6 @@ def test_a_name_is_a_word():
         ([*LORA, "--lora-names", "a:1"], "--lora-names: 'a:1': a name has"),
         ([*LORA, "--lora-names", "a", "--no-true-on-policy-mode"], "kernels have no adapters here"),
         ([*LORA, "--lora-names", "a", "--sessions"], "a session says no name"),
-        ([*LORA, "--lora-names", "a", "--rollout-weight-format", "int4"], "rounded by none"),
-        ([*LORA, "--lora-names", "a", "--sglang-tp-size", "2"], "not there yet"),
         (
             [*LORA, "--lora-names", "a", "--sglang-speculative-algorithm", "NGRAM"],
             "rows of drafts",

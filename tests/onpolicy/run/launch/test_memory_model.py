@@ -1,6 +1,8 @@
 """Sums of memory before a run: what they are of."""
 
 import dataclasses
+from collections import deque
+from itertools import chain
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.triton import TritonOperators
 from onpolicy.rollout.engine_args import CACHE_MARGIN
 from onpolicy.run.launch.contracts import contract_for
+from onpolicy.run.launch.engine_specs import rollout_spec
 from onpolicy.run.launch.memory_model import (
     LOGITS_COPIES,
     TOKEN_RECORD,
@@ -22,6 +25,7 @@ from onpolicy.run.launch.memory_model import (
 from onpolicy.train import distributed, make_trainer
 from onpolicy.train.state import create_missing_moments
 from onpolicy.types import Prompt
+from tests.support.live_bytes import LiveBytes
 from tests.support.run_in_memory import PROMPTS, make_inputs
 from tests.support.run_in_memory import make_config as make_run_config
 from tests.support.sized_runs import make_config, make_spec
@@ -177,6 +181,48 @@ def test_a_push_holds_as_many_buckets_as_ranks_that_send(tmp_path, way, senders)
     for ranks, servers in ((3, 2), (2, 3)):
         assert run.with_push(ranks, servers)[-1].count == senders
     assert run.with_push(1, 3)[-1].count == run.with_push(0, 1)[-1].count == 1
+
+
+MERGED = {
+    "LoRA": ("qwen3", {}),
+    "DoRA": ("qwen3", {"lora_dora": True}),
+    "experts": ("qwen3-moe", {"lora_target_modules": "experts"}),
+    "experts whose matrices are transposed": ("gpt-oss", {"lora_target_modules": "experts"}),
+}
+
+
+@pytest.mark.parametrize("case", MERGED)
+def test_what_merging_adapters_takes_is_what_the_sum_says(case, tmp_path):
+    architecture, flags = MERGED[case]
+    sizes = {"hidden_size": 256, "intermediate_size": 768} if architecture == "qwen3" else {}
+    base = make_config(make_checkpoint(tmp_path / "model", architecture, **sizes), "bfloat16")
+    stock = groups.ParityConfig(true_on_policy_mode=False)
+    sync = groups.WeightSyncConfig(update_weight_buffer_size=0)
+    lora = groups.LoraConfig(lora_rank=2, **flags)
+    config = dataclasses.replace(base, parity=stock, lora=lora, sync=sync)
+    hf_config = load_config(config.model.hf_checkpoint)
+    contract = contract_for(config, hf_config, aligned=False)
+    spec = rollout_spec(config, hf_config, contract, 50)
+    size = ModelSize.of(hf_config, False, contract.adapter)
+    said = RunMemory(config, hf_config, spec, size).push().parts["merging"]
+    distributed.init_process_group()
+    trainer = make_trainer(config, contract, 1)
+    pushes = {"merged": LiveBytes(), "unmerged": LiveBytes()}
+    for way, live in pushes.items():
+        parts = {x: trainer.policy.weight_buckets(1, x) for x in ("trained", "frozen")}
+        merged = trainer.outlet._merged.buckets(parts)
+        with live:
+            deque(merged if way == "merged" else chain(*parts.values()), maxlen=0)
+    found = pushes["merged"].most - pushes["unmerged"].most
+    assert found <= said <= 3 * found
+
+
+def test_a_push_of_adapters_that_are_not_merged_is_that_of_buckets_alone(checkpoint):
+    config = dataclasses.replace(make_config(checkpoint), lora=groups.LoraConfig(lora_rank=2))
+    hf_config, spec = make_spec(config)
+    adapter = contract_for(config, hf_config, aligned=True).adapter
+    push = RunMemory(config, hf_config, spec, ModelSize.of(hf_config, False, adapter)).push()
+    assert [*push.parts] == ["4 copies of a bucket"]
 
 
 def test_workers_of_agents_are_counted_and_branches_may_fill_a_micro_batch(checkpoint):
