@@ -54,7 +54,8 @@ LARGER_STEPS = ("entropy bonus", "top entropy")
 """Terms that change more than the loss: the backward pass of the logits, a forward pass before it, which
 is needed where a step has several micro-batches and engines did not tell entropies."""
 
-CUT_STEPS = (*LARGER_STEPS, "top entropy untold")
+LAGGING = ("lagging", "top entropy lagging")
+CUT_STEPS = (*LARGER_STEPS, "top entropy untold", *LAGGING)
 
 PARTS = 4
 """Micro-batches of a step that is cut."""
@@ -114,19 +115,21 @@ def main() -> None:
     plain, contract = setting(bench, hf_config, "aligned")
 
     def step(
-        parts: int = 1, *, told: bool = True, **algorithm: Any
+        parts: int = 1, *, told: bool = True, lag: int = 0, **algorithm: Any
     ) -> tuple[PolicyTrainer, Callable[[], object]]:
         config = with_flags(plain, {"max_tokens_per_gpu": args.num_tokens // parts, **algorithm})
         trainer = make_trainer(config, contract, threads, RewardEstimator("reinforce"))
-        return trainer, step_measure(trainer, args.num_tokens, bench, 1, told=told)
+        return trainer, step_measure(trainer, args.num_tokens, bench, 1, told=told, lag=lag)
 
     trainer, ordinary = step()
     terms: dict[str, dict[str, Any]] = {name: TERMS[name] for name in LARGER_STEPS}
     steps = {"step": ordinary, "cut": step(PARTS)[1]}
     steps |= {f"step, {name}": step(**term)[1] for name, term in terms.items()}
     steps |= {f"cut, {name}": step(PARTS, **term)[1] for name, term in terms.items()}
-    untold = step(PARTS, told=False, **TERMS["top entropy"])[1]
-    steps["cut, top entropy untold"] = untold
+    quantile = TERMS["top entropy"]
+    steps["cut, top entropy untold"] = step(PARTS, told=False, **quantile)[1]
+    for name, term in zip(LAGGING, ({}, quantile), strict=True):
+        steps[f"cut, {name}"] = step(PARTS, lag=1, **term)[1]
     scored = scored_step(trainer, ordinary)
     losses = {name: {"policy_loss": name} for name in OBJECTIVES} | TERMS
     work = steps | {name: loss_of(scored, with_flags(plain, x)) for name, x in losses.items()}

@@ -19,7 +19,7 @@ from onpolicy.run.launch.host_shares import share_of_cores
 from onpolicy.train import make_trainer
 from onpolicy.train.advantages import RewardEstimator
 from onpolicy.train.policy_trainer import PolicyTrainer
-from onpolicy.trajectory import Completion, FinishReason, Trajectory
+from onpolicy.trajectory import Completion, FinishReason, Span, Trajectory
 from onpolicy.types import Prompt, Sample, TrainSample
 
 
@@ -83,9 +83,10 @@ def step_measure(
     torch_threads: int,
     rate: float = 0.0,
     told: bool = True,
+    lag: int = 0,
 ) -> Measure:
     """One optimizer step on made-up samples, at a learning rate that changes nothing by itself; told:
-    which come with entropies, as aligned engines tell them."""
+    which come with entropies, as aligned engines tell them; lag: pushes since they were sampled."""
     import torch
 
     rng = random.Random(0)
@@ -96,6 +97,7 @@ def step_measure(
             sample=_made_up([rng.randrange(vocab_size) for _ in range(length)], config, rng, told),
             group=number,
             episode=number,
+            policy_version=lag or None,
         )
         for number in range(num_tokens // length)
     ]
@@ -126,6 +128,7 @@ def _made_up(token_ids: list[int], config: BenchConfig, rng: random.Random, told
         finish_reason=FinishReason.LENGTH,
         weight_version=0,
         num_cached_tokens=0,
+        spans=(Span(version=0, start=0, end=config.max_new_tokens),),
         entropy=[float(i) for i in token_ids[config.prompt_len :]] if told else [],
     )
     prompt = Prompt(index=0, prompt_ids=token_ids[: config.prompt_len], label="", text="")

@@ -52,13 +52,9 @@ def _fixed_contract(run: Facts) -> Iterator[tuple[str, object, str]]:
 
 def _not_shared_out(run: Facts) -> Iterator[tuple[str, object, str]]:
     """(flag, whether it is given, rule) of engines as they are, all of whose rows are wanted."""
-    degree, ranks = tensor_parallel_size(run.sglang_args), run.config.cluster.num_ranks
-    whole = "it has the rows and weights of a trainer of fsdp in its own process"
+    degree = tensor_parallel_size(run.sglang_args)
     yield f"--case={run.case}", run.case, SEVERAL_PROMPTS
     yield f"--align={run.align}", run.align, "there the server records the aligned kinds alone"
-    yield f"--train-backend={run.train_backend}", run.train_backend != "fsdp", whole
-    yield f"{ranks} ranks of the trainer", ranks > 1, whole
-    yield f"--ray-address={run.ray_address}", run.ray_address, whole
     yield f"--sglang-tp-size={degree}", degree > 1, "a rank of several has parts of rows"
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onpolicy.config.explain import ExplainConfig
 from onpolicy.contract import NumericsContract
-from onpolicy.errors import ConfigError
+from onpolicy.errors import ConfigError, EngineError
 from onpolicy.explain.contributions import Contribution, Contributions, ExactModel, contributions
 from onpolicy.explain.inputs import Inputs, Result, told
 from onpolicy.explain.microscope import LOG_SOFTMAX, Microscope, look_through
@@ -26,6 +26,7 @@ from onpolicy.ops.stock import StockOperators
 from onpolicy.parity import ParityCounts, compare_log_probs
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.cluster_engines import MakeEngines
+from onpolicy.train.policy_trainer import PolicyTrainer
 from onpolicy.trajectory import Completion
 from onpolicy.types import Request
 
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 MOST_BYTES = 1 << 31
 """Rows that are kept of each engine."""
+
+_BUCKET = 1 << 30
 
 
 def attribute_to_operators(config: ExplainConfig, make_engines: MakeEngines = EnginePair) -> Result:
@@ -54,20 +57,18 @@ def measure(microscope: Microscope) -> Result:
         completions = microscope.sample()
     finally:
         (directory / ALL_ROWS).unlink()
-    recorder = Recorder(keeps_rows=True)
-    log_probs, recorded = microscope.score(completions, recorder)
-    passes = [calls for part in recorded for calls in part.passes]
-    whole = kept_rows(passes)
+    log_probs, recorded = microscope.score(completions, Recorder(keeps_rows=True))
+    whole = kept_rows([calls for rank in recorded for calls in rank.passes])
     rollout, train = in_both(kept_rows(read_calls(directory)), whole)
-    forced = Forced(recorded=rollout)
-    forced_log_probs, _ = microscope.score(completions, forced)
+    forced_log_probs, forced = microscope.score(completions, Forced(recorded=rollout))
+    own = gathered(apart for rank in forced for apart in rank.apart)
     exact = ExactModel(exact_policy(engines))
     not_recorded = sorted({f"{site[1]} of {site[0]}" for site, _ in whole.keys() - train.keys()})
     result = shares(
         exact,
         list(zip(microscope.requests, completions, strict=True)),
         microscope.temperature,
-        (rollout, train, gathered(forced.apart)),
+        (rollout, train, own),
         (log_probs, forced_log_probs),
     )
     return {**result, "only_in_one": not_recorded}
@@ -75,16 +76,23 @@ def measure(microscope: Microscope) -> Result:
 
 def exact_policy(engines: EnginePair) -> PolicyModel:
     """The trainer's model in float64, of the weights that it computes with: 8 bytes for each."""
-    trained, dtype = engines.trainer.policy.module, getattr(torch, engines.contract.dtype)  # type: ignore[attr-defined]
-    weights = {
-        name: parameter.detach().to(dtype).full_tensor().double()
-        for name, parameter in trained.named_parameters()
-    }
+    weights, *_ = engines.trainer.on_each_rank(_whole_weights)
     trust = engines.config.model.trust_remote_code
     policy = empty_policy(engines.hf_config, StockOperators(torch.get_num_threads()), trust)
-    policy.load_state_dict(weights, strict=False, assign=True)
+    policy.causal_lm.load_state_dict(weights, strict=False, assign=True)
     policy.causal_lm.tie_weights()
+    if missing := [name for name, x in policy.named_parameters() if x.is_meta]:
+        raise EngineError(
+            f"the trainer has no weights named {', '.join(missing)}, so there is no model in float64. "
+            "Explain without --attribution operators."
+        )
     return policy.double()
+
+
+def _whole_weights(trainer: PolicyTrainer) -> dict[str, Tensor]:
+    """What it computes with, by Hugging Face's names: the first rank's answer has all. Collective."""
+    buckets = trainer.policy.weight_buckets(_BUCKET)
+    return {name: tensor.detach().clone() for bucket in buckets for name, tensor in bucket}
 
 
 def shares(

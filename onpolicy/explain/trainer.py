@@ -10,6 +10,7 @@ from functools import partial
 from torch import Tensor
 
 from onpolicy.explain.taps.evidence import Evidence
+from onpolicy.explain.taps.points import Apart, Forced
 from onpolicy.explain.taps.policy import passes_of, tapped
 from onpolicy.explain.taps.recorder import Call, Recorder
 from onpolicy.explain.taps.recording import Recording
@@ -28,6 +29,9 @@ class Recorded:
     passes: list[list[Call]]
     evidence: Evidence | None
 
+    apart: list[Apart]
+    """Those of `Forced`."""
+
 
 def recorded_log_probs(
     trainer: PolicyTrainer,
@@ -45,7 +49,8 @@ def recorded_log_probs(
     with recording(trainer.policy, recorder) as (rank, passes):
         scores = trainer.log_probs(sequences, prompt_lens, temperature, kept_tokens)
     evidence = recorder.evidence if rank == evidence_of else None
-    return scores, Recorded(tensor_rank=rank, passes=passes, evidence=evidence)
+    apart = recorder.apart if isinstance(recorder, Forced) else []
+    return scores, Recorded(tensor_rank=rank, passes=passes, evidence=evidence, apart=apart)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,10 +12,14 @@ from torch import Tensor, nn
 
 from onpolicy.explain.taps.recorder import HEAD, INPUTS, Call, Recorder, Site, common_name
 from onpolicy.explain.taps.rows import as_shaped, by_row
-from onpolicy.explain.taps.scope import Scope
+from onpolicy.explain.taps.scope import ALL_HERE, End, Scope, Together
 
-Point = tuple[Site, Literal["given", "made"]]
+Point = tuple[Site, End]
 """Where an operator takes its rows, or leaves them."""
+
+
+Apart = tuple[Point, Tensor, list[Tensor]]
+"""A point, int64 [n] the keys of its rows, and float64 [n, columns] of each of its tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,19 @@ def _widths(kept: Kept) -> list[int]:
     return [rows.shape[1] for rows in kept.rows]
 
 
+@dataclass(frozen=True, slots=True)
+class _Changed:
+    """A call of an operator whose rows are changed."""
+
+    name: str
+
+    sites: Mapping[Site, Tensor | None]
+    """Those that it computes at once, and int64: each one's columns of the result."""
+
+    keys: Tensor
+    together: Together
+
+
 @dataclass(slots=True)
 class Changing(Recorder):
     """Lets `change` decide what passes at every point."""
@@ -103,27 +120,47 @@ class Changing(Recorder):
     def run(self, name: str, right: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._pass is None:
             return right(*args, **kwargs)
-        scope = self._scopes[-1] if self._scopes else Scope(module=HEAD)
-        operator = common_name(name, args)
-        site = scope.module, operator, scope.number(operator)
-        given, where = list(args), INPUTS[name]
-        keys = self._rows(name, args[where.start], scope)
-        given[where] = self._changed((site, "given"), keys, args[where])
-        out = right(*given, **kwargs)
+        scope = self._scopes[-1] if self._scopes else Scope(module=HEAD, together=self.at_head)
+        operator, where = common_name(name, args), INPUTS[name]
+        given = scope.together.given(name, args)[where]
+        keys = self._rows(name, given[0], scope)
+        modules = scope.fused or {scope.module: None}
+        number = scope.number(operator)
+        sites = {(module, operator, number): own for module, own in modules.items()}
+        call = _Changed(name, sites, keys, scope.together)
+        others = list(args)
+        others[where] = self._others(call, "given", given, args[where])
+        out = right(*others, **kwargs)
         scope.counts[operator] += 1
-        made = self._changed((site, "made"), keys, out if isinstance(out, tuple) else (out,))
-        return tuple(made) if isinstance(out, tuple) else made[0]
+        results = out if isinstance(out, tuple) else (out,)
+        made = [scope.together.made(name, part) for part in results]
+        found = self._others(call, "made", made, results)
+        return tuple(found) if isinstance(out, tuple) else found[0]
 
     def add_embedding(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
         if self._pass is None:
             return out
-        site = ("embed_tokens", "embedding", 0)
-        return self._changed((site, "made"), self._pass.keys, (out,))[0]
+        sites = {("embed_tokens", "embedding", 0): None}
+        call = _Changed("embedding", sites, self._pass.keys, ALL_HERE)
+        return self._others(call, "made", (out,), (out,))[0]
 
-    def _changed(self, point: Point, keys: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-        rows = [by_row(x, len(keys)).reshape(len(keys), -1) for x in tensors]
-        pairs = zip(self.change(point, keys, rows), tensors, strict=True)
-        return [as_shaped(changed, x) for changed, x in pairs]
+    def _others(
+        self, call: _Changed, end: End, whole: Sequence[Tensor], parts: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """What goes on in the place of this rank's `parts` of `whole`. Each site is given all columns,
+        and has made its own."""
+        keys, sites = call.keys, call.sites
+        rows = [by_row(x, len(keys)).reshape(len(keys), -1) for x in whole]
+        changed = rows
+        for site, own in sites.items():
+            if end == "given" or own is None:
+                changed = self.change((site, end), keys, rows)
+                continue
+            found = self.change((site, end), keys, [x[:, own] for x in rows])
+            changed = [x.index_copy(1, own, y) for x, y in zip(changed, found, strict=True)]
+        shaped = [as_shaped(x, like) for x, like in zip(changed, whole, strict=True)]
+        pairs = zip(shaped, parts, strict=True)
+        return [call.together.own(call.name, end, x, part) for x, part in pairs]
 
 
 @dataclass(slots=True)
@@ -132,7 +169,7 @@ class Forced(Changing):
 
     recorded: KeptRows = field(default_factory=dict)
 
-    apart: list[tuple[Point, Tensor, list[Tensor]]] = field(default_factory=list)
+    apart: list[Apart] = field(default_factory=list)
     """Each point with its keys: recorded less own, float64 [n, columns]; 0 where nothing is recorded."""
 
     def change(self, point: Point, keys: Tensor, rows: list[Tensor]) -> list[Tensor]:

@@ -32,7 +32,12 @@ def test_ranks_are_taken_however_they_share_the_model_and_on_any_hosts(argv):
     check(*argv)
 
 
-@pytest.mark.parametrize("attribution", ["kinds", "layers"])
+@pytest.mark.parametrize("argv", [(), ("--train-backend", "megatron"), TWO_RANKS])
+def test_operators_share_the_mismatch_of_any_trainer(argv):
+    check("--attribution", "operators", "--no-true-on-policy-mode", *argv)
+
+
+@pytest.mark.parametrize("attribution", ["kinds", "layers", "operators"])
 def test_an_attribution_is_made_on_any_hosts_too(attribution):
     check("--attribution", attribution, "--ray-address", "10.0.0.1:6379", "--actor-num-nodes", "2")
 
@@ -61,14 +66,10 @@ def test_an_attribution_of_what_cannot_be_aligned_in_part_is_refused():
     [
         (("--case", "c.json"), "an interval needs"),
         (("--align", "norm", "--no-true-on-policy-mode"), "the aligned kinds alone"),
-        (("--train-backend", "megatron"), "of fsdp in its own process"),
-        (TWO_RANKS, "2 ranks of the trainer with --attribution=operators: it has"),
-        (("--ray-address", "10.0.0.1:6379"), "of fsdp in its own process"),
         (("--sglang-tp-size", "2"), "parts of rows"),
     ],
 )
-def test_operators_share_a_mismatch_of_one_rank_each_in_this_process(argv, rule):
-    check("--attribution", "operators", "--no-true-on-policy-mode")
+def test_operators_share_the_mismatch_of_a_rollout_of_one_rank_as_it_is(argv, rule):
     check("--attribution", "operators")
     with pytest.raises(ConfigError, match=rule):
         check("--attribution", "operators", *argv)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.onpolicy.models.test_policy import random_sequences
 from tests.support.megatron_ranks import Job, Ranks, asked_for
-from tests.support.recorded_megatron import sources_of_faults
+from tests.support.recorded_megatron import forced_alike, sources_of_faults
 from tests.support.tiny import make_checkpoint
 
 pytest.importorskip("megatron.core")
@@ -88,3 +88,11 @@ def test_a_fault_is_found_where_it_is_and_nothing_else_differs(
         ("operator", f"layers.1.{module}", name, (0,), "trainer differs")
         for *_, module, name in sites
     ]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "olmo2"])
+def test_rows_are_put_in_the_place_of_its_own_as_in_hugging_faces(alone, tmp_path, architecture):
+    job = Job(path=make_checkpoint(tmp_path / "model", architecture), batches=[SEQUENCES])
+    ((points, differ, most),) = alone.run(forced_alike, job)
+    assert (differ, points > 60) == (set(), True)
+    assert most > 0.001, "what is put there is not what was"
