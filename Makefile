@@ -9,6 +9,8 @@ TORCH_ARGS ?=
 SOAK_ARGS ?=
 
 BIN := $(VENV)/bin
+# Python compiles what is imported; pip would compile all, for most of the time that it takes.
+INSTALL := $(BIN)/pip install --quiet --no-compile
 # Three for two cores: servers, ranks and commands are waited for a third of the time.
 PYTEST := $(BIN)/python -m pytest tests --numprocesses 3 --dist loadfile --no-loadscope-reorder
 # Every process would compile our sources anew.
@@ -33,10 +35,10 @@ setup: $(INSTALLED)
 # From nothing: what an older environment holds beside the pins would hide that a pin is missing.
 $(INSTALLED): $(wildcard $(PINS)/*.*) pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/pip install --quiet $(TORCH_ARGS) torch==$(TORCH)
-	$(BIN)/pip install --quiet --requirement $(PINS)/cpu.txt
-	$(BIN)/pip install --quiet --no-deps --requirement $(PINS)/cpu-no-deps.txt
-	$(BIN)/pip install --quiet --no-deps --editable .
+	$(INSTALL) $(TORCH_ARGS) torch==$(TORCH)
+	$(INSTALL) --requirement $(PINS)/cpu.txt
+	$(INSTALL) --no-deps --requirement $(PINS)/cpu-no-deps.txt
+	$(INSTALL) --no-deps --editable .
 	cp $(PINS)/torchvision_beside_cpu_torch.* \
 	  "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	touch $@

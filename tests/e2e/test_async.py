@@ -74,7 +74,7 @@ def sequences_since_the_push(log):
 
 
 @pytest.mark.parametrize(
-    ("mode", "engines"), [("lag 1", 2), ("lag 1, segments", 2), ("lag 2, dynamic sampling", 1)]
+    ("mode", "engines"), [("lag 1, segments", 2), ("lag 2, dynamic sampling", 1)]
 )
 def test_an_engine_that_is_killed_while_it_samples_ahead_costs_no_bit(
     start, plain, tmp_path, mode, engines

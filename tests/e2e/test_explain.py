@@ -282,15 +282,11 @@ TRAINERS = [
     pytest.param("qwen3", (), "", None, id="whole"),
     pytest.param("qwen3", (), ONE_RANK_IS_BROKEN, DOWN, id="broken"),
     pytest.param("qwen3", MEGATRON, "", None, id="megatron", marks=RUNS),
-    pytest.param("qwen3", PIPELINE, "", None, id="pipeline", marks=RUNS),
     pytest.param("qwen3", PIPELINE, ONE_STAGE_IS_BROKEN, DOWN, id="broken pipeline"),
-    pytest.param("qwen3", TENSOR, "", None, id="tensor", marks=RUNS),
     pytest.param("qwen3", TENSOR, PART_OF_A_SUM_IS_BROKEN, SUM, id="broken tensor", marks=RUNS),
-    pytest.param("qwen3", CONTEXT, "", None, id="context", marks=RUNS),
     pytest.param(
         "qwen3", CONTEXT, EARLIER_TOKENS_ARE_BROKEN, FIRST_DOWN, id="broken context", marks=RUNS
     ),
-    pytest.param("qwen3-moe", EXPERT, "", None, id="expert", marks=RUNS),
     pytest.param("qwen3-moe", EXPERT, EXPERTS_ARE_BROKEN, EXPERTS, id="broken expert", marks=RUNS),
 ]
 

@@ -38,6 +38,11 @@ VERIFIED = "test_negative_controls and (experts or router)"
 PORTABLE = "test_portable and (every_other_machine or process_on_other_kernels)"
 """Tests whose processes have an environment of their own, without the variables of PORTABLE_KERNELS:
 under a setting of one of those they do what `make test` does, to the bit."""
+INHERITED = "test_instruction_set"
+"""Whether engines inherit variables. One that did not would have other digests, which every test with
+an engine compares; kernels that MKL gives to Intel's processors alone are not among PORTABLE_KERNELS."""
+SHARDS = "test_adapters and ranks"
+"""Products of a rank's shards, which the self-check and test_row_parallel.py have too."""
 
 PYTEST = ("-m", "pytest", "--hypothesis-profile=few", "--durations=3", "-p", "no:cacheprovider")
 AVX2, AVX512 = "Intel(R) Advanced Vector Extensions 2", "Intel(R) AVX-512"
@@ -58,7 +63,8 @@ class Setting:
     def selection(self) -> str:
         """pytest's argument that leaves out what this setting changes nothing of."""
         is_theirs = self.values.keys() <= PORTABLE_KERNELS.keys() and not self.intel
-        return f"-k=not ({VERIFIED})" + f" and not ({PORTABLE})" * is_theirs
+        left_out = [VERIFIED, SHARDS, *[PORTABLE, INHERITED] * is_theirs]
+        return "-k=" + " and ".join(f"not ({tests})" for tests in left_out)
 
     @property
     def values(self) -> dict[str, str]:
