@@ -88,7 +88,7 @@ class Head:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Weight, bias, and an adapter's a, b and gain: what has gradients, as `gradients` gives them."""
+        """Weight and bias; an adapter's a, b and gain: what `gradients` are of."""
         adapter = self.adapter
         of_adapter = (adapter.a, adapter.b, adapter.gain) if adapter else (None, None, None)
         return self.weight, self.bias, *of_adapter

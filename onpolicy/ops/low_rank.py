@@ -22,7 +22,7 @@ class Factors(NamedTuple):
     scale: float
 
     gain: Tensor | None = None
-    """float32 [N]: what the rows of W + s B A are multiplied by (DoRA, `onpolicy/models/magnitude.py`)"""
+    """float32 [N]: of the rows of W + s B A (DoRA, `onpolicy/models/magnitude.py`)"""
 
 
 def add_low_rank(

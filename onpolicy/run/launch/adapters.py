@@ -39,7 +39,7 @@ def adapter_of(config: TrainConfig | ServeConfig, facts: ModelFacts) -> AdapterS
         )
     if config.lora.lora_dora and (without := sorted(experts.intersection(targets))):
         raise ConfigError(
-            f"--lora-dora: {', '.join(without)} would have no magnitudes: PEFT gives a mixture's experts "
+            f"--lora-dora: {', '.join(without)} would have no magnitudes: PEFT gives experts "
             "none. Name other linears by --lora-target-modules, or leave --lora-dora out."
         )
     if given := config.lora.lora_adapter:
