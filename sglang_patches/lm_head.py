@@ -41,7 +41,7 @@ def install(operators: Operators) -> None:
         hidden_states = hidden_states.to(weight.dtype)
         logits = operators.linear(hidden_states, weight, bias)
         if (adapter := factors_of(lm_head)) is not None:
-            logits = add_low_rank(operators, hidden_states, logits, adapter)
+            logits = add_low_rank(operators, hidden_states, logits, adapter, bias=bias)
         finished: torch.Tensor = self.logits_rule.apply(operators, logits)
         return finished
 

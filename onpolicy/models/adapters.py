@@ -33,7 +33,7 @@ from onpolicy.models.low_rank import LowRankModule
 from onpolicy.models.magnitude import Magnitude
 from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops.base import Operators
-from onpolicy.ops.low_rank import Factors, Gain, add_low_rank
+from onpolicy.ops.low_rank import Factors, add_low_rank
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
 CHILD = "lora"
@@ -63,12 +63,12 @@ class LowRank(LowRankModule):
         if not self.is_on:
             return out
         x = self.row_parallel.own_part(x, self.A.shape[1])
-        gain = None if self.magnitude is None else Gain(self.magnitude(), bias)
-        return add_low_rank(self.operators, x, out, self.factors, self.row_parallel, gain)
+        return add_low_rank(self.operators, x, out, self.factors, self.row_parallel, bias)
 
     @property
     def factors(self) -> Factors:
-        return Factors(self.A, self.B, self.scale)
+        gain = None if self.magnitude is None else self.magnitude()
+        return Factors(self.A, self.B, self.scale, gain)
 
 
 def _features(linear: Any) -> tuple[int, int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from onpolicy.models.magnitude import Magnitude
+
 
 class LowRankModule(nn.Module):
     """Adds to a product of a model, or to several, while it is on."""
@@ -14,8 +16,9 @@ class LowRankModule(nn.Module):
 
 
 class Pair(nn.Module):
-    """The two factors of one adapter, where a module has several."""
+    """The two factors of one adapter, where a module has several, and its magnitudes, if it has any."""
 
     def __init__(self, a: Tensor, b: Tensor):
         super().__init__()
         self.A, self.B = nn.Parameter(a), nn.Parameter(b)
+        self.magnitude: Magnitude | None = None

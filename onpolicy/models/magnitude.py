@@ -34,13 +34,18 @@ class Magnitude(nn.Module):
         self.register_buffer("norm", torch.ones(rows, dtype=torch.float32, device=device))
 
     def forward(self) -> Tensor:
-        """float32 [N]"""
-        return self.m / self.norm
+        """float32 [N]; of a row of zeros, as of a token that is not used, m, which begins as 0."""
+        return self.m / or_one(self.norm)
 
 
 def is_magnitude(name: str) -> bool:
     """Whether a parameter or buffer of this name is one of `Magnitude`, and so in float32."""
     return ".magnitude." in name
+
+
+def or_one(norms: Tensor) -> Tensor:
+    """What rows are divided by: their norms, but 1 where that is 0."""
+    return norms.where(norms != 0, 1.0)
 
 
 def row_norms(operators: Operators, weight: Tensor, factors: Factors) -> Tensor:

@@ -22,6 +22,7 @@ from onpolicy.errors import ConfigError, WeightSyncError
 from onpolicy.models.adapters import is_adapters
 from onpolicy.models.export import export_checkpoint
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.magnitude import or_one
 from onpolicy.models.peft_adapter import MAGNITUDE, read_peft_adapter
 from onpolicy.models.peft_experts import parameter_of
 from onpolicy.models.peft_format import read_factors, require_adapter_fits
@@ -163,7 +164,7 @@ class Updates:
         shape, total = self._model.get_parameter(parameter).shape, base.float() + update
         of_rows = lengths.float()[:, None].expand(shape).contiguous()
         of_rows = stored_tensors(self._model, parameter, of_rows)[name]
-        merged: Tensor = total * (of_rows / total.norm(dim=1, keepdim=True))
+        merged: Tensor = total * (of_rows / or_one(total.norm(dim=1, keepdim=True)))
         return merged - base.float()
 
     def _of_parameter(self, name: str) -> dict[str, Tensor]:

@@ -148,7 +148,8 @@ def _factors(file: Path, name: str) -> dict[str, tuple[int, ...]]:
         if not _FACTOR.fullmatch(key):
             raise ConfigError(
                 f"{name}: holds {key}, which is no factor of a linear. Train an adapter of linears "
-                "alone."
+                "alone; if PEFT added the base's output projection, save_pretrained(..., "
+                "save_embedding_layers=False) leaves it out."
             )
     if not shapes:
         raise ConfigError(f"{name}: holds no adapter. Get it again.")

@@ -144,10 +144,10 @@ def _gated(
         sums = operators.grouped_partial_linear(rows, gate_up, offsets)
         product = (sums + _biases(by_expert.experts, bias)).to(rows.dtype)
     if adapter is not None:
-        a, b, scale = adapter.gate_up
-        inner = operators.grouped_linear(rows, a, offsets)
-        added = operators.grouped_linear(inner, b, offsets)
-        product = operators.add_scaled(product, added, scale)
+        factors = adapter.gate_up
+        inner = operators.grouped_linear(rows, factors.a, offsets)
+        added = operators.grouped_linear(inner, factors.b, offsets)
+        product = operators.add_scaled(product, added, factors.scale)
     return gate(product)
 
 

@@ -93,8 +93,8 @@ def test_three_ranks_have_the_bits_of_one(run, backend):
 
 @pytest.mark.parametrize(
     ("backend", "ranks", "more"),
-    [("megatron", 2, ()), ("fsdp", 2, ("--lora-dora",))],
-    ids=["Megatron-core", "DoRA"],
+    [("megatron", 2, ("--lora-dora",)), ("fsdp", 2, ("--lora-dora",))],
+    ids=["DoRA under Megatron-core", "DoRA"],
 )
 def test_a_resumed_run_ends_as_the_undisturbed_one(start, run, tmp_path, backend, ranks, more):
     """On other ranks, too."""

@@ -1,5 +1,7 @@
 """A real engine and a real trainer with the same adapters, and with others."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -30,7 +32,7 @@ def adapted(request, checkpoint, tmp_path_factory):
         targets, ranks = f"{targets},experts", 2
     dtype, lora = "bfloat16", groups.LoraConfig(lora_rank=4, lora_target_modules=targets)
     if request.param == DORA:  # in float32, which rounds no last bit away
-        dtype, ranks, lora = "float32", 2, groups.LoraConfig(lora_rank=4, lora_dora=True)
+        dtype, ranks, lora = "float32", 2, dataclasses.replace(lora, lora_dora=True)
     engine = {"lora": lora}
     if request.param == "a rounded dense base":
         engine["rollout_weight_format"] = "int4"
@@ -91,11 +93,13 @@ def test_sums_with_adapters_off_by_one_bit_are_found(adapted, monkeypatch):
     assert count_mismatches(pair, requests, after) > 0
 
 
-def test_a_factor_that_is_one_bit_off_is_found(adapted):
+@pytest.mark.parametrize("of", ["first", "head"])
+def test_a_factor_that_is_one_bit_off_is_found(adapted, of):
     pair, requests, _, after = adapted
     if not pair.contract.adapter.dora:
         return
-    norm = next(adapters(pair.trainer.policy.module)).magnitude.norm
+    every = list(adapters(pair.trainer.policy.module))
+    norm = every[0 if of == "first" else -1].magnitude.norm
     kept = norm.clone()
     try:
         norm.copy_(norm.nextafter(torch.zeros(())))

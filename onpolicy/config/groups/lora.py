@@ -91,8 +91,10 @@ class LoraConfig(AdapterShapeConfig):
     weights that they are merged into."""
 
     lora_dora: Annotated[bool, BY_LORA,
-        Against(lambda run: run.train_backend == "megatron",
-            "Megatron's linears have no magnitudes here", "Use --train-backend fsdp."),
+        Against(lambda run: run.train_backend == "megatron" and run.dtype == "bfloat16"
+                and not run.megatron_distributed_optimizer,
+            "Megatron's whole optimizer writes no checkpoint of float32 magnitudes beside bfloat16",
+            "Leave --no-megatron-distributed-optimizer out."),
     ] = False  # fmt: skip
     """Train the length of each row of an adapted weight too, beside its direction (DoRA)."""
 

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from onpolicy.models.adapters import LowRank, adapters_of_linears
 from onpolicy.models.magnitude import row_norms
 from onpolicy.models.policy import PolicyModel
+from onpolicy.ops.low_rank import Factors
 
 
 @torch.no_grad()
@@ -31,5 +32,5 @@ def _own_norms(model: PolicyModel, weight: Tensor, adapter: LowRank, dtype: torc
     """Those of this rank's rows."""
     a, b, w = (x.detach().to(dtype) for x in (adapter.A, adapter.B, weight))
     assert isinstance(a, DTensor) and isinstance(b, DTensor) and isinstance(w, DTensor)
-    factors = adapter.factors._replace(a=a.full_tensor(), b=b.to_local())
+    factors = Factors(a.full_tensor(), b.to_local(), adapter.scale)
     return row_norms(model.operators, w.to_local(), factors)

@@ -27,6 +27,9 @@ JOINED = {
 EXPERTS = "experts"
 """All experts of a layer, which are one module in both."""
 
+MAGNITUDES = ("magnitude.m", "magnitude.norm")
+"""What DoRA has beside the factors of a linear, of which the first is trained."""
+
 ADAPTED = {name for names in JOINED.values() for name in names} | {EXPERTS}
 
 
@@ -43,6 +46,7 @@ def adapter_shapes(
         if is_target and kind == "weight" and ".experts." not in name:
             shapes[f"{linear}.lora.A"] = (adapter.rank, *columns)
             shapes[f"{linear}.lora.B"] = (rows, adapter.rank)
+            shapes |= {f"{linear}.lora.{kind}": (rows,) for kind in MAGNITUDES if adapter.dora}
     for layer in range(config.num_hidden_layers * (EXPERTS in adapter.targets)):
         if is_sparse(config, layer):
             shapes |= _expert_shapes(f"model.layers.{layer}.mlp.experts", config, adapter.rank)
@@ -62,15 +66,17 @@ def _expert_shapes(experts: str, config: PretrainedConfig, rank: int) -> dict[st
 def adapter_parameters(parameters: Iterable[str], adapter: AdapterShape | None) -> list[str]:
     """Megatron's names of the factors that are beside these parameters."""
     targets = adapter.targets if adapter is not None else ()
-    names = []
+    of_linears = ["A", "B", *(MAGNITUDES if adapter is not None and adapter.dora else ())]
+    names: list[str] = []
     for parameter in parameters:
         module, _, kind = parameter.rpartition(".")
         leaf = module.rpartition(".")[2]
         parts = JOINED.get(leaf, ()) if kind == "weight" else ()
-        names += [f"{module}.lora.{part}" for part in parts if part in targets]
+        own = [f"{module}.lora.{part}" for part in parts if part in targets]
+        names += [f"{name}.{factor}" for name in own for factor in of_linears]
         if leaf == EXPERTS and EXPERTS in targets:
-            names.append(f"{module}.lora.{kind}")
-    return [f"{name}.{factor}" for name in names for factor in "AB"]
+            names += [f"{module}.lora.{kind}.{factor}" for factor in "AB"]
+    return names
 
 
 def adapter_part(parameter: str, parts_of: Callable[[str], Iterable[Part]]) -> Part:

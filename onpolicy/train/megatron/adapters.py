@@ -26,6 +26,7 @@ from onpolicy.contract import AdapterShape
 from onpolicy.models.adapters import CHILD, is_adapters
 from onpolicy.models.expert_adapters import ExpertLowRank
 from onpolicy.models.low_rank import LowRankModule, Pair
+from onpolicy.models.magnitude import Magnitude
 from onpolicy.ops.low_rank import Factors, add_low_rank
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 from onpolicy.train.megatron.adapter_map import EXPERTS, JOINED
@@ -60,26 +61,33 @@ class JoinedLowRank(LowRankModule):
                 a = like.new_zeros(shape.rank, columns)
                 b = like.new_zeros(self.groups * size, shape.rank)
                 pair = Pair(a, b)
+                if shape.dora:
+                    pair.magnitude = Magnitude(like, len(b))
                 _note_for_megatron(pair, linear)
                 self.add_module(part, pair)
 
-    def forward(self, x: Tensor, out: Tensor) -> Tensor:
-        """[..., K] and what the linear gives, [..., N] -> [..., N] in its dtype."""
+    def forward(self, x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
+        """[..., K], what the linear gives, [..., N], and its bias [N] -> [..., N] in its dtype."""
         if not self.is_on:
             return out
-        by_part = out.unflatten(-1, (self.groups, -1)).split(self.sizes, dim=-1)
-        named = zip(self.parts, by_part, strict=True)
-        added = [self._added(name, x, part) for name, part in named]
-        return torch.cat(added, dim=-1).flatten(-2)
+        biases = [None] * len(self.parts) if bias is None else self.split(bias, 0)
+        by_part = zip(self.parts, self.split(out, out.dim() - 1), biases, strict=True)
+        added = [self._added(name, x, its_out, its_bias) for name, its_out, its_bias in by_part]
+        apart = [y.unflatten(-1, (self.groups, -1)) for y in added]
+        return torch.cat(apart, dim=-1).flatten(-2)
 
-    def _added(self, name: str, x: Tensor, out: Tensor) -> Tensor:
-        """[..., K] and [..., groups, size], the result of one of the linears -> its sum."""
+    def split(self, x: Tensor, axis: int) -> list[Tensor]:
+        """What of an axis of N belongs to each of the linears."""
+        apart = x.unflatten(axis, (self.groups, -1)).split(self.sizes, dim=axis + 1)
+        return [part.flatten(axis, axis + 1) for part in apart]
+
+    def _added(self, name: str, x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
+        """[..., K], what one of the linears gives, and its bias -> its sum."""
         assert self.config.operators is not None
         if name not in self._modules:
             return out
-        factors, flat = self.factors(name), out.flatten(-2)
-        whole = add_low_rank(self.config.operators, x, flat, factors, self.row_parallel)
-        return whole.view(out.shape)
+        factors = self.factors(name)
+        return add_low_rank(self.config.operators, x, out, factors, self.row_parallel, bias)
 
     def factors(self, name: str) -> Factors:
         """Those of one of the linears."""
@@ -88,18 +96,21 @@ class JoinedLowRank(LowRankModule):
         a: Tensor = pair.A
         if self.group is not None:
             a = copy_to_tensor_model_parallel_region(a, self.group)
-        return Factors(a, pair.B, self.scale)
+        gain = None if pair.magnitude is None else pair.magnitude()
+        return Factors(a, pair.B, self.scale, gain)
 
 
 def _note_for_megatron(pair: Pair, linear: Any) -> None:
-    """Say of both factors whose gradients Megatron adds up, and counts in their norm."""
-    whole = [pair.A, pair.B]
+    """Say of what is trained whose gradients Megatron adds up, and counts in their norm."""
+    of_rows = [pair.B] if pair.magnitude is None else [pair.B, pair.magnitude.m]
+    whole = [pair.A, *of_rows]
     if isinstance(linear, ColumnParallelLinear):
-        set_tensor_model_parallel_attributes(pair.B, True, 0, 1)
+        for factor in of_rows:
+            set_tensor_model_parallel_attributes(factor, True, 0, 1)
         return  # the gradient of A is added up where it is computed
     if isinstance(linear, RowParallelLinear):
         set_tensor_model_parallel_attributes(pair.A, True, 1, 1)
-        whole = [pair.B]
+        whole = of_rows
     for factor in whole:  # each rank has that of its own tokens
         factor.sequence_parallel = linear.config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -182,6 +193,7 @@ def sharded_adapters(model: nn.Module, key_of: Callable[[str], str]) -> dict[str
                 factor,
                 *own,
                 replica_id=(0, 0 if is_shared else rank, replicas[is_expert(name)]),
-                allow_shape_mismatch=name.endswith("lm_head.B"),  # whose last rows may be padding
+                # The last rows may be padding.
+                allow_shape_mismatch=".lm_head." in name and not name.endswith(".A"),
             )
     return found

@@ -20,7 +20,13 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    ParamGroupOverride,
+    ParamKey,
+    get_megatron_optimizer,
+)
 from torch import Tensor, nn
 
 from onpolicy.config import TrainConfig
@@ -38,6 +44,12 @@ def orders_gradients(layout: MegatronLayout) -> bool:
     """Whether buffers hold one micro-batch at a time, of one rank's samples: a pipeline runs backward
     passes of several at its end, and a rank's experts compute the tokens of other ranks too."""
     return layout.pipeline_model_parallel_size == layout.expert_model_parallel_size == 1
+
+
+_OVERRIDES = {ParamKey(name="*.magnitude.m"): ParamGroupOverride(wd_mult=1.0)}
+"""Nothing is changed, and norms and biases are decayed as in the other engine. But magnitudes, which are
+float32, are a group of their own: in one with bfloat16 Megatron's distributed optimizer would take the
+moments of one parameter for another's (`model_param_group_index_map` counts both kinds together)."""
 
 
 class _Block(NamedTuple):
@@ -126,7 +138,7 @@ def make_optimizer(
     return get_megatron_optimizer(
         settings,
         [model],
-        config_overrides={},  # none: decay norms and biases as the other engine does
+        config_overrides=_OVERRIDES,
         use_gloo_process_groups=torch.cuda.is_available(),
     )
 

@@ -29,6 +29,7 @@ from onpolicy.train import distributed
 from onpolicy.train.batch import WeighedBatch
 from onpolicy.train.engine import Check, Loss, ShardedModel
 from onpolicy.train.megatron.layout import MegatronLayout
+from onpolicy.train.megatron.magnitudes import take_norms
 from onpolicy.train.megatron.masters import Masters
 from onpolicy.train.megatron.model import build_model
 from onpolicy.train.megatron.optimizer import (
@@ -75,7 +76,7 @@ class MegatronModel(ShardedModel):
         self.optimizer: MegatronOptimizer | None = None
         self.module = self._load(path, contract, layout, has_values)
         if self.adapter is not None:
-            self.fill_adapters(first_factors(config.lora.lora_adapter, config.seed))
+            fill_adapters(self.module, first_factors(config.lora.lora_adapter, config.seed))
         if trained:
             self.module = with_gradients(self.module, config)
             if config.plan.is_rank_invariant and orders_gradients(layout):
@@ -83,6 +84,8 @@ class MegatronModel(ShardedModel):
             self.optimizer = make_optimizer(self.module, config, getattr(torch, contract.dtype))
             use_settings(self.optimizer, config)
         self.masters = Masters(self.module, contract.weight_format, trained=trained)
+        if self.adapter is not None:
+            self._take_norms(begins=not config.lora.lora_adapter)
 
     def _load(
         self, path: str, contract: NumericsContract, layout: MegatronLayout, has_values: bool
@@ -110,6 +113,10 @@ class MegatronModel(ShardedModel):
         fill_adapters(self.module, values)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()  # of which it may have copies in float32
+        self._take_norms()
+
+    def _take_norms(self, *, begins: bool = False) -> None:
+        take_norms(self.module, self.operators, begins=begins)
 
     def head(self) -> Head:
         head: Head = get_attr_wrapped_model(self.module, "head")()
@@ -169,6 +176,7 @@ class MegatronModel(ShardedModel):
         self.optimizer.step_with_ready_grads()
         self.optimizer.zero_grad()
         self.masters.round()
+        self._take_norms()
 
     def weight_buckets(
         self,
@@ -210,6 +218,7 @@ class MegatronModel(ShardedModel):
         read_tensors(directory, self.module, self.optimizer)
         use_settings(self.optimizer, self.config)
         self.masters.round()
+        self._take_norms()
 
     def around_operators(
         self, around: Callable[[Operators], Operators]

@@ -89,6 +89,20 @@ def test_the_norm_of_a_row_has_the_same_bits_whatever_rows_a_rank_has(dtype):
     assert norms.dtype == torch.float32
 
 
+@DTYPES
+def test_a_row_of_zeros_stays_one_and_spoils_no_gradient(dtype):
+    """Such as that of a token that is not used, or of none: m / ||W|| would be 0 / 0."""
+    adapted, _ = make_linear(dtype)
+    with torch.no_grad():
+        adapted.weight[3] = 0
+        adapted.lora.magnitude.m.copy_(take_norms(adapted))
+    assert adapted.lora.magnitude.m[3] == 0
+    out = adapted(torch.randn(6, 48, dtype=dtype))
+    assert torch.equal(out[:, 3], adapted.bias[3].expand(6)) and out.isfinite().all()
+    out.sum().backward()
+    assert all(p.grad.isfinite().all() for p in adapted.lora.parameters())
+
+
 def test_forward_and_gradients_are_those_of_the_formula_with_the_norm_held():
     """W' = m (W + s B A) / ||W + s B A||, the bias as it is."""
     adapted, _ = make_linear(torch.float32)

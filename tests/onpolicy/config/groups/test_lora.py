@@ -65,12 +65,14 @@ def test_verify_and_explain_take_them():
             validate(parse(ExplainConfig, [*LORA, *argv], "onpolicy explain"))
 
 
-def test_dora_is_for_fsdp2():
-    check(*MODE, *LORA, "--lora-dora")
+def test_magnitudes_are_in_megatrons_checkpoints_but_for_its_whole_optimizers():
+    check(*MODE, *LORA, "--lora-dora", "--train-backend", "megatron")
+    whole = ["--train-backend", "megatron", "--no-megatron-distributed-optimizer"]
+    check(*MODE, *LORA, "--lora-dora", *whole, "--dtype", "float32")
     with pytest.raises(
-        ConfigError, match=r"--lora-dora=True: Megatron's linears have no magnitudes"
+        ConfigError, match="Megatron's whole optimizer writes no checkpoint of float32"
     ):
-        check(*MODE, *LORA, "--lora-dora", "--train-backend", "megatron")
+        check(*MODE, *LORA, "--lora-dora", *whole, "--dtype", "bfloat16")
 
 
 @pytest.mark.parametrize("argv", [["--lora-alpha", "16"], ["--lora-rslora"], ["--lora-dora"]])

@@ -13,7 +13,7 @@ from tests.support.tiny import make_checkpoint
 
 __all__ = ["make"]
 
-LORA = {"lora_rank": 8, "lora_target_modules": "q_proj,down_proj"}
+LORA = {"lora_rank": 8, "lora_target_modules": "q_proj,down_proj,lm_head"}
 
 
 @pytest.fixture(params=[False, True], ids=["LoRA", "DoRA"])
@@ -106,7 +106,7 @@ def test_it_is_exported_as_peft_writes_it(lora, checkpoint, tmp_path):
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(checkpoint)
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (
-        8, 32.0, ["down_proj", "q_proj"],
+        8, 32.0, ["down_proj", "lm_head", "q_proj"],
     )  # fmt: skip
     held = {n: x for n, x in weights(trainer).items() if ".lora." in n}
     assert len(written) == len([name for name in held if not name.endswith("norm")])

@@ -27,8 +27,8 @@ TARGETS = "q_proj,v_proj,o_proj,up_proj,down_proj,lm_head"
 """Without keys and gates, which Megatron computes together with some of these."""
 
 
-def job_of(path, layout="data", targets=TARGETS, dtype="float32", **changes):
-    lora = {"lora_rank": 4, "lora_target_modules": targets}
+def job_of(path, layout="data", targets=TARGETS, dtype="float32", dora=False, **changes):
+    lora = {"lora_rank": 4, "lora_target_modules": targets, "lora_dora": dora}
     job = Job(path=path, dtype=dtype, changes={**SMOOTH, "lora": lora, **changes})
     return job.under(LAYOUTS[layout])
 
@@ -57,16 +57,21 @@ def in_the_other_engine(job):
     return replace(job, backend="fsdp")
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["LoRA", "DoRA"])
+def dora(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def reference(checkpoint):
-    return learn(in_the_other_engine(job_of(checkpoint)))
+def reference(checkpoint, dora):
+    return learn(in_the_other_engine(job_of(checkpoint, dora=dora)))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_every_layout_adapters_compute_and_learn_as_in_the_other_engine(
-    two_ranks, checkpoint, reference, layout
+    two_ranks, checkpoint, reference, layout, dora
 ):
-    results = two_ranks.run(learn, job_of(checkpoint, layout))
+    results = two_ranks.run(learn, job_of(checkpoint, layout, dora=dora))
     require_same_steps(results[0][:3], reference[:3])
     stored, after = load_file(checkpoint / "model.safetensors"), results[0][2]
     assert {name for name in after if not is_adapters(name)} == stored.keys()
@@ -100,9 +105,22 @@ def parts_are_not_by_group():
         yield
 
 
-@pytest.mark.parametrize("break_", [gradients_are_not_summed, parts_are_not_by_group])
-def test_what_is_not_shared_out_rightly_is_noticed(two_ranks, checkpoint, reference, break_):
-    job = job_of(checkpoint, "data" if break_ is parts_are_not_by_group else "tensor")
+@contextmanager
+def norms_are_of_own_columns():
+    """Where ranks share a row, each takes the norm of its part of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("onpolicy.train.megatron.magnitudes._all_columns", lambda x, group: x)
+        yield
+
+
+@pytest.mark.parametrize(
+    "break_", [gradients_are_not_summed, parts_are_not_by_group, norms_are_of_own_columns]
+)
+def test_what_is_not_shared_out_rightly_is_noticed(two_ranks, checkpoint, reference, dora, break_):
+    if break_ is norms_are_of_own_columns and not dora:
+        return
+    layout = "data" if break_ is parts_are_not_by_group else "tensor"
+    job = job_of(checkpoint, layout, dora=dora)
     results = two_ranks.run(partial(learn, break_=break_), job)[0]
     with pytest.raises(AssertionError):
         require_same_steps(results[:3], reference[:3])
@@ -128,8 +146,14 @@ def test_layers_that_are_computed_again_learn_the_same(two_ranks, checkpoint, la
         ("qwen3", {}),
         ("qwen3-tied", {"engine": {"rollout_weight_format": "int4_group128"}}),
         ("olmo2", {}),
+        ("qwen2", {"dora": True, "engine": {"rollout_weight_format": "int4_group128"}}),
     ],
-    ids=["qwen3", "a rounded tied base", "norms after linears"],
+    ids=[
+        "qwen3",
+        "a rounded tied base",
+        "norms after linears",
+        "magnitudes, biases, a rounded base",
+    ],
 )
 def test_in_bfloat16_the_first_log_probabilities_are_those_of_the_other_engine(
     two_ranks, model_of, layout, architecture, changes
@@ -183,11 +207,17 @@ def test_the_reference_is_the_base_in_the_same_memory(two_ranks, checkpoint, lay
     assert numbers <= 3 * adapters + 100  # masters and two moments
 
 
-@pytest.mark.parametrize("layout", ["data", "data, whole optimizer", "tensor", "pipeline"])
+@pytest.mark.parametrize(
+    ("layout", "dora"),
+    [
+        ("data", True), ("data, whole optimizer", False), ("tensor", False), ("tensor", True),
+        ("pipeline", True),
+    ],
+)  # fmt: skip
 def test_a_checkpoint_holds_adapters_alone_and_goes_on_with_the_same_bits(
-    two_ranks, checkpoint, layout, tmp_path
+    two_ranks, checkpoint, layout, dora, tmp_path
 ):
-    job = job_of(checkpoint, layout, dtype="bfloat16")
+    job = job_of(checkpoint, layout, dtype="bfloat16", dora=dora)
     whole = two_ranks.run(learn, job, tmp_path)[0]
     resumed = two_ranks.run(learn, job, None, tmp_path)[0]
     assert resumed[0] == whole[0][1:] and equal(resumed[2], whole[2])
@@ -197,9 +227,11 @@ def test_a_checkpoint_holds_adapters_alone_and_goes_on_with_the_same_bits(
 
 
 def test_a_checkpoint_of_adapters_may_be_loaded_in_another_layout(two_ranks, checkpoint, tmp_path):
-    log_probs, *_ = two_ranks.run(learn, job_of(checkpoint, "tensor"), tmp_path)[0]
+    job = job_of(checkpoint, "tensor", dora=True)
+    log_probs, *_ = two_ranks.run(learn, job, tmp_path)[0]
     for layout in ("pipeline", "context"):
-        resumed, metrics, *_ = two_ranks.run(learn, job_of(checkpoint, layout), None, tmp_path)[0]
+        job = job_of(checkpoint, layout, dora=True)
+        resumed, metrics, *_ = two_ranks.run(learn, job, None, tmp_path)[0]
         assert resumed == log_probs[1:]
         assert metrics[0]["parity/num_mismatched_tokens"] == 0
 
@@ -244,7 +276,8 @@ def merged(job, sender=0):
 def test_merged_weights_are_those_of_the_other_engine_whichever_rank_sends_them(
     two_ranks, model_of, architecture, layout
 ):
-    job = job_of(model_of(architecture), targets="all-linear").under(layout)
+    dora = architecture == "qwen3"
+    job = job_of(model_of(architecture), targets="all-linear", dora=dora).under(layout)
     nothing, ours = two_ranks.run(merged, job, 1)
     theirs = merged(in_the_other_engine(job))
     assert not nothing and equal(ours, theirs)
@@ -261,11 +294,11 @@ def export(job, directory, drawn):
     return {file.name: file.read_bytes() for file in directory.iterdir()}
 
 
-@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+@pytest.mark.parametrize(("layout", "dora"), [("tensor", True), ("pipeline", False)])
 def test_the_adapter_is_written_and_read_as_by_the_other_engine(
-    two_ranks, checkpoint, layout, tmp_path
+    two_ranks, checkpoint, layout, dora, tmp_path
 ):
-    job = job_of(checkpoint, layout)
+    job = job_of(checkpoint, layout, dora=dora)
     ours = two_ranks.run(export, job, tmp_path / "ours", True)[0]
     theirs = export(in_the_other_engine(job), tmp_path / "theirs", True)
     assert ours == theirs and len(ours) == 2
