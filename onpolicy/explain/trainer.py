@@ -32,6 +32,18 @@ class Recorded:
     apart: list[Apart]
     """Those of `Forced`."""
 
+    @staticmethod
+    def of(
+        recorder: Recorder, tensor_rank: int, passes: list[list[Call]], evidence_of: int
+    ) -> Recorded:
+        """What a rank's recorder has kept; evidence of one tensor-parallel rank is enough."""
+        return Recorded(
+            tensor_rank=tensor_rank,
+            passes=passes,
+            evidence=recorder.evidence if tensor_rank == evidence_of else None,
+            apart=recorder.apart if isinstance(recorder, Forced) else [],
+        )
+
 
 def recorded_log_probs(
     trainer: PolicyTrainer,
@@ -48,9 +60,7 @@ def recorded_log_probs(
     """
     with recording(trainer.policy, recorder) as (rank, passes):
         scores = trainer.log_probs(sequences, prompt_lens, temperature, kept_tokens)
-    evidence = recorder.evidence if rank == evidence_of else None
-    apart = recorder.apart if isinstance(recorder, Forced) else []
-    return scores, Recorded(tensor_rank=rank, passes=passes, evidence=evidence, apart=apart)
+    return scores, Recorded.of(recorder, rank, passes, evidence_of)
 
 
 @contextmanager

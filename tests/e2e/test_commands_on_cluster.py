@@ -131,7 +131,6 @@ from onpolicy.explain import attribution
 every = attribution.parts_of
 attribution.parts_of = lambda *of: [part for part in every(*of) if part[0] == "norm"]
 from onpolicy.cli.main import main
-from tests.support.serving import reached_by
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
 """

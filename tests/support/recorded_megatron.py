@@ -110,12 +110,9 @@ def record_all(
     """What all ranks compute, each of the batch of its share, as a trainer is asked for it."""
     from onpolicy.explain.megatron import tensor_rank
 
-    recorder, rank = recorder or Recorder(), tensor_rank()
+    recorder = recorder or Recorder()
     calls = record_passes(model, job.batches[data_rank()], recorder)
-    evidence = recorder.evidence if rank == evidence_of else None
-    apart = recorder.apart if isinstance(recorder, Forced) else []
-    own = Recorded(tensor_rank=rank, passes=calls, evidence=evidence, apart=apart)
-    return distributed.gather(own, None)
+    return distributed.gather(Recorded.of(recorder, tensor_rank(), calls, evidence_of), None)
 
 
 def record_passes(model: Any, sequences: list[list[int]], recorder: Recorder) -> list[list[Call]]:

@@ -27,6 +27,8 @@ def serving(checkpoint, directory, *argv):
         [*command, "--run-dir", str(directory), "--cpu-threads", "1", *argv],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    yield reached_by(process)
-    process.terminate()
-    process.wait(30)
+    try:
+        yield reached_by(process)
+    finally:
+        process.terminate()
+        process.wait(30)
