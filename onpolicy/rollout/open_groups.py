@@ -105,15 +105,18 @@ class FreeGroups(OpenGroups):
         self._staleness, self._last = staleness, last
         self._version = self._step = self._num_complete = 0
         self._waiting, self._drawn = deque[OpenEpisode](), set[OpenEpisode]()
-        self._began = Counter[int]()
+        self._versions = dict[int, int]()
+        """Those that groups began under, by their numbers. They stay while a version is drawn under: a
+        group whose first tokens are given up meanwhile is due when it was."""
 
     def begin(self, version: int) -> list[OpenEpisode]:
         """What is drawn first under new weights, which nothing is drawn under yet."""
         self._version = self._step = version
-        self.groups.sort(key=lambda group: bool(group.unfinished))
-        self._num_complete = sum(not group.unfinished for group in self.groups)
-        self._waiting = deque(episode for group in self.groups for episode in group.unfinished)
-        self._began = Counter(self._version_of(group) for group in self.groups)
+        unfinished = {group.number: group.unfinished for group in self.groups}  # some end meanwhile
+        self.groups.sort(key=lambda group: bool(unfinished[group.number]))
+        self._num_complete = sum(not left for left in unfinished.values())
+        self._waiting = deque(each for group in self.groups for each in unfinished[group.number])
+        self._versions = {group.number: self._version_of(group) for group in self.groups}
         self._drawn.clear()
         return self._next_episodes()
 
@@ -145,32 +148,34 @@ class FreeGroups(OpenGroups):
         return episodes
 
     def _begin_group(self) -> bool:
-        began = self._began + Counter([self._version])
+        began = Counter([*self._versions.values(), self._version])
         if self.next_number >= self._last or self._staleness.num_late(began, self._step):
             return False
-        self._waiting += self._open_next().unfinished
-        self._began = began
+        group = self._open_next()
+        self._versions[group.number] = self._version
+        self._waiting += group.unfinished
         return True
 
     def batch(self) -> list[OpenGroup] | None:
         """The groups of this version's step, in the order in which they were complete; None until there
         are enough of them. They are open no more."""
-        size, left = self._staleness.batch, self._began.copy()
+        size, left = self._staleness.batch, Counter(self._versions.values())
         chosen: list[OpenGroup] = []
         for group in self.groups[: self._num_complete]:
-            version = self._version_of(group)
+            version = self._versions[group.number]
             left[version] -= 1
             if self._staleness.num_late(left, self._step + 1) < size - len(chosen):
                 chosen.append(group)
             else:  # one that would be late is to come
                 left[version] += 1
             if len(chosen) == size:
-                return self._take(chosen, left)
+                return self._take(chosen)
         return None
 
-    def _take(self, chosen: list[OpenGroup], left: Counter[int]) -> list[OpenGroup]:
-        numbers = {group.number for group in chosen}
-        self.groups = [group for group in self.groups if group.number not in numbers]
+    def _take(self, chosen: list[OpenGroup]) -> list[OpenGroup]:
+        for group in chosen:
+            del self._versions[group.number]
+        self.groups = [group for group in self.groups if group.number in self._versions]
         self._num_complete -= len(chosen)
-        self._step, self._began = self._step + 1, left
+        self._step += 1
         return chosen

@@ -3,10 +3,12 @@
 from collections import Counter
 from itertools import product
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from onpolicy.rollout.episodes import Episode
+from onpolicy.rollout.open_episode import OpenEpisode
 from onpolicy.rollout.open_groups import FreeGroups, Staleness
 from onpolicy.trajectory import Span
 from tests.support.groups import open_group
@@ -46,6 +48,9 @@ class Clock:
         return self.batches
 
     def pass_until_taken(self):
+        for episode in self.drawn:
+            if self.chance.random() < 0.2:  # an attempt that is begun anew has no token any more
+                episode._start_over()
         while (batch := self.groups.batch()) is None:
             assert self.drawn, "the step would wait forever"
             self.let_one_end()
@@ -123,6 +128,32 @@ def test_an_episode_that_was_complete_when_a_version_began_counts_once():
     assert [groups.end(episode) for episode in group.episodes] == [[] for _ in group.episodes]
     assert groups.batch() == [group]
     assert groups.batch() is None
+
+
+@pytest.mark.parametrize("looks", range(5))
+def test_an_episode_that_ends_while_a_version_begins_is_counted(monkeypatch, looks):
+    """After so many looks at whether it is complete."""
+    groups = FreeGroups(open_group, 4, Staleness(most=3, batch=1), 10)
+    drawn = groups.begin(0)
+    group, last = groups.groups[0], groups.groups[0].episodes[-1]
+    for episode in drawn:
+        grown(episode, 0, 1)
+        if episode is not last:
+            episode.finish(Episode())
+    seen, is_complete = iter(range(99)), OpenEpisode.is_complete
+
+    def ends_meanwhile(episode):
+        if episode is last and next(seen) == looks:
+            last.finish(Episode())
+        return is_complete.fget(episode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OpenEpisode, "is_complete", property(ends_meanwhile))
+        groups.begin(1)
+    last.finish(Episode())
+    groups.end(last)
+    found = [groups.batch(), groups.batch()]
+    assert group in [batch[0] for batch in found if batch]
 
 
 def in_time(began, step, staleness):
