@@ -1,5 +1,6 @@
 """Servers of every kind, real ones: what answers at --rollout-server-url is told apart."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -76,10 +77,20 @@ def test_what_hangs_up_is_nobody():
             check(f"http://127.0.0.1:{port}")
 
 
-def test_every_port_of_a_run_must_be_free():
-    with socket.socket() as listener:
+def listens_after_a_free_port():
+    """A socket; others may have the port before that of the first one."""
+    while True:
+        listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         listener.listen()
+        with socket.socket() as before, contextlib.suppress(OSError):
+            before.bind(("127.0.0.1", listener.getsockname()[1] - 1))
+            return listener
+        listener.close()
+
+
+def test_every_port_of_a_run_must_be_free():
+    with listens_after_a_free_port() as listener:
         port = listener.getsockname()[1]
         require_place("127.0.0.1", 0)
         with pytest.raises(ConfigError, match=rf"--rollout-base-port: port {port} on 127.0.0.1"):
