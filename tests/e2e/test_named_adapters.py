@@ -17,10 +17,8 @@ from tests.support.train_runs import TWO_RANKS, finish, run_hash, summary
 pytestmark = [pytest.mark.engine, pytest.mark.runs]
 
 ROUNDED = ("--rollout-weight-format", "int4")
-LORA = (
-    "--lora-rank", "8", "--cpu-threads", "1", "--num-rollout", "3", "--row-parallel-blocks", "2",
-    *ROUNDED,
-)  # fmt: skip
+SHAPE = ("--lora-rank", "8", "--lora-dora", *ROUNDED)
+LORA = (*SHAPE, "--cpu-threads", "1", "--num-rollout", "3", "--row-parallel-blocks", "2")
 AGENT = ("--custom-generate-function-path", "own_agent.act", "--rollout-max-context-len", "120")
 NAMES = ("math", "code-2")
 
@@ -30,7 +28,7 @@ SHARED = list(range(20, 90))
 @pytest.fixture(scope="module")
 def servers(checkpoint, tmp_path_factory):
     """The flags that reach two servers of two ranks each, which hold adapters of all names."""
-    names = *ROUNDED, "--lora-rank", "8", "--lora-names", *NAMES, "unused"
+    names = *SHAPE, "--lora-names", *NAMES, "unused"
     several = "--rollout-num-engines", "2", "--sglang-tp-size", "2"
     with serving(checkpoint, tmp_path_factory.mktemp("serve"), *names, *several) as (flags, _):
         yield flags
