@@ -15,7 +15,7 @@ import psutil
 
 from onpolicy.outputs.metrics import read_jsonl
 from tests.support.after_import import after_import
-from tests.support.processes import trainer_ranks
+from tests.support.processes import is_gone, trainer_ranks
 
 ROLLOUTS = 4
 ROOT = Path(__file__).parents[2]
@@ -113,7 +113,7 @@ def killed_while_saving(start, directory, save, *argv):
     assert sorted(p.name for p in save.iterdir()) == [
         ".lock", ".partial_step_000004", "step_000002",
     ]  # fmt: skip
-    wait_for(lambda: not any(p.is_running() and p.status() != "zombie" for p in seen), 60)
+    wait_for(lambda: all(map(is_gone, seen)), 60)
     assert len(seen) >= 3  # the server and its children
 
 
