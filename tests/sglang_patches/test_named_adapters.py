@@ -16,7 +16,7 @@ from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.row_parallel import WHOLE
 from onpolicy.weights.rounding import rounded
 from sglang_patches import named_weights, registry, weights
-from sglang_patches.named_adapters import NamedLowRank, Pushes, Rows, place_of, put_in
+from sglang_patches.named_adapters import NamedLowRank, Pushes, Rows, _abort, place_of, put_in
 from tests.support.tiny_contract import CONTRACT
 from tests.support.weight_digests import digest_of
 
@@ -148,6 +148,26 @@ def test_an_answer_says_the_version_of_its_own_name():
     assert meta["weight_version"] == "3" and meta["weight_versions"][0]["version"] == "3"
     both = [{"version": "a:2", "start": 0, "end": 2}, {"version": "a:3", "start": 2, "end": 5}]
     assert told(pushes, "a", both)["weight_version"] == "a:3"  # which no run takes
+
+
+@pytest.mark.parametrize(
+    ("rid", "aborted"),
+    [("/a", ["1", "3"]), ("/b", ["2"]), ("2", ["2"]), ("/c", []), ("", ["all"])],
+)
+def test_an_abort_of_a_name_gives_up_its_requests_though_an_earlier_one_came_too_soon(rid, aborted):
+    asked = {"1": "a", "2": "b", "3": "a", "4": None}
+    states = {
+        i: SimpleNamespace(obj=SimpleNamespace(lora_path=name), abort_sent=True)
+        for i, name in asked.items()
+    }
+    manager, given_up = SimpleNamespace(rid_to_state=states), []
+
+    def abort(manager, rid="", abort_all=False):
+        given_up.append("all" if abort_all else rid)
+
+    _abort(abort, manager, rid, abort_all=not rid)
+    assert given_up == aborted
+    assert [i for i in asked if not states[i].abort_sent] == [i for i in aborted if rid[:1] == "/"]
 
 
 @pytest.fixture

@@ -115,9 +115,6 @@ class LoraConfig(AdapterShapeConfig):
         Against(lambda run: not run.rollout_server_url,
             "servers of the run's own have its adapters alone, which need no name",
             "Add --rollout-server-url, or leave it out."),
-        Against(lambda run: run.plan.may_lag,
-            "requests that outlive a push (--rollout-lag, --rollout-segment-tokens, --rollout-schedule) "
-            "are aborted, and those of other runs with them"),
         Against(lambda run: run.weight_sync not in ("auto", "tensor"),
             "--weight-sync={run.weight_sync} has no place for a name", "Use --weight-sync tensor."),
     ] = ""  # fmt: skip

@@ -95,6 +95,8 @@ def test_adapters_on_servers_of_others_have_a_name():
     check(*SHARED, "--train-backend", "megatron")
     check(*SHARED, "--rollout-weight-format", "int4")
     check(*SHARED, "--lora-dora")
+    check(*SHARED, "--rollout-lag", "1")
+    check(*SHARED, "--rollout-schedule", "free", "--max-staleness", "1")
     with pytest.raises(ConfigError, match=r"--lora-name=math: .*Add --rollout-server-url"):
         check(*MODE, *LORA, "--lora-name", "math")
 
@@ -102,7 +104,6 @@ def test_adapters_on_servers_of_others_have_a_name():
 @pytest.mark.parametrize(
     ("argv", "rule"),
     [
-        (["--rollout-lag", "1"], "requests that outlive a push"),
         (["--weight-sync", "disk"], "--weight-sync=disk has no place for a name"),
     ],
 )
