@@ -4,8 +4,8 @@ A request says by SGLang's own `lora_path` whose adapters it is to be answered w
 or with one that no run has pushed yet, is refused. The rows of a batch are told apart by SGLang's
 `lora_ids`, and each name's are computed by themselves: the operators are row-invariant, so the rows have
 the bits that they have alone. The id counts the pushes of its name, and the prefix cache is apart by it,
-so a push needs no flush of what other names have cached. A run that interrupts what it samples aborts the
-requests of its name, and no others.
+so a push needs no flush of what other names have cached. A run that interrupts what it samples aborts
+the requests of its name, and no others.
 
 Source: TokenizerManager._validate_and_resolve_lora, sglang/srt/managers/tokenizer_manager.py. SGLang's
 own LoRA has kernels of its own, whose bits depend on the batch, and loads adapters from files.

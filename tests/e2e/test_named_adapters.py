@@ -65,8 +65,7 @@ def outputs(start, servers, evaluated, save, directories):
         "code-2": (*evaluated, *TWO_RANKS, "--save", str(save), "--save-interval", "1"),
     }
     under_way = {
-        name: start(directories[name], *argv[name], *servers, "--lora-name", name)
-        for name in NAMES
+        name: start(directories[name], *argv[name], *servers, "--lora-name", name) for name in NAMES
     }
     return {name: finish(process) for name, process in under_way.items()}
 
