@@ -17,10 +17,9 @@ import torch
 from transformers import PreTrainedModel
 
 from onpolicy.errors import ContractError
-from onpolicy.models.adapters import factors_of
+from onpolicy.models.adapters import CHILD
 from onpolicy.models.logits import logits_rule
 from onpolicy.ops import Operators
-from onpolicy.ops.low_rank import add_low_rank
 from sglang_patches import registry
 
 TARGET = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
@@ -40,8 +39,8 @@ def install(operators: Operators) -> None:
         bias = None if bias is None else bias[: lm_head.org_vocab_size]
         hidden_states = hidden_states.to(weight.dtype)
         logits = operators.linear(hidden_states, weight, bias)
-        if (adapter := factors_of(lm_head)) is not None:
-            logits = add_low_rank(operators, hidden_states, logits, adapter, bias=bias)
+        if (adapter := lm_head._modules.get(CHILD)) is not None:
+            logits = adapter(hidden_states, logits, bias)
         finished: torch.Tensor = self.logits_rule.apply(operators, logits)
         return finished
 

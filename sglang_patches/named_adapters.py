@@ -21,8 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from onpolicy.contract import ALL_OF, NAMES_VARIABLE, AdapterShape
-from onpolicy.models.adapters import CHILD, LowRank, adapters_of_linears
+from onpolicy.models.adapters import CHILD, adapter_beside
+from onpolicy.models.experts import AlignedExperts
+from onpolicy.models.low_rank import LowRankModule
 from onpolicy.ops import Operators
+from onpolicy.ops.experts import ExpertFactors
 from sglang_patches import registry
 
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
@@ -33,6 +36,7 @@ VERSION_TARGET = (
     "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin."
     "_update_weight_version_if_provided"
 )
+HEAD_TARGET = "sglang.srt.layers.logits_processor.LogitsProcessor._get_pruned_states"
 FORWARD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 
 
@@ -51,6 +55,7 @@ def install() -> None:
     registry.hook(ANSWER_TARGET, pushes.tell, "around")
     registry.hook(ABORT_TARGET, _abort, "around")
     registry.hook(FORWARD_TARGET, _rows.watch, "before")
+    registry.hook(HEAD_TARGET, _head_rows.watch, "after")
 
 
 class Pushes:
@@ -128,35 +133,65 @@ def _abort(original: Any, manager: Any, rid: str = "", abort_all: bool = False) 
             original(manager, asked)
 
 
-_NOWHERE = torch.empty(0, dtype=torch.long)
-
-
 class Rows:
     """Whose the rows of the batch are that is computed now."""
 
     def __init__(self) -> None:
-        self._count = 0
+        self.of_requests: list[str | None] = []
+        self.of_rows: list[str | None] = []
         self._places: dict[str | None, Tensor] = {}
 
     def watch(self, _: Any, batch: Any, *__: Any, **___: Any) -> None:
-        """Before a forward pass."""
-        ids = [_name(given) for given in batch.lora_ids or [None] * batch.batch_size]
-        is_one_each = batch.forward_mode.is_decode() or not ids
-        counts = [1] * len(ids) if is_one_each else batch.extend_seq_lens.tolist()
-        self.set([name for name, count in zip(ids, counts, strict=True) for _ in range(count)])
+        """Before a forward pass; a request that is drafted for has as many rows as any other."""
+        names = [_name(given) for given in batch.lora_ids or [None] * batch.batch_size]
+        counts = [len(batch.input_ids) // max(len(names), 1)] * len(names)
+        if not (
+            batch.forward_mode.is_decode() or batch.forward_mode.is_target_verify() or not names
+        ):
+            counts = batch.extend_seq_lens.tolist()
+        self.of_requests = names
+        self.set([name for name, count in zip(names, counts, strict=True) for _ in range(count)])
 
     def set(self, of_rows: Sequence[str | None]) -> None:
-        places: dict[str | None, list[int]] = {}
-        for i, name in enumerate(of_rows):
-            places.setdefault(name, []).append(i)
-        self._count = len(of_rows)
-        self._places = {name: torch.tensor(its) for name, its in places.items()}
+        self.of_rows, self._places = list(of_rows), _places(of_rows)
 
-    def of(self, name: str, count: int) -> Tensor:
-        """The places of a name's rows among all `count`, int64, ascending."""
-        if self._count != count:
-            raise RuntimeError(f"{count} rows, of which {self._count} are known by their names")
-        return self._places.get(name, _NOWHERE)
+    def places(self, count: int) -> dict[str | None, Tensor]:
+        """Of each name that any of `count` rows has, where these are: int64, ascending."""
+        if len(self.of_rows) != count:
+            raise RuntimeError(
+                f"{count} rows, of which {len(self.of_rows)} are known by their names"
+            )
+        return self._places
+
+
+class HeadRows:
+    """Whose the rows are that logits are computed of: in chunks, one after the other."""
+
+    def __init__(self, rows: Rows):
+        self._rows = rows
+        self._left: list[str | None] = []
+
+    def watch(self, pruned: Any, *_: Any, **__: Any) -> Any:
+        """After they were chosen: all rows, or the last of each request, or, of prompts, those whose
+        requests are listed."""
+        states, requests, names = pruned[0], pruned[-1], self._rows.of_requests
+        is_whole = len(states) == len(self._rows.of_rows)
+        self._left = [names[i] for i in requests] or (self._rows.of_rows if is_whole else names)
+        return pruned
+
+    def places(self, count: int) -> dict[str | None, Tensor]:
+        """As those of `Rows`, of the next `count` rows."""
+        if len(self._left) < count:
+            raise RuntimeError(f"{count} rows, of which {len(self._left)} are known by their names")
+        chunk, self._left = self._left[:count], self._left[count:]
+        return _places(chunk)
+
+
+def _places(of_rows: Sequence[str | None]) -> dict[str | None, Tensor]:
+    places: dict[str | None, list[int]] = {}
+    for i, name in enumerate(of_rows):
+        places.setdefault(name, []).append(i)
+    return {name: torch.tensor(its) for name, its in places.items()}
 
 
 def _name(lora_id: str | None) -> str | None:
@@ -164,25 +199,56 @@ def _name(lora_id: str | None) -> str | None:
 
 
 _rows = Rows()
+_head_rows = HeadRows(_rows)
 
 
 class NamedLowRank(nn.Module):
     """The adapters of all names beside one linear, in the place of the only one."""
 
-    def __init__(self, linear: Any, operators: Operators, shape: AdapterShape, rows: Rows = _rows):
+    def __init__(
+        self, linear: Any, operators: Operators, shape: AdapterShape, rows: Rows | HeadRows = _rows
+    ):
         super().__init__()
         self._rows = rows
         for name in names():
-            self.add_module(_child(name), LowRank(linear, operators, shape))
+            self.add_module(_child(name), adapter_beside(linear, operators, shape))
 
     def forward(self, x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
         """[..., K], what the linear gives, [..., N], and its bias [N] -> [..., N] in its dtype."""
         flat, added = x.reshape(-1, x.shape[-1]), out.reshape(-1, out.shape[-1]).clone()
-        for child, adapter in self.named_children():
-            rows = self._rows.of(child.removeprefix(_child("")), len(flat))
-            if len(rows):
-                added[rows] = adapter(flat[rows], added[rows], bias)
+        for name, rows in self._rows.places(len(flat)).items():
+            if name is not None:
+                added[rows] = self.get_submodule(_child(name))(flat[rows], added[rows], bias)
         return added.view(out.shape)
+
+
+class NamedExperts(NamedLowRank):
+    """The adapters of all names beside the experts of one layer, which compute name by name."""
+
+    def __init__(self, experts: AlignedExperts, operators: Operators, shape: AdapterShape):
+        super().__init__(experts, operators, shape)
+        self._compute, self._name = experts.forward, ""
+        experts.forward = self.by_names  # type: ignore[method-assign]
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the rows that are computed now have a name."""
+        return bool(self._name)
+
+    @property
+    def factors(self) -> ExpertFactors:
+        """Those of their name."""
+        adapter: Any = self.get_submodule(_child(self._name))
+        factors: ExpertFactors = adapter.factors
+        return factors
+
+    def by_names(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As `AlignedExperts.forward`."""
+        out = torch.empty_like(hidden_states)
+        for name, rows in self._rows.places(len(hidden_states)).items():
+            self._name = name or ""
+            out[rows] = self._compute(hidden_states[rows], top_k_index[rows], top_k_weights[rows])
+        return out
 
 
 def _child(name: str) -> str:
@@ -197,6 +263,14 @@ def place_of(name: str) -> Callable[[str], str]:
 
 def put_in(model: Any, operators: Operators, shape: AdapterShape | None) -> None:
     """Where the engine has names, one adapter for each of them in the place of every adapter."""
-    if names() and shape is not None:
-        for linear, _ in list(adapters_of_linears(model)):
-            linear.add_module(CHILD, NamedLowRank(linear, operators, shape))
+    if not names() or shape is None:
+        return
+    for module in list(model.modules()):
+        if not isinstance(module._modules.get(CHILD), LowRankModule):
+            continue
+        if isinstance(module, AlignedExperts):
+            named: NamedLowRank = NamedExperts(module, operators, shape)
+        else:
+            is_head = module is getattr(model, "lm_head", None)
+            named = NamedLowRank(module, operators, shape, _head_rows if is_head else _rows)
+        module.add_module(CHILD, named)

@@ -65,12 +65,14 @@ def _add_bias(result: Any, model: Any, *_: Any, **__: Any) -> Any:
 
 
 def use_cpu_buffers(model: PreTrainedModel, trainers: PreTrainedModel) -> None:
-    """Overwrite the buffers of a decoder, a Hugging Face base model, with those of the trainer's."""
-    held = dict(model.named_buffers())
+    """Overwrite the buffers of a decoder, a Hugging Face base model, with those of the trainer's; but
+    not those that a checkpoint brought, of which the trainer's has none here."""
+    held, stored = dict(model.named_buffers()), trainers.base_model.state_dict().keys()
     for name, buffer in trainers.base_model.named_buffers():
         if name not in held or held[name].dtype != buffer.dtype:
             raise ContractError(
                 f"buffer={name}: the engine's model does not hold it as {buffer.dtype}, so it is not "
                 "the model that the trainer runs. Install a supported SGLang."
             )
-        held[name].copy_(buffer)
+        if name not in stored:
+            held[name].copy_(buffer)

@@ -16,7 +16,15 @@ from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.row_parallel import WHOLE
 from onpolicy.weights.rounding import rounded
 from sglang_patches import named_weights, registry, weights
-from sglang_patches.named_adapters import NamedLowRank, Pushes, Rows, _abort, place_of, put_in
+from sglang_patches.named_adapters import (
+    HeadRows,
+    NamedLowRank,
+    Pushes,
+    Rows,
+    _abort,
+    place_of,
+    put_in,
+)
 from tests.support.tiny_contract import CONTRACT
 from tests.support.weight_digests import digest_of
 
@@ -84,22 +92,51 @@ def test_rows_of_each_name_have_the_bits_that_they_have_alone(dtype, dora):
     assert torch.equal(others[0, 1], together[0, 1])
 
 
-def batch_of(ids, counts=None):
-    counts = counts and torch.tensor(counts)
-    mode = SimpleNamespace(is_decode=lambda: counts is None)
-    return SimpleNamespace(
-        lora_ids=ids, batch_size=len(ids), forward_mode=mode, extend_seq_lens=counts
+def batch_of(ids, counts=None, drafted=0):
+    total = sum(counts) if counts else len(ids) * max(drafted, 1)
+    mode = SimpleNamespace(
+        is_decode=lambda: not counts and not drafted, is_target_verify=lambda: drafted > 0
     )
+    return SimpleNamespace(
+        lora_ids=ids,
+        batch_size=len(ids),
+        forward_mode=mode,
+        input_ids=torch.zeros(total),
+        extend_seq_lens=counts and torch.tensor(counts),
+    )
+
+
+def listed(places):
+    return {name: rows.tolist() for name, rows in places.items()}
 
 
 def test_rows_are_known_by_the_requests_that_they_are_of():
     rows = Rows()
     rows.watch(None, batch_of(["/a:1", None, "/b:12"], [2, 1, 3]))
-    assert rows.of("a", 6).tolist() == [0, 1] and rows.of("b", 6).tolist() == [3, 4, 5]
+    assert listed(rows.places(6)) == {"a": [0, 1], None: [2], "b": [3, 4, 5]}
     rows.watch(None, batch_of(["/b:1", "/a:1"]))
-    assert rows.of("b", 2).tolist() == [0]
-    with pytest.raises(RuntimeError, match="3 rows, of which 2 are known"):
-        rows.of("a", 3)
+    assert listed(rows.places(2)) == {"b": [0], "a": [1]}
+    rows.watch(None, batch_of(["/b:1", "/a:1"], drafted=3))
+    assert listed(rows.places(6)) == {"b": [0, 1, 2], "a": [3, 4, 5]}
+    with pytest.raises(RuntimeError, match="3 rows, of which 6 are known"):
+        rows.places(3)
+
+
+def test_rows_of_logits_are_known_though_they_are_a_part_of_all_and_come_in_chunks():
+    rows = Rows()
+    head = HeadRows(rows)
+    rows.watch(None, batch_of(["/a:1", "/b:1"], [2, 3]))
+    head.watch((torch.zeros(2, 4), None, []))  # the last ones
+    assert listed(head.places(2)) == {"a": [0], "b": [1]}
+    head.watch((torch.zeros(4, 4), None, [0, 1, 1, 1]))  # prompts, too
+    assert listed(head.places(3)) == {"a": [0], "b": [1, 2]} and listed(head.places(1)) == {
+        "b": [0]
+    }
+    with pytest.raises(RuntimeError, match="1 rows, of which 0 are known"):
+        head.places(1)
+    rows.watch(None, batch_of(["/a:1", "/b:1"], drafted=2))
+    head.watch((torch.zeros(4, 4), None, []))
+    assert listed(head.places(4)) == {"a": [0, 1], "b": [2, 3]}
 
 
 def resolved(pushes, lora_path, **more):

@@ -29,6 +29,13 @@ def test_frequencies_that_another_device_rounded_otherwise_are_put_right(archite
     assert frequencies is model.rotary_emb.inv_freq  # written in place: a graph may hold it
 
 
+def test_a_buffer_that_a_checkpoint_brought_stays_as_it_was_loaded():
+    model = engine_model("glm4-moe")
+    correction = model.layers[1].mlp.gate.e_score_correction_bias.fill_(0.3)
+    use_cpu_buffers(model, trainers_model(model.config))
+    assert torch.equal(correction, torch.full_like(correction, 0.3))
+
+
 def test_the_engines_attention_stays_its_own():
     model = engine_model("qwen3")
     use_cpu_buffers(model, trainers_model(model.config))

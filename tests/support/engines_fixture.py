@@ -63,9 +63,9 @@ def make_engines(
 
 
 @contextmanager
-def served(spec: EngineSpec, log: Path) -> Iterator[EngineServer]:
-    """A server of its own, until it is left."""
-    server = EngineServer(spec, 0, log)
+def served(spec: EngineSpec, log: Path, port: int = 0) -> Iterator[EngineServer]:
+    """A server of its own, until it is left; 0: at any port that is free."""
+    server = EngineServer(spec, port, log)
     try:
         server.start()
         server.wait_until_healthy(300)

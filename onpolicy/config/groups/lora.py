@@ -8,7 +8,6 @@ from typing import Annotated, ClassVar
 from fallback_correction.ranges import ReadBy
 from onpolicy.config.kinds import CountOrZero, Positive
 from onpolicy.config.rules import NO_RESULT, Against, Parsed
-from onpolicy.config.sglang_flags import draft_rows
 from onpolicy.errors import ConfigError
 
 BY_LORA = ReadBy("--lora-rank", lambda run: run.lora_rank > 0)
@@ -121,11 +120,6 @@ class LoraConfig(AdapterShapeConfig):
     """Which of the adapters on servers of --rollout-server-url are this run's: a name of their
     --lora-names. Runs of other names sample there at the same time."""
 
-    @property
-    def is_named(self) -> bool:
-        """Whether adapters share their engines with others."""
-        return bool(self.lora_name)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServedLoraConfig(AdapterShapeConfig):
@@ -136,8 +130,6 @@ class ServedLoraConfig(AdapterShapeConfig):
         Against(lambda run: not run.true_on_policy_mode,
             "SGLang's own kernels have no adapters here", "Leave --no-true-on-policy-mode out."),
         Against(lambda run: run.sessions, "a session says no name"),
-        Against(lambda run: draft_rows(run.sglang_args),
-            "the rows of drafts (--sglang-speculative-*) are not told apart by names"),
     ] = ()  # fmt: skip
     """Names under which each server holds adapters beside one base, for runs with --lora-name; each of
     them trains its own. Requests say theirs as lora_path."""
@@ -148,8 +140,3 @@ class ServedLoraConfig(AdapterShapeConfig):
     """Rank of the adapters of --lora-names, of one shape for all."""
 
     lora_adapter: ClassVar[str] = ""
-
-    @property
-    def is_named(self) -> bool:
-        """Whether adapters share their engines with others."""
-        return bool(self.lora_names)

@@ -6,7 +6,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
-from onpolicy.models.adapters import output_name, target_names
+from onpolicy.models.adapters import target_names
 from onpolicy.models.experts import expert_names
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.peft_adapter import read_peft_adapter
@@ -29,13 +29,6 @@ def adapter_of(config: TrainConfig | ServeConfig, facts: ModelFacts) -> AdapterS
         raise ConfigError(
             f"--lora-target-modules={asked}: PEFT takes {', '.join(sorted(alike))} of a mixture for its "
             "experts, so it could not read the adapter. Name the experts too, or none of these."
-        )
-    head = output_name(facts.model)
-    beyond = sorted({*experts, head}.intersection(targets))
-    if config.lora.is_named and beyond:
-        raise ConfigError(
-            f"--lora-target-modules={asked}: adapters that have names are beside no experts and no "
-            f"output projection yet ({', '.join(beyond)}). Name other linears."
         )
     if config.lora.lora_dora and (without := sorted(experts.intersection(targets))):
         raise ConfigError(

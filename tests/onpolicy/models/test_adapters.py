@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from onpolicy.config import TrainConfig, groups
-from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
 from onpolicy.models.adapters import (
@@ -219,26 +218,6 @@ def test_experts_have_no_magnitudes(tmp_path):
     lora = dataclasses.replace(lora, lora_target_modules="all-linear")
     with pytest.raises(ConfigError, match="--lora-dora: experts would have no magnitudes"):
         adapter_of(dataclasses.replace(TrainConfig(), lora=lora), facts)
-
-
-@pytest.mark.parametrize(
-    ("name", "asked", "beyond"),
-    [("qwen3", "q_proj,lm_head", "lm_head"), ("qwen3-moe", "all-linear", "experts")],
-)
-def test_what_has_no_names_is_refused_by_name(tmp_path, name, asked, beyond):
-    facts = ModelFacts(load_config(str(make_checkpoint(tmp_path / "model", name))))
-    lora = groups.LoraConfig(lora_rank=2, lora_target_modules=asked)
-    adapter_of(dataclasses.replace(TrainConfig(), lora=lora), facts)
-    named = dataclasses.replace(lora, lora_name="math")
-    served = groups.ServedLoraConfig(
-        lora_rank=2, lora_target_modules=asked, lora_names=("math", "code")
-    )
-    for config in (
-        dataclasses.replace(TrainConfig(), lora=named),
-        dataclasses.replace(ServeConfig(), lora=served),
-    ):
-        with pytest.raises(ConfigError, match=rf"beside no experts and no output .*\({beyond}\)"):
-            adapter_of(config, facts)
 
 
 def test_a_model_without_what_the_contract_names_is_refused():

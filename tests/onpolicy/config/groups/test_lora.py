@@ -126,14 +126,11 @@ def test_a_name_is_a_word():
         ([*LORA, "--lora-names", "a:1"], "--lora-names: 'a:1': a name has"),
         ([*LORA, "--lora-names", "a", "--no-true-on-policy-mode"], "kernels have no adapters here"),
         ([*LORA, "--lora-names", "a", "--sessions"], "a session says no name"),
-        (
-            [*LORA, "--lora-names", "a", "--sglang-speculative-algorithm", "NGRAM"],
-            "rows of drafts",
-        ),
     ],
 )
 def test_a_server_of_names_is_refused_with(argv, rule):
-    served = [*LORA, "--lora-dora", "--lora-names", "a", "b-2"]
+    drafts = ["--sglang-speculative-algorithm", "NGRAM"]
+    served = [*LORA, "--lora-dora", "--lora-names", "a", "b-2", *drafts]
     validate(parse(ServeConfig, served, "onpolicy serve"))
     with pytest.raises(ConfigError, match=rule):
         validate(parse(ServeConfig, argv, "onpolicy serve"))
