@@ -212,15 +212,6 @@ def test_what_cannot_be_adapted_is_refused_by_name(model, asked, rule):
         target_names(model, asked)
 
 
-def test_experts_have_no_magnitudes(tmp_path):
-    facts = ModelFacts(load_config(str(make_checkpoint(tmp_path / "model", "qwen3-moe"))))
-    lora = groups.LoraConfig(lora_rank=2, lora_target_modules="q_proj,lm_head", lora_dora=True)
-    assert adapter_of(dataclasses.replace(TrainConfig(), lora=lora), facts).dora
-    lora = dataclasses.replace(lora, lora_target_modules="all-linear")
-    with pytest.raises(ConfigError, match="--lora-dora: experts would have no magnitudes"):
-        adapter_of(dataclasses.replace(TrainConfig(), lora=lora), facts)
-
-
 @pytest.mark.parametrize(
     ("name", "asked", "beyond"),
     [("qwen3", "q_proj,lm_head", "lm_head"), ("qwen3-moe", "all-linear", "experts")],
