@@ -4,7 +4,8 @@ A request says by SGLang's own `lora_path` whose adapters it is to be answered w
 or with one that no run has pushed yet, is refused. The rows of a batch are told apart by SGLang's
 `lora_ids`, and each name's are computed by themselves: the operators are row-invariant, so the rows have
 the bits that they have alone. The id counts the pushes of its name, and the prefix cache is apart by it,
-so a push needs no flush of what other names have cached.
+so a push needs no flush of what other names have cached. A run that interrupts what it samples aborts
+the requests of its name, and no others.
 
 Source: TokenizerManager._validate_and_resolve_lora, sglang/srt/managers/tokenizer_manager.py. SGLang's
 own LoRA has kernels of its own, whose bits depend on the batch, and loads adapters from files.
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onpolicy.contract import NAMES_VARIABLE, AdapterShape
+from onpolicy.contract import ALL_OF, NAMES_VARIABLE, AdapterShape
 from onpolicy.models.adapters import CHILD, LowRank, adapters_of_linears
 from onpolicy.ops import Operators
 from sglang_patches import registry
@@ -27,6 +28,7 @@ from sglang_patches import registry
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 RESOLVE_TARGET = f"{_MANAGER}._validate_and_resolve_lora"
 ANSWER_TARGET = f"{_MANAGER}._wait_one_response"
+ABORT_TARGET = f"{_MANAGER}.abort_request"
 VERSION_TARGET = (
     "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin."
     "_update_weight_version_if_provided"
@@ -47,6 +49,7 @@ def install() -> None:
     registry.hook(RESOLVE_TARGET, pushes.resolve, "replace")
     registry.hook(VERSION_TARGET, pushes.note, "after")
     registry.hook(ANSWER_TARGET, pushes.tell, "around")
+    registry.hook(ABORT_TARGET, _abort, "around")
     registry.hook(FORWARD_TARGET, _rows.watch, "before")
 
 
@@ -109,6 +112,20 @@ class Pushes:
                 for span in spans:
                     span["version"] = version
             yield answer
+
+
+def _abort(original: Any, manager: Any, rid: str = "", abort_all: bool = False) -> None:
+    """Give up a request; where `rid` is ALL_OF a name, whatever is asked under it.
+
+    SGLang passes an abort on once for each request, also before the request itself, which then goes on.
+    """
+    if abort_all or not rid.startswith(ALL_OF):
+        original(manager, rid, abort_all)
+        return
+    for asked, state in list(manager.rid_to_state.items()):
+        if ALL_OF + str(state.obj.lora_path) == rid:
+            state.abort_sent = False
+            original(manager, asked)
 
 
 _NOWHERE = torch.empty(0, dtype=torch.long)

@@ -29,6 +29,7 @@ from onpolicy.cli.main import main
 from onpolicy.rollout.server import EngineServer
 from onpolicy.train import distributed
 from tests.support.forked_processes import forked_processes
+from tests.support.processes import is_guard
 from tests.support.tiny import make_checkpoint, make_tokenizer
 
 pytestmark = pytest.mark.long
@@ -559,9 +560,7 @@ def arguments(argv, directory, port):
 
 def servers():
     """The servers that this process has started; those of other tests may be among them."""
-    children = psutil.Process().children(recursive=True)
-    alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
-    return {c for c in alive if "sglang_patches.serve" in " ".join(c.cmdline())}
+    return set(filter(is_guard, psutil.Process().children(recursive=True)))
 
 
 @pytest.mark.parametrize(

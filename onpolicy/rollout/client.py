@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import requests
 
+from onpolicy.contract import ALL_OF
 from onpolicy.errors import ConfigError, ContractError, EngineError
 from onpolicy.rollout.answers import completion_of, was_aborted
 from onpolicy.trajectory import Completion
@@ -80,14 +81,16 @@ class EngineClient:
         raise EngineLostError(f"{self.url}: no answer after {_RETRIES} attempts.")
 
     async def abort(self, session: aiohttp.ClientSession) -> None:
-        """Have the server answer everything that it samples now, with what it has.
+        """Have the server answer everything that it samples now, with what it has; under a name, what it
+        samples for that.
 
         Says nothing of a server that does not answer: who waits for a response learns of that.
         """
+        name = self.adapter_name
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with session.post(
                 f"{self.url}/abort_request",
-                json={"rid": "", "abort_all": True},
+                json={"rid": ALL_OF + name} if name else {"rid": "", "abort_all": True},
                 headers=self.admin_headers,
                 timeout=aiohttp.ClientTimeout(total=self.health_timeout / 3),
             ):

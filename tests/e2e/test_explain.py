@@ -260,33 +260,22 @@ ONE_STAGE_IS_BROKEN = MEGATRON_RANK_IS_BROKEN.format("0.mlp.linear_fc2", "row_pa
 """The first layer of the second stage is the second of the model."""
 
 PART_OF_A_SUM_IS_BROKEN = MEGATRON_RANK_IS_BROKEN.format("1.mlp.linear_fc2", "row_parallel_linear")
-EARLIER_TOKENS_ARE_BROKEN = MEGATRON_RANK_IS_BROKEN.format(
-    "0.mlp.linear_fc2", "row_parallel_linear"
-)
-"""Those of the middle of a sequence, so attention must come after."""
-
 EXPERTS_ARE_BROKEN = MEGATRON_RANK_IS_BROKEN.format("1.mlp.experts", "grouped_linear")
 
 MEGATRON = ("--train-backend", "megatron")
 PIPELINE = (*MEGATRON, "--megatron-pp", "2")
 TENSOR = (*MEGATRON, "--megatron-tp", "2", "--row-parallel-blocks", "2")
-CONTEXT = (*MEGATRON, "--megatron-cp", "2")
 EXPERT = (*MEGATRON, "--megatron-ep", "2")
 DOWN, SUM = ("layers.1.mlp.down_proj", "linear"), ("layers.1.mlp.down_proj", "row_parallel_linear")
-FIRST_DOWN = ("layers.0.mlp.down_proj", "linear")
 EXPERTS = ("layers.1.mlp.experts", "grouped_linear")
 RUNS = pytest.mark.runs
 """In tests/onpolicy/explain, ranks without servers have faults in the same layouts."""
 
 TRAINERS = [
-    pytest.param("qwen3", (), "", None, id="whole"),
     pytest.param("qwen3", (), ONE_RANK_IS_BROKEN, DOWN, id="broken"),
     pytest.param("qwen3", MEGATRON, "", None, id="megatron", marks=RUNS),
     pytest.param("qwen3", PIPELINE, ONE_STAGE_IS_BROKEN, DOWN, id="broken pipeline"),
     pytest.param("qwen3", TENSOR, PART_OF_A_SUM_IS_BROKEN, SUM, id="broken tensor", marks=RUNS),
-    pytest.param(
-        "qwen3", CONTEXT, EARLIER_TOKENS_ARE_BROKEN, FIRST_DOWN, id="broken context", marks=RUNS
-    ),
     pytest.param("qwen3-moe", EXPERT, EXPERTS_ARE_BROKEN, EXPERTS, id="broken expert", marks=RUNS),
 ]
 

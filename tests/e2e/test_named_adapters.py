@@ -10,18 +10,20 @@ import requests
 
 from onpolicy.errors import ConfigError
 from onpolicy.rollout.client import EngineClient
+from onpolicy.trajectory import FinishReason
 from onpolicy.types import Request, SamplingParams
 from tests.support.serving import serving
-from tests.support.train_runs import TWO_RANKS, finish, run_hash, summary
+from tests.support.train_runs import TWO_RANKS, finish, journal_of, run_hash, summary
 
 pytestmark = [pytest.mark.engine, pytest.mark.runs]
 
 ROUNDED = ("--rollout-weight-format", "int4")
-LORA = (
-    "--lora-rank", "8", "--cpu-threads", "1", "--num-rollout", "3", "--row-parallel-blocks", "2",
-    *ROUNDED,
+SHAPE = ("--lora-rank", "8", "--lora-dora", *ROUNDED)
+LORA = (*SHAPE, "--cpu-threads", "1", "--num-rollout", "3", "--row-parallel-blocks", "2")
+AGENT = (
+    *LORA, "--custom-generate-function-path", "own_agent.act", "--rollout-max-context-len", "120",
+    "--train-backend", "megatron", "--rollout-schedule", "free", "--max-staleness", "2",
 )  # fmt: skip
-AGENT = ("--custom-generate-function-path", "own_agent.act", "--rollout-max-context-len", "120")
 NAMES = ("math", "code-2")
 
 SHARED = list(range(20, 90))
@@ -30,7 +32,7 @@ SHARED = list(range(20, 90))
 @pytest.fixture(scope="module")
 def servers(checkpoint, tmp_path_factory):
     """The flags that reach two servers of two ranks each, which hold adapters of all names."""
-    names = *ROUNDED, "--lora-rank", "8", "--lora-names", *NAMES, "unused"
+    names = *SHAPE, "--lora-names", *NAMES, "unused"
     several = "--rollout-num-engines", "2", "--sglang-tp-size", "2"
     with serving(checkpoint, tmp_path_factory.mktemp("serve"), *names, *several) as (flags, _):
         yield flags
@@ -40,7 +42,7 @@ def servers(checkpoint, tmp_path_factory):
 def evaluated(data):
     """What the run of code-2 is, whoever serves it."""
     evaluates = ("--eval-interval", "3", "--eval-prompt-data", str(data))
-    return (*LORA, "--seed", "7", "--lr", "3e-3", *evaluates)
+    return (*LORA, "--seed", "7", "--lr", "3e-3", "--rollout-lag", "1", *evaluates)
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +52,20 @@ def save(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def outputs(start, servers, evaluated, save, tmp_path_factory):
+def directories(tmp_path_factory):
+    """Where the runs of all names are."""
+    return {name: tmp_path_factory.mktemp(name) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def outputs(start, servers, evaluated, save, directories):
     """What the runs of all names print, which share the servers at the same time: one is an agent's."""
     argv = {
-        "math": (*LORA, *AGENT, "--train-backend", "megatron"),
+        "math": AGENT,
         "code-2": (*evaluated, *TWO_RANKS, "--save", str(save), "--save-interval", "1"),
     }
     under_way = {
-        name: start(tmp_path_factory.mktemp(name), *argv[name], *servers, "--lora-name", name)
-        for name in NAMES
+        name: start(directories[name], *argv[name], *servers, "--lora-name", name) for name in NAMES
     }
     return {name: finish(process) for name, process in under_way.items()}
 
@@ -70,25 +77,40 @@ def client_of(servers):
     return lambda name: EngineClient(url, api_key, 60.0, 60.0, "", name)
 
 
-def ask(*clients):
-    """Each one's response to a prompt that all tests share, asked for at the same time."""
-    params = SamplingParams(temperature=1.0, max_new_tokens=32, stop_token_ids=(), ignore_eos=True)
+def ask(*clients, max_new_tokens=32, aborted=()):
+    """Each one's response to a prompt that all tests share, asked for at the same time; some clients
+    abort what they sample."""
+    params = SamplingParams(
+        temperature=1.0, max_new_tokens=max_new_tokens, stop_token_ids=(), ignore_eos=True
+    )
     request = Request(prompt_ids=SHARED, sampling_seed=3, params=params)
 
     async def generate():
         async with aiohttp.ClientSession() as session:
-            return await asyncio.gather(*(c.generate(session, request) for c in clients))
+            asked = asyncio.gather(*(c.generate(session, request, True) for c in clients))
+            aborts = [asyncio.create_task(c.abort_when(lambda: True, session)) for c in aborted]
+            answers = await asked
+            for task in aborts:
+                task.cancel()
+            return answers
 
     return asyncio.run(generate())
 
 
 def test_runs_that_share_engines_have_the_bits_of_runs_with_engines_of_their_own(
-    outputs, start, evaluated, tmp_path
+    outputs, start, evaluated, directories, tmp_path
 ):
-    """Though the trainer, and each server, have two ranks there and one here."""
-    alone = finish(start(tmp_path, *evaluated))
-    assert [summary(output)["tokens mismatched"] for output in outputs.values()] == ["0", "0"]
-    assert run_hash(outputs["math"]) != run_hash(outputs["code-2"]) == run_hash(alone)
+    """Though the trainer, and each server, have two ranks there and one here; one samples ahead, and one
+    freely, which is repeated here."""
+    replay = ("--replay", str(journal_of(directories["math"])))
+    alone = {
+        "math": start(tmp_path / "math", *AGENT, *replay),
+        "code-2": start(tmp_path / "code-2", *evaluated),
+    }
+    for name, process in alone.items():
+        assert summary(outputs[name])["tokens mismatched"] == "0"
+        assert run_hash(finish(process)) == run_hash(outputs[name])
+    assert run_hash(outputs["math"]) != run_hash(outputs["code-2"])
 
 
 def test_a_run_that_is_resumed_under_its_name_ends_as_the_undisturbed_one(
@@ -98,6 +120,17 @@ def test_a_run_that_is_resumed_under_its_name_ends_as_the_undisturbed_one(
     output = finish(start(tmp_path, *argv, "--load", str(save / "step_000001")))
     assert "resumed from" in output and summary(output)["tokens mismatched"] == "0"
     assert run_hash(output) == run_hash(outputs["code-2"])
+
+
+def test_a_run_aborts_what_is_sampled_under_its_name_and_nothing_else(outputs, client_of):
+    math, code = (client_of(name) for name in NAMES)
+    (whole,) = ask(code, max_new_tokens=180)
+    parts = ask(math, code, math, max_new_tokens=180, aborted=[math])
+    assert [part.finish_reason for part in parts] == [
+        FinishReason.ABORT, FinishReason.LENGTH, FinishReason.ABORT,
+    ]  # fmt: skip
+    assert parts[1].rollout_log_probs == whole.rollout_log_probs
+    assert len(parts[0].response_ids) < 180
 
 
 def test_each_name_has_its_own_answers_cache_and_version(outputs, client_of):

@@ -11,7 +11,7 @@ from onpolicy.cli.main import main
 from onpolicy.outputs.meanings import meaning
 from onpolicy.outputs.metrics import read_jsonl
 from tests.support.forked_processes import forked_processes
-from tests.support.processes import is_guard
+from tests.support.processes import is_gone, is_guard
 from tests.support.train_runs import (
     ROLLOUTS,
     ROOT,
@@ -217,7 +217,7 @@ def test_an_interrupted_run_stops_its_servers_and_had_its_directory_alone(start,
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     assert "interrupted" in finish(process, code=130)
-    wait_for(lambda: not any(p.is_running() and p.status() != "zombie" for p in children), 30)
+    wait_for(lambda: all(map(is_gone, children)), 30)
 
 
 ONE_BIT_OFF = """

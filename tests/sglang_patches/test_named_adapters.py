@@ -16,7 +16,7 @@ from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.row_parallel import WHOLE
 from onpolicy.weights.rounding import rounded
 from sglang_patches import named_weights, registry, weights
-from sglang_patches.named_adapters import NamedLowRank, Pushes, Rows, place_of, put_in
+from sglang_patches.named_adapters import NamedLowRank, Pushes, Rows, _abort, place_of, put_in
 from tests.support.tiny_contract import CONTRACT
 from tests.support.weight_digests import digest_of
 
@@ -36,34 +36,37 @@ def engine(monkeypatch):
 class Model(nn.Module):
     """A linear, whose loader copies what it is given under the engine's names."""
 
-    def __init__(self, dtype=torch.bfloat16):
+    def __init__(self, dtype=torch.bfloat16, shape=SHAPE):
         super().__init__()
         torch.manual_seed(1)
         self.up_proj = AlignedLinear(nn.Linear(48, 80, dtype=dtype), OPERATORS, WHOLE)
-        add_adapters(self, OPERATORS, SHAPE)
-        put_in(self, OPERATORS, SHAPE)
+        add_adapters(self, OPERATORS, shape)
+        put_in(self, OPERATORS, shape)
 
     def load_weights(self, pushed):
         for name, tensor in pushed:
             self.state_dict()[name].copy_(tensor)
 
 
-def factors(seed, dtype=torch.bfloat16):
+def factors(seed, dtype=torch.bfloat16, dora=False):
     generator = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
-    return {"up_proj.lora.A": draw(4, 48), "up_proj.lora.B": draw(80, 4)}
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    pushed = {"up_proj.lora.A": draw(4, 48).to(dtype), "up_proj.lora.B": draw(80, 4).to(dtype)}
+    lengths = {f"up_proj.lora.magnitude.{of}": draw(80).exp() for of in ("m", "norm")}
+    return pushed | lengths if dora else pushed
 
 
-def filled(dtype):
-    model = Model(dtype)
+def filled(dtype, dora):
+    model = Model(dtype, dataclasses.replace(SHAPE, dora=dora))
     for seed, name in enumerate("ab"):
-        model.load_weights((place_of(name)(n), x) for n, x in factors(seed, dtype).items())
+        model.load_weights((place_of(name)(n), x) for n, x in factors(seed, dtype, dora).items())
     return model
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_of_each_name_have_the_bits_that_they_have_alone(dtype):
-    model, rows = filled(dtype), Rows()
+def test_rows_of_each_name_have_the_bits_that_they_have_alone(dtype, dora):
+    model, rows = filled(dtype, dora), Rows()
     base = AlignedLinear(model.up_proj, OPERATORS, WHOLE)
     adapters: NamedLowRank = model.up_proj.lora
     adapters._rows = rows
@@ -145,6 +148,26 @@ def test_an_answer_says_the_version_of_its_own_name():
     assert meta["weight_version"] == "3" and meta["weight_versions"][0]["version"] == "3"
     both = [{"version": "a:2", "start": 0, "end": 2}, {"version": "a:3", "start": 2, "end": 5}]
     assert told(pushes, "a", both)["weight_version"] == "a:3"  # which no run takes
+
+
+@pytest.mark.parametrize(
+    ("rid", "aborted"),
+    [("/a", ["1", "3"]), ("/b", ["2"]), ("2", ["2"]), ("/c", []), ("", ["all"])],
+)
+def test_an_abort_of_a_name_gives_up_its_requests_though_an_earlier_one_came_too_soon(rid, aborted):
+    asked = {"1": "a", "2": "b", "3": "a", "4": None}
+    states = {
+        i: SimpleNamespace(obj=SimpleNamespace(lora_path=name), abort_sent=True)
+        for i, name in asked.items()
+    }
+    manager, given_up = SimpleNamespace(rid_to_state=states), []
+
+    def abort(manager, rid="", abort_all=False):
+        given_up.append("all" if abort_all else rid)
+
+    _abort(abort, manager, rid, abort_all=not rid)
+    assert given_up == aborted
+    assert [i for i in asked if not states[i].abort_sent] == [i for i in aborted if rid[:1] == "/"]
 
 
 @pytest.fixture

@@ -44,7 +44,10 @@ def trainer_ranks(pid):
 
 
 def is_gone(process):
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it ended between the two questions
+        return True
 
 
 def listening_addresses(processes):

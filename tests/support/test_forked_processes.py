@@ -11,6 +11,7 @@ import pytest
 
 import tests.support.forked_processes as forked_processes_module
 from tests.support.forked_processes import forked_processes
+from tests.support.processes import is_gone
 from tests.support.train_runs import wait_for
 
 pytestmark = pytest.mark.long
@@ -99,7 +100,7 @@ def test_it_starts_others_and_ends_by_signals_as_a_process_does(tmp_path):
     child.kill()
     process.send_signal(signal.SIGTERM)
     assert process.wait(100) == -signal.SIGTERM
-    wait_for(lambda: not any(p.is_running() and p.status() != "zombie" for p in below))
+    wait_for(lambda: all(map(is_gone, below)))
     assert process.stdout.read() == ""  # nobody holds its output open
 
 

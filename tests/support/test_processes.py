@@ -39,3 +39,11 @@ def test_a_process_ends_with_the_one_that_started_it_if_it_asks_to(ends):
     else:
         assert not is_gone(child)
         child.kill()
+
+
+def test_a_process_that_ends_between_two_questions_is_gone(monkeypatch):
+    child = subprocess.Popen([sys.executable, "-IS"], stdin=subprocess.PIPE)
+    process = psutil.Process(child.pid)
+    child.communicate()
+    monkeypatch.setattr(psutil.Process, "is_running", lambda self: True)
+    assert is_gone(process)

@@ -15,7 +15,7 @@ import psutil
 
 from onpolicy.outputs.metrics import read_jsonl
 from tests.support.after_import import after_import
-from tests.support.processes import trainer_ranks
+from tests.support.processes import is_gone, trainer_ranks
 
 ROLLOUTS = 4
 ROOT = Path(__file__).parents[2]
@@ -72,15 +72,18 @@ def start_train(
     )  # fmt: skip
 
 
-def a_rank_is_lost(start, directory, *argv):
-    """A run whose one rank is killed when two rollouts are saved, and which may start it again."""
+def a_rank_is_lost(start, directory, *argv, under_way=lambda process: None):
+    """A run of which a rank is killed when two rollouts are saved, and which may start it again.
+
+    under_way: called with the process once its first rollout is saved.
+    """
     save = directory / "save"
     saves = ("--save", str(save), "--save-interval", "1")
     process = start(directory, *argv, *saves, "--max-rank-restarts", "1")
-    saved = (save / "step_000002" / "state.json").is_file
-    wait_for(lambda: saved() or process.poll() is not None)
-    (rank,) = trainer_ranks(process.pid)
-    rank.kill()
+    for done, act in ((1, under_way), (2, lambda process: trainer_ranks(process.pid)[-1].kill())):
+        saved = (save / f"step_{done:06d}" / "state.json").is_file
+        wait_for(lambda saved=saved: saved() or process.poll() is not None)
+        act(process)
     return process
 
 
@@ -113,7 +116,7 @@ def killed_while_saving(start, directory, save, *argv):
     assert sorted(p.name for p in save.iterdir()) == [
         ".lock", ".partial_step_000004", "step_000002",
     ]  # fmt: skip
-    wait_for(lambda: not any(p.is_running() and p.status() != "zombie" for p in seen), 60)
+    wait_for(lambda: all(map(is_gone, seen)), 60)
     assert len(seen) >= 3  # the server and its children
 
 

@@ -59,6 +59,9 @@ class AdapterShapeConfig:
     """Linears that are adapted: all-linear, which is every one and all experts, but no router and not
     the output projection, or the last parts of their names, as in q_proj,experts,lm_head."""
 
+    lora_dora: Annotated[bool, BY_LORA] = False
+    """The rows of what is adapted have lengths of their own (DoRA)."""
+
     @property
     def scale(self) -> float:
         """What the product with both factors is multiplied by."""
@@ -112,10 +115,6 @@ class LoraConfig(AdapterShapeConfig):
         Against(lambda run: not run.rollout_server_url,
             "servers of the run's own have its adapters alone, which need no name",
             "Add --rollout-server-url, or leave it out."),
-        Against(lambda run: run.lora_dora, "with names there are no magnitudes (--lora-dora) yet"),
-        Against(lambda run: run.plan.may_lag,
-            "requests that outlive a push (--rollout-lag, --rollout-segment-tokens, --rollout-schedule) "
-            "are aborted, and those of other runs with them"),
         Against(lambda run: run.weight_sync not in ("auto", "tensor"),
             "--weight-sync={run.weight_sync} has no place for a name", "Use --weight-sync tensor."),
     ] = ""  # fmt: skip
@@ -148,7 +147,6 @@ class ServedLoraConfig(AdapterShapeConfig):
     ] = 0  # fmt: skip
     """Rank of the adapters of --lora-names, of one shape for all."""
 
-    lora_dora: ClassVar[bool] = False
     lora_adapter: ClassVar[str] = ""
 
     @property

@@ -1,5 +1,8 @@
 """What a client says to a server of adapters under names, and which servers it refuses."""
 
+import asyncio
+from unittest.mock import MagicMock
+
 import pytest
 
 from onpolicy.errors import ConfigError
@@ -30,6 +33,15 @@ def test_what_is_pushed_and_asked_under_a_name_says_it(monkeypatch):
     assert said == [{"weight_version": "math:3"}]
     assert _payload(REQUEST, "math")["lora_path"] == "math" and "lora_path" not in _payload(REQUEST)
     assert client.patience(0) == 1860 and client_named("").patience(0) == 60
+
+
+@pytest.mark.parametrize(
+    ("name", "body"), [("a", {"rid": "/a"}), ("", {"rid": "", "abort_all": True})]
+)
+def test_what_is_aborted_is_what_is_sampled_under_the_name(name, body):
+    session = MagicMock()
+    asyncio.run(client_named(name).abort(session))
+    assert session.post.call_args.kwargs["json"] == body
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,9 @@ def test_adapters_on_servers_of_others_have_a_name():
     check(*SHARED, "--weight-sync", "tensor")
     check(*SHARED, "--train-backend", "megatron")
     check(*SHARED, "--rollout-weight-format", "int4")
+    check(*SHARED, "--lora-dora")
+    check(*SHARED, "--rollout-lag", "1")
+    check(*SHARED, "--rollout-schedule", "free", "--max-staleness", "1")
     with pytest.raises(ConfigError, match=r"--lora-name=math: .*Add --rollout-server-url"):
         check(*MODE, *LORA, "--lora-name", "math")
 
@@ -101,8 +104,6 @@ def test_adapters_on_servers_of_others_have_a_name():
 @pytest.mark.parametrize(
     ("argv", "rule"),
     [
-        (["--lora-dora"], "there are no magnitudes"),
-        (["--rollout-lag", "1"], "requests that outlive a push"),
         (["--weight-sync", "disk"], "--weight-sync=disk has no place for a name"),
     ],
 )
@@ -132,6 +133,7 @@ def test_a_name_is_a_word():
     ],
 )
 def test_a_server_of_names_is_refused_with(argv, rule):
-    validate(parse(ServeConfig, [*LORA, "--lora-names", "a", "b-2"], "onpolicy serve"))
+    served = [*LORA, "--lora-dora", "--lora-names", "a", "b-2"]
+    validate(parse(ServeConfig, served, "onpolicy serve"))
     with pytest.raises(ConfigError, match=rule):
         validate(parse(ServeConfig, argv, "onpolicy serve"))

@@ -15,6 +15,7 @@ from triton.runtime.autotuner import Autotuner, Heuristics
 import onpolicy.ops.triton
 import onpolicy.weights.xxh3_kernels
 from tests.onpolicy.ops.triton.compile_kernels import overwrites
+from tests.onpolicy.ops.triton.compiled_sources import RECORD, digest
 
 pytestmark = pytest.mark.long
 
@@ -134,6 +135,10 @@ def test_a_tile_that_is_copied_over_too_early_is_seen():
     for slots, num_stages, expected in ((1, 2, True), (2, 3, True), (2, 2, False)):
         assert overwrites(f"{tile.format(slots)} {product}", num_stages) is expected
     assert not overwrites(f"{tile.format(1)} {product.replace('3', '0')}", 2)
+
+
+def test_the_generations_that_are_left_out_here_were_compiled_from_these_sources():
+    assert RECORD.read_text().strip() == digest(), "run `make test-kernels` and commit its record"
 
 
 def test_no_kernel_is_tuned_where_it_runs():
