@@ -135,7 +135,10 @@ def _beside_experts(experts: Any, shape: AdapterShape) -> ExpertLowRank:
     weights = experts.down.detach()
     count, hidden, inner = weights.shape
     adapter = ExpertLowRank(weights, (count, inner, hidden), shape)
-    for factor in (adapter.gate_up.B, adapter.down.A):
+    shared = [adapter.gate_up.B, adapter.down.A]
+    if adapter.gate_up.magnitude is not None:
+        shared.append(adapter.gate_up.magnitude.m)
+    for factor in shared:
         set_tensor_model_parallel_attributes(factor, True, 2, 1)
     for factor in adapter.parameters():
         factor.allreduce = experts.down.allreduce  # type: ignore[attr-defined]

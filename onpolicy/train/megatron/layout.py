@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
-from onpolicy.train.megatron.adapter_map import ADAPTED, EXPERTS
+from onpolicy.train.megatron.adapter_map import ADAPTED
 from onpolicy.train.megatron.family import divided_sizes, family_of, num_experts
 
 
@@ -93,11 +93,6 @@ class MegatronLayout:
             yield (
                 f"--lora-target-modules: --train-backend megatron has no adapters of {name} yet. Name "
                 f"some of {', '.join(sorted(ADAPTED))}, or choose --train-backend fsdp."
-            )
-        if EXPERTS in targets and contract.adapter is not None and contract.adapter.dora:
-            yield (
-                "--lora-dora: --train-backend megatron has no magnitudes of experts yet. Name other "
-                "linears by --lora-target-modules, or choose --train-backend fsdp."
             )
         if self.sequence_parallel and tp == 1:
             yield (
