@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
@@ -13,8 +14,19 @@ def require_choice(name: str, value: object, choices: Any) -> None:
 
 def require_choices(config: object) -> None:
     """`require_choice` of every field of a dataclass that is a Literal, or None where it may be."""
-    for name, hint in get_type_hints(type(config)).items():
+    config_class: Any = type(config)
+    for name, hint, choices in _choices_of(config_class):
         value = getattr(config, name)
-        literals = [arm for arm in (hint, *get_args(hint)) if get_origin(arm) is Literal]
-        if literals and not (value is None and type(None) in get_args(hint)):
-            require_choice(name, value, literals[0])
+        if not (value is None and type(None) in get_args(hint)):
+            require_choice(name, value, choices)
+
+
+@cache
+def _choices_of(config_class: type) -> tuple[tuple[str, Any, Any], ...]:
+    """Name, type and Literal of each field that has one."""
+    return tuple(
+        (name, hint, arm)
+        for name, hint in get_type_hints(config_class).items()
+        for arm in (hint, *get_args(hint))
+        if get_origin(arm) is Literal
+    )

@@ -159,17 +159,24 @@ def with_flags(record: Record, values: Mapping[str, Any]) -> Record:
     return _replaced(record, {paths[name]: value for name, value in values.items()}, flags)
 
 
-def _replaced(part: Record, values: Mapping[tuple[str, ...], Any], flags: Sequence[Flag]) -> Record:
-    """values, flags: those of this part of the configuration, by their paths from here."""
+def _replaced(
+    part: Record,
+    values: Mapping[tuple[str, ...], Any],
+    flags: Sequence[Flag],
+    place: tuple[str, ...] = (),
+) -> Record:
+    """values: by paths from this part of the configuration, whose own path is `place`."""
     changes: dict[str, Any] = {}
     for name in dict.fromkeys(path[0] for path in values):
         inner = {path[1:]: value for path, value in values.items() if path[0] == name}
-        below = [replace(f, path=f.path[1:]) for f in flags if f.path[0] == name]
-        changes[name] = inner[()] if () in inner else _replaced(getattr(part, name), inner, below)
+        if () in inner:
+            changes[name] = inner[()]
+        else:
+            changes[name] = _replaced(getattr(part, name), inner, flags, (*place, name))
     try:
         return replace(part, **changes)  # type: ignore[type-var]
     except FieldError as error:
-        flag = next(flag for flag in flags if flag.path == (error.name,))
+        flag = next(flag for flag in flags if flag.path == (*place, error.name))
         raise ConfigError(refusal(flag, error)) from error
 
 

@@ -56,7 +56,7 @@ class LowRank(LowRankModule):
         like = linear.weight.detach()
         self.A = nn.Parameter(like.new_zeros(shape.rank, in_features))
         self.B = nn.Parameter(like.new_zeros(out_features, shape.rank))
-        self.magnitude = Magnitude(like, out_features) if shape.dora else None
+        self.magnitude = Magnitude(self.B) if shape.dora else None
 
     def forward(self, x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
         """[..., K], what the linear gives, [..., N], and its bias [N] -> [..., N] in its dtype."""
@@ -244,8 +244,7 @@ def adapter_size(model: nn.Module, adapter: AdapterShape) -> int:
     linears = adapted_linears(model, adapter)
     size = adapter.rank * sum(m.in_features + m.out_features for m in linears)
     size += adapter.dora * sum(m.out_features for m in linears)
-    experts = _adapted_experts(model, adapter)
-    return size + sum(expert_adapter_size(m, adapter.rank) for m in experts)
+    return size + sum(expert_adapter_size(m, adapter) for m in _adapted_experts(model, adapter))
 
 
 def merging_size(model: nn.Module, adapter: AdapterShape) -> int:

@@ -63,8 +63,8 @@ class AlignedExperts(nn.Module):
             hidden_states,
             top_k_index,
             top_k_weights,
-            self._weight(self.gate_up_proj),
-            self._weight(self.down_proj),
+            self.weight(self.gate_up_proj),
+            self.weight(self.down_proj),
             gate,
             self.row_parallel,
             gate_up_bias=getattr(self, "gate_up_proj_bias", None),
@@ -73,7 +73,7 @@ class AlignedExperts(nn.Module):
             in_few_kernels=rounding is None,
         )
 
-    def _weight(self, parameter: Tensor) -> Tensor:
+    def weight(self, parameter: Tensor) -> Tensor:
         """[E, out, in], the same in memory too whether or not the engine keeps it transposed."""
         return parameter.transpose(1, 2).contiguous() if self.is_transposed else parameter
 

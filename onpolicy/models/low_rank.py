@@ -18,7 +18,12 @@ class LowRankModule(nn.Module):
 class Pair(nn.Module):
     """The two factors of one adapter, where a module has several, and its magnitudes, if it has any."""
 
-    def __init__(self, a: Tensor, b: Tensor):
+    def __init__(self, a: Tensor, b: Tensor, *, dora: bool):
         super().__init__()
         self.A, self.B = nn.Parameter(a), nn.Parameter(b)
-        self.magnitude: Magnitude | None = None
+        self.magnitude = Magnitude(b) if dora else None
+
+    @property
+    def gain(self) -> Tensor | None:
+        """float32, one number for each row of B."""
+        return None if self.magnitude is None else self.magnitude()

@@ -26,15 +26,18 @@ class Magnitude(nn.Module):
     norm: Tensor
     """float32 [N], or a tensor-parallel rank's part: what the trainer has computed"""
 
-    def __init__(self, like: Tensor, rows: int):
-        """like: a tensor on the device of the weight, which the meta device may be."""
+    def __init__(self, b: Tensor):
+        """b: [N, r], or that of all experts, [E, ..., r], maybe on the meta device; m and the norms have
+        one number for each of its rows."""
         super().__init__()
-        self.m = nn.Parameter(torch.ones(rows, dtype=torch.float32, device=like.device))
-        device = "cpu" if like.is_meta else like.device
+        rows = b.shape[:-1]
+        self.m = nn.Parameter(torch.ones(rows, dtype=torch.float32, device=b.device))
+        device = "cpu" if b.is_meta else b.device
         self.register_buffer("norm", torch.ones(rows, dtype=torch.float32, device=device))
 
     def forward(self) -> Tensor:
-        """float32 [N]; of a row of zeros, as of a token that is not used, m, which begins as 0."""
+        """float32, of the shape of m; of a row of zeros, as of a token that is not used, m, which begins
+        as 0."""
         return self.m / or_one(self.norm)
 
 
@@ -58,3 +61,14 @@ def row_norms(operators: Operators, weight: Tensor, factors: Factors) -> Tensor:
         total = weight[part].float() + operators.linear(b[part], a) * factors.scale
         norms.append(operators.linear(total.square(), ones)[:, 0].sqrt())
     return torch.cat(norms)
+
+
+def expert_norms(operators: Operators, weight: Tensor, factors: Factors) -> Tensor:
+    """`row_norms` of each expert's matrix, in float32: [E, N, K] -> [E, N].
+
+    The factors are a: [E, r, K] and b: [E, N, r].
+    """
+    norms = torch.empty(weight.shape[:2], device=weight.device)
+    for expert, (w, a, b) in enumerate(zip(weight, factors.a, factors.b, strict=True)):
+        norms[expert] = row_norms(operators, w, Factors(a, b, factors.scale))
+    return norms

@@ -161,20 +161,30 @@ class Updates:
         lengths = self._factors.get(f"{self._pairs[parameter]}.{MAGNITUDE}")
         if lengths is None:
             return update
-        shape, total = self._model.get_parameter(parameter).shape, base.float() + update
-        of_rows = lengths.float()[:, None].expand(shape).contiguous()
-        of_rows = stored_tensors(self._model, parameter, of_rows)[name]
-        merged: Tensor = total * (of_rows / or_one(total.norm(dim=1, keepdim=True)))
+        total, of_rows = base.float() + update, self._lengths(parameter, lengths)[name]
+        columns = of_rows.stride().index(0)
+        norms = or_one(total.norm(dim=columns, keepdim=True))
+        merged: Tensor = total * (of_rows.narrow(columns, 0, 1) / norms)
         return merged - base.float()
+
+    def _lengths(self, name: str, lengths: Tensor) -> dict[str, Tensor]:
+        """Those of the rows of a parameter, the same ones at all columns, as transformers stores it."""
+        of_rows = lengths.float()
+        of_rows = (of_rows.flatten(1) if of_rows.dim() > 1 else of_rows)[..., None]
+        columns = self._factors[f"{self._pairs[name]}.A"].shape[-1]
+        return self._as_stored(name, of_rows.expand(*of_rows.shape[:-1], columns))
 
     def _of_parameter(self, name: str) -> dict[str, Tensor]:
         """s B A, for each expert if there are several, as transformers stores it."""
         a, b = (self._factors[f"{self._pairs[name]}.{factor}"].float() for factor in "AB")
         update = self._scale * ((b.flatten(1, -2) if b.dim() > 3 else b) @ a)
+        return self._as_stored(name, update)
+
+    def _as_stored(self, name: str, rows: Tensor) -> dict[str, Tensor]:
+        """The tensors of a checkpoint that [N, K], or that of all experts, is for a parameter."""
         module = self._model.get_submodule(name.rpartition(".")[0])
-        if getattr(module, "is_transposed", False):
-            update = update.transpose(1, 2).contiguous()
-        return stored_tensors(self._model, name, update)
+        is_transposed = getattr(module, "is_transposed", False)
+        return stored_tensors(self._model, name, rows.transpose(1, 2) if is_transposed else rows)
 
 
 def _names_in_files(source: Path, model: PreTrainedModel, updates: Updates) -> dict[str, str]:

@@ -114,7 +114,7 @@ def require_adapter_fits(adapter: PeftAdapter, model: nn.Module, path: str, flag
         if linear.rpartition(".")[2] not in targets:
             continue
         if has_usual_experts(module):
-            needed |= peft_shapes(linear, module, rank)
+            needed |= peft_shapes(linear, module, rank, adapter.is_dora)
         elif isinstance(module, nn.Linear):
             needed[f"{linear}.lora.A"] = (rank, module.in_features)
             needed[f"{linear}.lora.B"] = (module.out_features, rank)

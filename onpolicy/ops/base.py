@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from onpolicy.ops.gains import gained
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.logit_chunks import CPU_LOGITS, rows_of_logits
 from onpolicy.ops.rotary import rotate
@@ -92,16 +93,15 @@ class Operators(ABC):
         scale: float,
         gain: Tensor | None = None,
         bias: Tensor | None = None,
+        experts: Tensor | None = None,
     ) -> Tensor:
         """`out + scale * added` in float32, rounded to the dtype of out: [..., N] each.
 
         gain: float32 [N], which multiplies the sum but for the `bias` in it: [N] (`ops/low_rank.py`).
+        experts: int64 [...]; gain and bias are [E, N] then, and a row has those of its expert.
         """
         total = out.float() + added.float() * scale
-        if gain is not None:
-            total = total * gain
-            total = total if bias is None else total + (1 - gain) * bias.float()
-        return total.to(out.dtype)
+        return gained(total, gain, bias, experts).to(out.dtype)
 
     @abstractmethod
     def grouped_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from onpolicy.ops.base import Operators
+from onpolicy.ops.gains import gained, of_experts
 from onpolicy.ops.low_rank import Factors
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
@@ -27,10 +27,13 @@ class ExpertFactors(NamedTuple):
     """Adapters of all experts of a layer, in the layout of their weights: an axis of E first."""
 
     gate_up: Factors
-    """a: [E, r, H]; b: [E, 2 I / P, r]"""
+    """a: [E, r, H]; b: [E, 2 I / P, r]; gain: [E, 2 I / P]"""
 
     down: Factors
-    """a: [E, r, I / P]; b: [E, H, r]"""
+    """a: [E, r, I / P]; b: [E, H, r]; gain: [E, H]"""
+
+    gain_of_blocks: Tensor | None = None
+    """`down.gain` for this rank's blocks of the sum over I, of whose gradient it has its part alone"""
 
 
 def gated_halves(operators: Operators, activation: Callable[[Tensor], Tensor]) -> Gate:
@@ -72,13 +75,13 @@ def mix_experts(
     rows, chosen = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1), experts.reshape(-1)
     sorted_rows = SortedRows.of(chosen, len(gate_up))
     hidden = _gated(operators, rows, sorted_rows, gate_up, gate, gate_up_bias, adapter)
-    outputs = _down(operators, hidden, sorted_rows, down, row_parallel)
+    outputs = _down(operators, hidden, sorted_rows, down, row_parallel, adapter)
     mixed = mix_outputs(outputs, weights, row_parallel)
     once = []  # and not on every rank
     if adapter is not None:
         once.append(_added_to_down(operators, hidden, sorted_rows, adapter.down, row_parallel))
     if down_bias is not None:
-        once.append(_biases(chosen, down_bias))
+        once.append(of_experts(down_bias, chosen))
     for output in once:
         mixed = mixed + mix_outputs([output], weights, WHOLE)
     return mixed.to(x.dtype)
@@ -101,7 +104,7 @@ def expert_outputs(
     """
     sorted_rows = SortedRows.of(experts, len(gate_up))
     hidden = _gated(operators, rows, sorted_rows, gate_up, gate, None, adapter)
-    outputs = _down(operators, hidden, sorted_rows, down, row_parallel)
+    outputs = _down(operators, hidden, sorted_rows, down, row_parallel, adapter)
     if adapter is None:
         return outputs
     return [*outputs, _added_to_down(operators, hidden, sorted_rows, adapter.down, row_parallel)]
@@ -142,13 +145,25 @@ def _gated(
         product = operators.grouped_linear(rows, gate_up, offsets)
     else:
         sums = operators.grouped_partial_linear(rows, gate_up, offsets)
-        product = (sums + _biases(by_expert.experts, bias)).to(rows.dtype)
+        product = (sums + of_experts(bias, by_expert.experts)).to(rows.dtype)
     if adapter is not None:
-        factors = adapter.gate_up
-        inner = operators.grouped_linear(rows, factors.a, offsets)
-        added = operators.grouped_linear(inner, factors.b, offsets)
-        product = operators.add_scaled(product, added, factors.scale)
+        product = _with_added(operators, rows, product, by_expert, adapter.gate_up, bias)
     return gate(product)
+
+
+def _with_added(
+    operators: Operators,
+    rows: Tensor,
+    product: Tensor,
+    by_expert: SortedRows,
+    factors: Factors,
+    bias: Tensor | None,
+) -> Tensor:
+    """As `add_low_rank`: [S, K] and their products [S, N], the rows sorted, -> [S, N]."""
+    inner = operators.grouped_linear(rows, factors.a, by_expert.offsets)
+    added = operators.grouped_linear(inner, factors.b, by_expert.offsets)
+    gained = () if factors.gain is None else (factors.gain, bias, by_expert.experts)
+    return operators.add_scaled(product, added, factors.scale, *gained)
 
 
 def _down(
@@ -157,9 +172,13 @@ def _down(
     by_expert: SortedRows,
     down: Tensor,
     row_parallel: RowParallel,
+    adapter: ExpertFactors | None,
 ) -> list[Tensor]:
     pairs = zip(row_parallel.split(hidden), row_parallel.split(down), strict=True)
-    products = (operators.grouped_partial_linear(*pair, by_expert.offsets) for pair in pairs)
+    products = [operators.grouped_partial_linear(*pair, by_expert.offsets) for pair in pairs]
+    if adapter is not None:
+        gain = adapter.gain_of_blocks
+        products = [gained(x, gain, None, by_expert.experts) for x in products]
     return [product[by_expert.back] for product in products]
 
 
@@ -174,14 +193,8 @@ def _added_to_down(
     pairs = zip(row_parallel.split(hidden), row_parallel.split(factors.a), strict=True)
     parts = [operators.grouped_partial_linear(*pair, by_expert.offsets) for pair in pairs]
     inner = row_parallel.sum(parts).to(hidden.dtype)
-    added = operators.grouped_linear(inner, factors.b, by_expert.offsets)
-    return added[by_expert.back].float() * factors.scale
-
-
-def _biases(experts: Tensor, bias: Tensor) -> Tensor:
-    """The bias of each row's expert: int64 [S], [E, N] -> float32 [S, N], the dtype gradients are
-    summed in."""
-    return F.embedding(experts, bias.float())
+    added = operators.grouped_linear(inner, factors.b, by_expert.offsets).float() * factors.scale
+    return gained(added, factors.gain, None, by_expert.experts)[by_expert.back]
 
 
 def mix_outputs(outputs: Sequence[Tensor], weights: Tensor, row_parallel: RowParallel) -> Tensor:

@@ -41,7 +41,7 @@ ROUNDED = (
         ),
         ("qwen3-tied", "bfloat16", 2, ["--megatron-pp", "2"]),
         ("qwen3-moe", "bfloat16", 2, ["--megatron-ep", "2"]),
-        ("qwen3-moe", "bfloat16", 2, ["--megatron-ep", "2", *LORA]),
+        ("qwen3-moe", "bfloat16", 2, ["--megatron-ep", "2", *LORA, "--lora-dora"]),
     ],
 )
 def test_no_token_differs(architecture, dtype, ranks, flags, tmp_path):

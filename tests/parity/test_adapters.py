@@ -20,18 +20,20 @@ pytestmark = pytest.mark.engine
 
 
 DORA = "magnitudes on two ranks"
+DORA_OF_EXPERTS = "magnitudes of a mixture on two ranks"
+PARAMS = ["a rounded dense base", "a mixture on two ranks", DORA, DORA_OF_EXPERTS]
 
 
-@pytest.fixture(scope="module", params=["a rounded dense base", "a mixture on two ranks", DORA])
+@pytest.fixture(scope="module", params=PARAMS)
 def adapted(request, checkpoint, tmp_path_factory):
     """After a push of adapters that change every log-probability."""
     directory = tmp_path_factory.mktemp("lora")
     targets, ranks = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj,lm_head", 1
-    if request.param == "a mixture on two ranks":  # with a dense layer and shared experts, too
+    if "mixture" in request.param:  # with a dense layer and shared experts, too
         checkpoint = make_checkpoint(directory / "glm4-moe", "glm4-moe")
         targets, ranks = f"{targets},experts", 2
     dtype, lora = "bfloat16", groups.LoraConfig(lora_rank=4, lora_target_modules=targets)
-    if request.param == DORA:  # in float32, which rounds no last bit away
+    if "magnitudes" in request.param:  # in float32, which rounds no last bit away
         dtype, ranks, lora = "float32", 2, dataclasses.replace(lora, lora_dora=True)
     engine = {"lora": lora}
     if request.param == "a rounded dense base":
@@ -46,7 +48,7 @@ def adapted(request, checkpoint, tmp_path_factory):
                     if name.endswith("B"):
                         factor.to_local().normal_(std=0.02)
                     elif name.endswith("magnitude.m"):
-                        factor.to_local().mul_(1 + 0.1 * torch.rand(len(factor.to_local())))
+                        factor.to_local().mul_(1 + 0.1 * torch.rand(factor.to_local().shape))
         take_norms(pair.trainer.policy.module, pair.trainer.policy.dtype)
         pair.push_weights(1)
         yield pair, requests, before, pair.generate(requests)
@@ -93,13 +95,19 @@ def test_sums_with_adapters_off_by_one_bit_are_found(adapted, monkeypatch):
     assert count_mismatches(pair, requests, after) > 0
 
 
-@pytest.mark.parametrize("of", ["first", "head"])
+@pytest.mark.parametrize("of", ["first", "head", "gate_up", "down"])
 def test_a_factor_that_is_one_bit_off_is_found(adapted, of):
     pair, requests, _, after = adapted
     if not pair.contract.adapter.dora:
         return
     every = list(adapters(pair.trainer.policy.module))
-    norm = every[0 if of == "first" else -1].magnitude.norm
+    of_experts = [adapter for adapter in every if isinstance(adapter, ExpertLowRank)]
+    one = every[0 if of == "first" else -1]
+    if of in ("gate_up", "down"):
+        if not of_experts:
+            return
+        one = getattr(of_experts[-1], of)
+    norm = one.magnitude.norm
     kept = norm.clone()
     try:
         norm.copy_(norm.nextafter(torch.zeros(())))

@@ -30,11 +30,6 @@ def adapter_of(config: TrainConfig | ServeConfig, facts: ModelFacts) -> AdapterS
             f"--lora-target-modules={asked}: PEFT takes {', '.join(sorted(alike))} of a mixture for its "
             "experts, so it could not read the adapter. Name the experts too, or none of these."
         )
-    if config.lora.lora_dora and (without := sorted(experts.intersection(targets))):
-        raise ConfigError(
-            f"--lora-dora: {', '.join(without)} would have no magnitudes: PEFT gives experts "
-            "none. Name other linears by --lora-target-modules, or leave --lora-dora out."
-        )
     if given := config.lora.lora_adapter:
         adapter = read_peft_adapter(given, "--lora-adapter")
         require_adapter_fits(adapter, facts.model, config.model.hf_checkpoint, "--lora-adapter")

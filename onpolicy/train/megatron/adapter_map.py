@@ -28,7 +28,7 @@ EXPERTS = "experts"
 """All experts of a layer, which are one module in both."""
 
 MAGNITUDES = ("magnitude.m", "magnitude.norm")
-"""What DoRA has beside the factors of a linear, of which the first is trained."""
+"""What DoRA has beside two factors, of which the first is trained."""
 
 ADAPTED = {name for names in JOINED.values() for name in names} | {EXPERTS}
 
@@ -49,33 +49,38 @@ def adapter_shapes(
             shapes |= {f"{linear}.lora.{kind}": (rows,) for kind in MAGNITUDES if adapter.dora}
     for layer in range(config.num_hidden_layers * (EXPERTS in adapter.targets)):
         if is_sparse(config, layer):
-            shapes |= _expert_shapes(f"model.layers.{layer}.mlp.experts", config, adapter.rank)
+            shapes |= _expert_shapes(f"model.layers.{layer}.mlp.experts", config, adapter)
     return shapes
 
 
-def _expert_shapes(experts: str, config: PretrainedConfig, rank: int) -> dict[str, tuple[int, ...]]:
+def _expert_shapes(
+    experts: str, config: PretrainedConfig, adapter: AdapterShape
+) -> dict[str, tuple[int, ...]]:
     count, inner, hidden = num_experts(config), expert_size(config), config.hidden_size
-    return {
-        f"{experts}.lora.gate_up.A": (count, rank, hidden),
-        f"{experts}.lora.gate_up.B": (count, 2, inner, rank),
-        f"{experts}.lora.down.A": (count, rank, inner),
-        f"{experts}.lora.down.B": (count, hidden, rank),
-    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for pair, rows, columns in (
+        ("gate_up", (count, 2, inner), hidden),
+        ("down", (count, hidden), inner),
+    ):
+        shapes[f"{experts}.lora.{pair}.A"] = (count, adapter.rank, columns)
+        shapes[f"{experts}.lora.{pair}.B"] = (*rows, adapter.rank)
+        shapes |= {f"{experts}.lora.{pair}.{kind}": rows for kind in MAGNITUDES if adapter.dora}
+    return shapes
 
 
 def adapter_parameters(parameters: Iterable[str], adapter: AdapterShape | None) -> list[str]:
     """Megatron's names of the factors that are beside these parameters."""
     targets = adapter.targets if adapter is not None else ()
-    of_linears = ["A", "B", *(MAGNITUDES if adapter is not None and adapter.dora else ())]
+    factors = ["A", "B", *(MAGNITUDES if adapter is not None and adapter.dora else ())]
     names: list[str] = []
     for parameter in parameters:
         module, _, kind = parameter.rpartition(".")
         leaf = module.rpartition(".")[2]
         parts = JOINED.get(leaf, ()) if kind == "weight" else ()
         own = [f"{module}.lora.{part}" for part in parts if part in targets]
-        names += [f"{name}.{factor}" for name in own for factor in of_linears]
+        names += [f"{name}.{factor}" for name in own for factor in factors]
         if leaf == EXPERTS and EXPERTS in targets:
-            names += [f"{module}.lora.{kind}.{factor}" for factor in "AB"]
+            names += [f"{module}.lora.{kind}.{factor}" for factor in factors]
     return names
 
 
@@ -102,7 +107,7 @@ def expert_adapter_part(parameter: str, experts: slice, inner: slice) -> Part:
     intermediate axis."""
     layers, _, own = parameter.partition(".mlp.experts.")
     layer = layers.rpartition(".")[2]
-    is_cut = own in ("lora.gate_up.B", "lora.down.A")
+    is_cut = own == "lora.down.A" or own.startswith(("lora.gate_up.B", "lora.gate_up.magnitude."))
     source: Block = (experts, slice(None), inner) if is_cut else (experts,)
     return Part(f"model.layers.{layer}.mlp.experts.{own}", source, ())
 

@@ -26,7 +26,6 @@ from onpolicy.contract import AdapterShape
 from onpolicy.models.adapters import CHILD, is_adapters
 from onpolicy.models.expert_adapters import ExpertLowRank
 from onpolicy.models.low_rank import LowRankModule, Pair
-from onpolicy.models.magnitude import Magnitude
 from onpolicy.ops.low_rank import Factors, add_low_rank
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 from onpolicy.train.megatron.adapter_map import EXPERTS, JOINED
@@ -60,9 +59,7 @@ class JoinedLowRank(LowRankModule):
             if part in shape.targets:
                 a = like.new_zeros(shape.rank, columns)
                 b = like.new_zeros(self.groups * size, shape.rank)
-                pair = Pair(a, b)
-                if shape.dora:
-                    pair.magnitude = Magnitude(like, len(b))
+                pair = Pair(a, b, dora=shape.dora)
                 _note_for_megatron(pair, linear)
                 self.add_module(part, pair)
 
@@ -96,8 +93,7 @@ class JoinedLowRank(LowRankModule):
         a: Tensor = pair.A
         if self.group is not None:
             a = copy_to_tensor_model_parallel_region(a, self.group)
-        gain = None if pair.magnitude is None else pair.magnitude()
-        return Factors(a, pair.B, self.scale, gain)
+        return Factors(a, pair.B, self.scale, pair.gain)
 
 
 def _note_for_megatron(pair: Pair, linear: Any) -> None:
@@ -139,7 +135,10 @@ def _beside_experts(experts: Any, shape: AdapterShape) -> ExpertLowRank:
     weights = experts.down.detach()
     count, hidden, inner = weights.shape
     adapter = ExpertLowRank(weights, (count, inner, hidden), shape)
-    for factor in (adapter.gate_up.B, adapter.down.A):
+    shared = [adapter.gate_up.B, adapter.down.A]
+    if adapter.gate_up.magnitude is not None:
+        shared.append(adapter.gate_up.magnitude.m)
+    for factor in shared:
         set_tensor_model_parallel_attributes(factor, True, 2, 1)
     for factor in adapter.parameters():
         factor.allreduce = experts.down.allreduce  # type: ignore[attr-defined]

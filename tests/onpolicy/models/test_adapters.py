@@ -211,15 +211,6 @@ def test_what_cannot_be_adapted_is_refused_by_name(model, asked, rule):
         target_names(model, asked)
 
 
-def test_experts_have_no_magnitudes(tmp_path):
-    facts = ModelFacts(load_config(str(make_checkpoint(tmp_path / "model", "qwen3-moe"))))
-    lora = groups.LoraConfig(lora_rank=2, lora_target_modules="q_proj,lm_head", lora_dora=True)
-    assert adapter_of(dataclasses.replace(TrainConfig(), lora=lora), facts).dora
-    lora = dataclasses.replace(lora, lora_target_modules="all-linear")
-    with pytest.raises(ConfigError, match="--lora-dora: experts would have no magnitudes"):
-        adapter_of(dataclasses.replace(TrainConfig(), lora=lora), facts)
-
-
 def test_a_model_without_what_the_contract_names_is_refused():
     model = torch.nn.ModuleDict({"other": torch.nn.Linear(4, 4)})
     with pytest.raises(ConfigError, match="has no up_proj"):

@@ -27,6 +27,8 @@ CASES = {
     ),
     "experts": ("glm4-moe", "float32", {}),
     "experts whose matrices are transposed": ("gpt-oss", "float32", {}),
+    "DoRA of experts": ("glm4-moe", "float32", {"lora_dora": True}),
+    "DoRA of experts whose matrices are transposed": ("gpt-oss", "float32", {"lora_dora": True}),
 }
 
 

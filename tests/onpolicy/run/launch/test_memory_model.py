@@ -188,6 +188,11 @@ MERGED = {
     "DoRA": ("qwen3", {"lora_dora": True}),
     "experts": ("qwen3-moe", {"lora_target_modules": "experts"}),
     "experts whose matrices are transposed": ("gpt-oss", {"lora_target_modules": "experts"}),
+    "DoRA of experts": ("qwen3-moe", {"lora_target_modules": "experts", "lora_dora": True}),
+    "DoRA of experts whose matrices are transposed": (
+        "gpt-oss",
+        {"lora_target_modules": "experts", "lora_dora": True},
+    ),
 }
 
 

@@ -115,18 +115,24 @@ def test_it_is_exported_as_peft_writes_it(lora, checkpoint, tmp_path):
     assert config["use_dora"] == any(name.endswith("lora_magnitude_vector") for name in written)
 
 
-def test_adapters_of_experts_move_alone(tmp_path):
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+def test_adapters_of_experts_move_alone(tmp_path, dora):
+    """And at first every log-probability is the base's."""
     mixture = make_checkpoint(tmp_path / "moe", "glm4-moe")
-    trainer = maker_of(mixture)(lora={"lora_rank": 4})
+    trainer = maker_of(mixture)(lora={"lora_rank": 4, "lora_dora": dora})
+    sampled = [s.sample.rollout_log_probs for s in make_samples(maker_of(mixture)())]
+    assert [s.sample.rollout_log_probs for s in make_samples(trainer)] == sampled
     before = weights(trainer)
     for step in (0, 1):
         metrics = trainer.train(make_samples(trainer), step, RATES).metrics
         assert metrics["parity/num_mismatched_tokens"] == 0
     moved = {n for n, x in weights(trainer).items() if not torch.equal(before[n], x)}
     assert moved == {n for n in before if ".lora." in n}
+    parts = "A", "B", *(("magnitude.m", "magnitude.norm") if dora else ())
     assert {n.rpartition(".lora.")[2] for n in moved if ".experts." in n} == {
-        "gate_up.A", "gate_up.B", "down.A", "down.B",
-    }  # fmt: skip
+        f"{pair}.{part}" for pair in ("gate_up", "down") for part in parts
+    }
+    assert [s.sample.rollout_log_probs for s in make_samples(trainer)] != sampled
 
 
 def norms_of(trainer):

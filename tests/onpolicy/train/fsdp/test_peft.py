@@ -5,6 +5,7 @@ import dataclasses
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from onpolicy.cli.main import main
@@ -97,12 +98,41 @@ def test_peft_reads_the_adapters_of_experts(mixture, tmp_path):
     assert (scored(samples, model) - ours(samples)).abs().max() > 10 * CLOSE
 
 
+def test_peft_reads_no_magnitudes_of_experts_and_says_so(mixture, tmp_path):
+    """It raises, both where it would make them and where it would read ours."""
+    trainer = drawn(maker_of(mixture)(lora={"lora_rank": 4, "lora_dora": True}))
+    trainer.export(tmp_path / "adapter")
+    name = "model.layers.1.mlp.experts"
+    base = AutoModelForCausalLM.from_pretrained(mixture)
+    with pytest.raises(ValueError, match="ParamWrapper does not work with use_dora=True"):
+        peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    with pytest.raises(ValueError, match="ParamWrapper does not work with use_dora=True"):
+        make_peft(mixture, tmp_path / "theirs", **OF_EXPERTS, use_dora=True)
+    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    held = weights(trainer)[f"{name}.lora.gate_up.magnitude.m"]
+    magnitudes = written[f"base_model.model.{name}.base_layer.lora_magnitude_vector"]
+    assert torch.equal(magnitudes, held.flatten(1)) and magnitudes.shape == (8, 144)
+
+
+def test_experts_whose_magnitudes_a_file_lacks_are_refused(mixture, tmp_path):
+    trainer = drawn(maker_of(mixture)(lora={"lora_rank": 4, "lora_dora": True}))
+    trainer.export(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    left = {n: x for n, x in load_file(file).items() if "experts.lora_magnitude" not in n}
+    save_file(left, file)
+    flags = parse(TrainConfig, ["--lora-adapter", str(tmp_path / "adapter")], "onpolicy train").lora
+    rule = r"experts.lora.magnitude.m is none there, and this model needs \[8, 96\]"
+    with pytest.raises(ConfigError, match=rule):
+        maker_of(mixture)(lora=dataclasses.asdict(flags))
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_adapters_of_experts_that_were_written_and_are_read_again_have_the_same_bits(
-    mixture, tmp_path, dtype
+    mixture, tmp_path, dtype, dora
 ):
     make = maker_of(mixture)
-    trainer = drawn(make(lora={"lora_rank": 4}, model={"dtype": dtype}))
+    trainer = drawn(make(lora={"lora_rank": 4, "lora_dora": dora}, model={"dtype": dtype}))
     trainer.export(tmp_path / "adapter")
     flags = parse(TrainConfig, ["--lora-adapter", str(tmp_path / "adapter")], "onpolicy train").lora
     assert "experts" in flags.lora_target_modules.split(",")
@@ -196,3 +226,21 @@ def test_peft_merges_to_what_export_writes(checkpoint, tmp_path, kind):
     changed = {name for name, tensor in base.items() if not torch.equal(ours[name], tensor)}
     adapted = {"gate_up_proj", "down_proj"} if kind == "experts" else {"weight"}
     assert adapted <= {name.rpartition(".")[2] for name in changed}
+
+
+@pytest.mark.parametrize("architecture", ["glm4-moe", "gpt-oss"])
+def test_with_magnitudes_of_experts_in_its_weights_a_model_computes_what_we_compute(
+    tmp_path, architecture
+):
+    """Which PEFT cannot say: also where the matrices are transposed, and beside biases."""
+    base = make_checkpoint(tmp_path / "base", architecture)
+    trainer = drawn(maker_of(base)(lora={"lora_rank": 4, "lora_dora": True}))
+    samples = make_samples(trainer)
+    trainer.export(tmp_path / "adapter")
+    given = ["--merge", str(tmp_path / "adapter"), "--output", str(tmp_path / "out")]
+    assert main(["export", "--hf-checkpoint", str(base), *given, "--dtype", "float32"]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (scored(samples, merged) - ours(samples)).abs().max() < 3 * CLOSE
+    with torch.no_grad():
+        merged.model.layers[1].mlp.experts.down_proj.mul_(1.01)
+    assert (scored(samples, merged) - ours(samples)).abs().max() > 100 * CLOSE

@@ -276,8 +276,7 @@ def merged(job, sender=0):
 def test_merged_weights_are_those_of_the_other_engine_whichever_rank_sends_them(
     two_ranks, model_of, architecture, layout
 ):
-    dora = architecture == "qwen3"
-    job = job_of(model_of(architecture), targets="all-linear", dora=dora).under(layout)
+    job = job_of(model_of(architecture), targets="all-linear", dora=True).under(layout)
     nothing, ours = two_ranks.run(merged, job, 1)
     theirs = merged(in_the_other_engine(job))
     assert not nothing and equal(ours, theirs)
@@ -318,19 +317,19 @@ OF_FOUR = {"megatron_tp": 2, "megatron_ep": 2, "megatron_sequence_parallel": Tru
 
 
 @pytest.mark.parametrize(
-    ("architecture", "layout"),
+    ("architecture", "layout", "dora"),
     [
-        *(("qwen3-moe", layout) for layout in MIXTURES),
-        ("mixtral", "experts"),
-        ("qwen2-moe", "tensor and sequence"),
-        ("glm4-moe", "tensor"),
+        *(("qwen3-moe", layout, True) for layout in MIXTURES),
+        ("mixtral", "experts", False),
+        ("qwen2-moe", "tensor and sequence", False),
+        ("glm4-moe", "tensor", True),
     ],
 )
 def test_adapters_of_experts_compute_and_learn_as_in_the_other_engine(
-    two_ranks, model_of, architecture, layout
+    two_ranks, model_of, architecture, layout, dora
 ):
     """Also those of experts that all tokens share, whole on each rank or not."""
-    job = job_of(model_of(architecture), targets="all-linear").under(MIXTURES[layout])
+    job = job_of(model_of(architecture), targets="all-linear", dora=dora).under(MIXTURES[layout])
     require_same_steps(two_ranks.run(learn, job)[0][:3], learn(in_the_other_engine(job))[:3])
 
 
@@ -345,7 +344,7 @@ def test_adapters_read_what_their_linears_and_experts_read_in_8_bits(two_ranks, 
 
 
 def test_four_ranks_share_adapters_of_experts_both_ways(four_ranks, model_of, tmp_path):
-    job = job_of(model_of("qwen3-moe"), targets="all-linear").under(OF_FOUR)
+    job = job_of(model_of("qwen3-moe"), targets="all-linear", dora=True).under(OF_FOUR)
     whole = four_ranks.run(learn, job, tmp_path)[0]
     require_same_steps(whole[:3], learn(in_the_other_engine(job))[:3])
     resumed = four_ranks.run(learn, job, None, tmp_path)[0]
@@ -367,16 +366,48 @@ def weights_count_on_every_rank():
         yield
 
 
-@pytest.mark.parametrize("break_", [gradients_are_not_summed, weights_count_on_every_rank])
-def test_gradients_of_experts_that_are_summed_wrongly_are_noticed(two_ranks, model_of, break_):
-    job = job_of(model_of("qwen3-moe"), targets="all-linear").under(MIXTURES["tensor"])
+@contextmanager
+def gains_of_blocks_are_not_summed():
+    """Each rank keeps its blocks' part of the gradient of a gain that all have whole."""
+    from onpolicy.models.expert_adapters import ExpertLowRank
+    from onpolicy.train.megatron.moe import AlignedExperts
+
+    own = AlignedExperts._factors
+
+    def factors(experts):
+        found = own(experts)
+        return found and found._replace(gain_of_blocks=ExpertLowRank.factors.fget(experts.lora)[2])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AlignedExperts, "_factors", factors)
+        yield
+
+
+@pytest.fixture(scope="module")
+def of_experts(model_of):
+    """A job of a mixture with magnitudes, and what the other engine makes of it."""
+    job = job_of(model_of("qwen3-moe"), targets="all-linear", dora=True).under(MIXTURES["tensor"])
+    return job, learn(in_the_other_engine(job))
+
+
+@pytest.mark.parametrize(
+    "break_",
+    [
+        gradients_are_not_summed,
+        weights_count_on_every_rank,
+        gains_of_blocks_are_not_summed,
+        norms_are_of_own_columns,
+    ],
+)
+def test_what_is_not_summed_rightly_of_experts_is_noticed(two_ranks, of_experts, break_):
+    job, theirs = of_experts
     broken = two_ranks.run(partial(learn, break_=break_), job)[0]
     with pytest.raises(AssertionError):
-        require_same_steps(broken[:3], learn(in_the_other_engine(job))[:3])
+        require_same_steps(broken[:3], theirs[:3])
 
 
 def test_a_checkpoint_of_experts_goes_on_with_the_same_bits(two_ranks, model_of, tmp_path):
-    job = job_of(model_of("qwen3-moe"), targets="experts,o_proj", dtype="bfloat16")
+    job = job_of(model_of("qwen3-moe"), targets="experts,o_proj", dtype="bfloat16", dora=True)
     job = job.under(MIXTURES["experts"])
     whole = two_ranks.run(learn, job, tmp_path)[0]
     resumed = two_ranks.run(learn, job, None, tmp_path)[0]
