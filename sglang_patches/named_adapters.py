@@ -156,7 +156,7 @@ class Rows:
         self.of_rows, self._places = list(of_rows), _places(of_rows)
 
     def places(self, count: int) -> dict[str | None, Tensor]:
-        """Of each name that any of `count` rows has, where these are: int64, ascending."""
+        """Where the rows of each name are among `count`, of names that any has: int64, ascending."""
         if len(self.of_rows) != count:
             raise RuntimeError(
                 f"{count} rows, of which {len(self.of_rows)} are known by their names"
