@@ -49,7 +49,7 @@ demo: setup
 test: setup
 	$(PYTEST) -m "not runs and not kernels"
 
-# Whole runs on several hosts, runs that lose a process or a host, and runs that go on from a checkpoint.
+# Whole runs, of which many lose a process or a host or go on from a checkpoint; commands; groups of ranks.
 test-runs: setup
 	$(PYTEST) -m runs
 

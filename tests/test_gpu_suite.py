@@ -34,7 +34,7 @@ from tests.support.gpu.operators import make_gpu_operators
 from tests.support.gpu.paged_attention import PagedBatch, paged_attention_of
 from tests.support.gpu.shapes import ModelShape
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.runs
 
 ROOT = Path(__file__).parents[1]
 

@@ -2,6 +2,8 @@
 
 import shutil
 
+import pytest
+
 from tests.support.train_runs import finish, metrics_of, run_hash
 
 AGENT = (
@@ -10,6 +12,7 @@ AGENT = (
 )  # fmt: skip
 
 
+@pytest.mark.runs
 def test_an_agent_is_trained_on_what_it_sampled_and_a_resumed_run_is_the_same(start, tmp_path):
     """Although what it observes is chance: the run has written it down."""
     save = tmp_path / "save"

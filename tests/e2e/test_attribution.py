@@ -14,7 +14,7 @@ from onpolicy.run.launch.engine_specs import make_rollout_group
 from tests.support.engines_fixture import make_engines, make_requests
 from tests.support.forked_processes import forked_processes
 
-pytestmark = [pytest.mark.engine, pytest.mark.long]
+pytestmark = [pytest.mark.engine, pytest.mark.runs]
 
 TEMPERATURE, EVERY = 0.7, "every kind"
 EVERY_LAYER, ALL_BUT_LAYER_1, ALL_BUT_OUTSIDE = "every layer", all_but("layer 1"), all_but(OUTSIDE)

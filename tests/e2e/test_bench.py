@@ -6,7 +6,7 @@ import pytest
 
 from onpolicy.cli.main import main
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.runs]
 
 
 def test_whole_steps_of_both_kinds_are_measured_in_turns(checkpoint, tmp_path, capsys):

@@ -1,8 +1,8 @@
 """Every command of the README and of the help texts works as it stands, on the quickstart's model.
 
 The model is the quickstart's without its minute of training. What takes long gets smaller numbers
-behind what is shown (`SMALLEST`), and what starts several servers waits for `make test-runs`; a command
-that is new is run as it is, and `EXEMPT` names those that are not run.
+behind what is shown (`SMALLEST`); a command that is new is run as it is, and `EXEMPT` names those that
+are not run.
 """
 
 import re
@@ -17,7 +17,7 @@ import pytest
 
 from onpolicy.cli.main import COMMANDS, main
 
-pytestmark = [pytest.mark.engine, pytest.mark.long]
+pytestmark = [pytest.mark.engine, pytest.mark.runs]
 
 ROOT = Path(__file__).parents[2]
 PREPARE = runpy.run_path(str(ROOT / "examples/quickstart/prepare.py"), run_name="prepare")
@@ -122,17 +122,7 @@ def end(process):
     return printed
 
 
-def starts_several_servers(command):
-    return "--attribution" in command or command.startswith(
-        ("bench rollout", "bench decode", "bench loop")
-    )
-
-
-def marked(command):
-    return pytest.param(command, marks=[pytest.mark.runs] * starts_several_servers(command))
-
-
-@pytest.mark.parametrize("command", [marked(c) for c in OURS if not c.startswith("serve")])
+@pytest.mark.parametrize("command", [c for c in OURS if not c.startswith("serve")])
 def test_it_works(command, work):
     if command.startswith("report") and not (work / PLACEHOLDERS["RUN"]).exists():
         (train,) = (ours for ours in OURS if ours.startswith("train"))

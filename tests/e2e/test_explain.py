@@ -21,7 +21,7 @@ from tests.support.recorded_policies import replace_in
 from tests.support.tiny import make_checkpoint
 from tests.support.train_runs import IN_RANKS, ROOT, TWO_RANKS
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.runs]
 
 LAYER = "layers.1.mlp"
 
@@ -268,16 +268,15 @@ TENSOR = (*MEGATRON, "--megatron-tp", "2", "--row-parallel-blocks", "2")
 EXPERT = (*MEGATRON, "--megatron-ep", "2")
 DOWN, SUM = ("layers.1.mlp.down_proj", "linear"), ("layers.1.mlp.down_proj", "row_parallel_linear")
 EXPERTS = ("layers.1.mlp.experts", "grouped_linear")
-RUNS = pytest.mark.runs
-"""In tests/onpolicy/explain, ranks without servers have faults in the same layouts."""
 
 TRAINERS = [
     pytest.param("qwen3", (), ONE_RANK_IS_BROKEN, DOWN, id="broken"),
-    pytest.param("qwen3", MEGATRON, "", None, id="megatron", marks=RUNS),
+    pytest.param("qwen3", MEGATRON, "", None, id="megatron"),
     pytest.param("qwen3", PIPELINE, ONE_STAGE_IS_BROKEN, DOWN, id="broken pipeline"),
-    pytest.param("qwen3", TENSOR, PART_OF_A_SUM_IS_BROKEN, SUM, id="broken tensor", marks=RUNS),
-    pytest.param("qwen3-moe", EXPERT, EXPERTS_ARE_BROKEN, EXPERTS, id="broken expert", marks=RUNS),
+    pytest.param("qwen3", TENSOR, PART_OF_A_SUM_IS_BROKEN, SUM, id="broken tensor"),
+    pytest.param("qwen3-moe", EXPERT, EXPERTS_ARE_BROKEN, EXPERTS, id="broken expert"),
 ]
+"""In tests/onpolicy/explain, ranks without servers have faults in more layouts."""
 
 
 @pytest.fixture(scope="module")

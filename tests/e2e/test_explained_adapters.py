@@ -11,7 +11,7 @@ from onpolicy.run.commands.verify import draw_adapters
 from tests.support.microscopes import running_microscope
 from tests.support.tiny import make_checkpoint
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.runs]
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])

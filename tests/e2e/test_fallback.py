@@ -8,7 +8,7 @@ from onpolicy.outputs.meanings import MEANINGS
 from onpolicy.outputs.metrics import read_jsonl
 from tests.support.train_runs import finish, metrics_of
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.runs]
 
 STOCK = ("--no-true-on-policy-mode",)
 INT8 = ("--rollout-weight-format", "int8")
@@ -94,7 +94,6 @@ def test_a_mismatch_leads_to_the_correction_if_the_policy_is_to_fall_back(start,
         assert "correction/weight_mean" not in record
 
 
-@pytest.mark.runs
 def test_the_governor_climbs_to_aligned_operators_and_down_again_and_resumes(start, tmp_path):
     """Rungs: mis 2, decay 3, aligned 4; up after each bad rollout, down after two calm ones."""
     save = str(tmp_path / "save")

@@ -9,7 +9,7 @@ import pytest
 from tests.support.tiny import make_checkpoint
 
 pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.runs]
 
 PROMPTS, TOKENS = 6, 12
 LORA = ("--lora-rank", "4")
@@ -22,7 +22,7 @@ ROUNDED = (
 @pytest.mark.parametrize(
     ("architecture", "dtype", "ranks", "flags"),
     [
-        pytest.param("qwen3", "float32", 1, [], marks=pytest.mark.runs),  # explain runs it too
+        ("qwen3", "float32", 1, []),
         (
             "glm4-moe",
             "bfloat16",
@@ -31,14 +31,8 @@ ROUNDED = (
         ),
         ("qwen2", "float32", 2, ["--megatron-cp", "2"]),
         ("qwen3", "bfloat16", 2, ["--megatron-tp", "2", *LORA]),
-        pytest.param("qwen3-tied", "bfloat16", 1, [*LORA, *ROUNDED[:2]], marks=pytest.mark.runs),
-        pytest.param(
-            "qwen2",
-            "bfloat16",
-            2,
-            ["--megatron-tp", "2", "--megatron-sequence-parallel", *LORA],
-            marks=pytest.mark.runs,
-        ),
+        ("qwen3-tied", "bfloat16", 1, [*LORA, *ROUNDED[:2]]),
+        ("qwen2", "bfloat16", 2, ["--megatron-tp", "2", "--megatron-sequence-parallel", *LORA]),
         ("qwen3-tied", "bfloat16", 2, ["--megatron-pp", "2"]),
         ("qwen3-moe", "bfloat16", 2, ["--megatron-ep", "2"]),
         ("qwen3-moe", "bfloat16", 2, ["--megatron-ep", "2", *LORA, "--lora-dora"]),

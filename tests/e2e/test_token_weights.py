@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.train_runs import finish, metrics_of, run_hash
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.runs]
 
 WEIGHS = "--custom-rm-path", "own_reward.weighs"
 KL = "--use-kl-loss", "--kl-loss-coef", "0.1", "--num-rollout", "2"

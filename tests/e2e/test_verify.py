@@ -86,6 +86,7 @@ def test_no_token_differs_where_both_engines_round(tmp_path):
     assert passes(report, config)
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("given", ["a rank", "an adapter"])
 def test_no_token_differs_beside_adapters_and_all_do_where_one_engine_has_none(
     tmp_path, capsys, monkeypatch, given

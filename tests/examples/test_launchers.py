@@ -13,7 +13,7 @@ from tests.support.forked_commands import forked_commands
 from tests.support.forked_processes import forked_processes
 from tests.support.tiny import make_checkpoint
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.runs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

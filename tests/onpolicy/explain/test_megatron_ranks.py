@@ -9,7 +9,7 @@ from tests.support.recorded_megatron import forced_alike, sources_of_faults
 from tests.support.tiny import make_checkpoint
 
 pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.runs
 
 SEQUENCES = random_sequences([66, 9, 3, 12])
 ROWS = sum(len(s) - 1 for s in SEQUENCES)

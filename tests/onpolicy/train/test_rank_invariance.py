@@ -10,7 +10,7 @@ from tests.support.megatron_ranks import Ranks
 from tests.support.megatron_training import Job, equal, make, make_samples, train, weights
 from tests.support.tiny import make_checkpoint
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.runs
 
 COUNTS = (1, 2, 3)
 UPDATES = 3

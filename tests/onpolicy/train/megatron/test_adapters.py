@@ -21,7 +21,7 @@ from tests.support.megatron_ranks import make_contract
 from tests.support.megatron_training import RATES, Job, equal, make, make_samples, weights
 
 pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.runs
 
 TARGETS = "q_proj,v_proj,o_proj,up_proj,down_proj,lm_head"
 """Without keys and gates, which Megatron computes together with some of these."""

@@ -18,7 +18,7 @@ from tests.support.megatron_training import Job, equal, train, train_with_frozen
 __all__ = ["alone", "job", "ranks"]
 
 pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.runs
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
