@@ -122,17 +122,6 @@ def test_a_run_that_is_resumed_under_its_name_ends_as_the_undisturbed_one(
     assert run_hash(output) == run_hash(outputs["code-2"])
 
 
-def test_a_run_aborts_what_is_sampled_under_its_name_and_nothing_else(outputs, client_of):
-    math, code = (client_of(name) for name in NAMES)
-    (whole,) = ask(code, max_new_tokens=180)
-    parts = ask(math, code, math, max_new_tokens=180, aborted=[math])
-    assert [part.finish_reason for part in parts] == [
-        FinishReason.ABORT, FinishReason.LENGTH, FinishReason.ABORT,
-    ]  # fmt: skip
-    assert parts[1].rollout_log_probs == whole.rollout_log_probs
-    assert len(parts[0].response_ids) < 180
-
-
 def test_each_name_has_its_own_answers_cache_and_version(outputs, client_of):
     first = [ask(client_of(name))[0] for name in NAMES]
     again = ask(*(client_of(name) for name in NAMES * 4))  # in one batch
@@ -143,6 +132,17 @@ def test_each_name_has_its_own_answers_cache_and_version(outputs, client_of):
         assert answer.rollout_log_probs == expected.rollout_log_probs
         assert answer.weight_version == 3
     assert first[0].rollout_log_probs[0] != first[1].rollout_log_probs[0]
+
+
+def test_a_run_aborts_what_is_sampled_under_its_name_and_nothing_else(outputs, client_of):
+    math, code = (client_of(name) for name in NAMES)
+    (whole,) = ask(code, max_new_tokens=180)
+    parts = ask(math, code, math, max_new_tokens=180, aborted=[math])
+    assert [part.finish_reason for part in parts] == [
+        FinishReason.ABORT, FinishReason.LENGTH, FinishReason.ABORT,
+    ]  # fmt: skip
+    assert parts[1].rollout_log_probs == whole.rollout_log_probs
+    assert len(parts[0].response_ids) < 180
 
 
 @pytest.mark.parametrize(
