@@ -162,8 +162,8 @@ def _with_added(
     """As `add_low_rank`: [S, K] and their products [S, N], the rows sorted, -> [S, N]."""
     inner = operators.grouped_linear(rows, factors.a, by_expert.offsets)
     added = operators.grouped_linear(inner, factors.b, by_expert.offsets)
-    gained = () if factors.gain is None else (factors.gain, bias, by_expert.experts)
-    return operators.add_scaled(product, added, factors.scale, *gained)
+    of_rows = () if factors.gain is None else (factors.gain, bias, by_expert.experts)
+    return operators.add_scaled(product, added, factors.scale, *of_rows)
 
 
 def _down(
