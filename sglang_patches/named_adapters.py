@@ -144,10 +144,10 @@ class Rows:
     def watch(self, _: Any, batch: Any, *__: Any, **___: Any) -> None:
         """Before a forward pass; a request that is drafted for has as many rows as any other."""
         names = [_name(given) for given in batch.lora_ids or [None] * batch.batch_size]
-        counts = [len(batch.input_ids) // max(len(names), 1)] * len(names)
-        if not (
-            batch.forward_mode.is_decode() or batch.forward_mode.is_target_verify() or not names
-        ):
+        mode = batch.forward_mode
+        if not names or mode.is_decode() or mode.is_target_verify():
+            counts = [len(batch.input_ids) // max(len(names), 1)] * len(names)
+        else:
             counts = batch.extend_seq_lens.tolist()
         self.of_requests = names
         self.set([name for name, count in zip(names, counts, strict=True) for _ in range(count)])

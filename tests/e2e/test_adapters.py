@@ -4,17 +4,15 @@ engines; and what becomes of their adapters."""
 import functools
 import json
 import re
-import signal
 
-import psutil
 import pytest
 
 from onpolicy.cli.main import main
-from tests.support.processes import is_guard
 from tests.support.train_runs import (
     ROLLOUTS,
     a_rank_is_lost,
     finish,
+    kill_an_engine,
     killed_while_saving,
     run_hash,
     summary,
@@ -56,11 +54,6 @@ def under(backend, ranks=1):
     if backend == "megatron":
         pytest.importorskip("megatron.core")
     return ["--train-backend", backend, "--actor-num-ranks-per-node", str(ranks), *ONE_THREAD]
-
-
-def kill_an_engine(process):
-    servers = [child for child in psutil.Process(process.pid).children() if is_guard(child)]
-    servers[-1].send_signal(signal.SIGKILL)
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])

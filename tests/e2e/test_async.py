@@ -1,20 +1,18 @@
 """Runs whose engines sample ahead of the trainer, on real servers: the schedule decides every bit."""
 
 import re
-import signal
 
-import psutil
 import pytest
 
 from onpolicy.outputs.meanings import meaning
 from onpolicy.run.probe import PROMPTS
-from tests.support.processes import is_guard
 from tests.support.train_runs import (
     FREE,
     ROLLOUTS,
     a_rank_is_lost,
     finish,
     journal_of,
+    kill_an_engine,
     metrics_of,
     run_hash,
     steps_of,
@@ -86,8 +84,7 @@ def test_an_engine_that_is_killed_while_it_samples_ahead_costs_no_bit(
     assert process.poll() is None, process.stdout.read()[-3000:]
     wait_for(lambda: sequences_since_the_push(log) > PROMPTS or process.poll() is not None)
     assert process.poll() is None, process.stdout.read()[-3000:]
-    servers = [child for child in psutil.Process(process.pid).children() if is_guard(child)]
-    servers[-1].send_signal(signal.SIGKILL)
+    kill_an_engine(process)
     output = finish(process)
     assert "starting http://127.0.0.1" in output
     assert run_hash(output) == plain(mode)[1]

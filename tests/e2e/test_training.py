@@ -11,7 +11,7 @@ from onpolicy.cli.main import main
 from onpolicy.outputs.meanings import meaning
 from onpolicy.outputs.metrics import read_jsonl
 from tests.support.forked_processes import forked_processes
-from tests.support.processes import is_gone, is_guard
+from tests.support.processes import is_gone
 from tests.support.train_runs import (
     ROLLOUTS,
     ROOT,
@@ -19,6 +19,7 @@ from tests.support.train_runs import (
     a_rank_is_lost,
     exported_weights,
     finish,
+    kill_an_engine,
     killed_while_saving,
     metrics_of,
     run_hash,
@@ -156,9 +157,7 @@ def test_two_engines_of_which_one_is_killed_give_the_same_bits(start, plain, dat
     wait_for(lambda: len(metrics_of(tmp_path)) >= 1 or process.poll() is not None)
     prefills = log.read_text().count("Prefill batch")
     wait_for(lambda: log.read_text().count("Prefill batch") > prefills)
-    children = psutil.Process(process.pid).children()
-    servers = [child for child in children if is_guard(child)]
-    servers[-1].send_signal(signal.SIGKILL)
+    kill_an_engine(process)
     output = finish(process)
     assert "starting http://127.0.0.1" in output
     assert run_hash(output) == plain[2]

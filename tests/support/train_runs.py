@@ -15,7 +15,7 @@ import psutil
 
 from onpolicy.outputs.metrics import read_jsonl
 from tests.support.after_import import after_import
-from tests.support.processes import is_gone, trainer_ranks
+from tests.support.processes import is_gone, is_guard, trainer_ranks
 
 ROLLOUTS = 4
 ROOT = Path(__file__).parents[2]
@@ -85,6 +85,12 @@ def a_rank_is_lost(start, directory, *argv, under_way=lambda process: None):
         wait_for(lambda saved=saved: saved() or process.poll() is not None)
         act(process)
     return process
+
+
+def kill_an_engine(process):
+    """Kill the guard of the last of a run's engines, and so the engine."""
+    servers = [child for child in psutil.Process(process.pid).children() if is_guard(child)]
+    servers[-1].kill()
 
 
 KILLED_WHILE_SAVING = """
