@@ -20,7 +20,9 @@ from tests.support.fork_server import ForkServer
 from tests.support.forked_workers import is_raylet, with_forked_workers
 
 SGLANG = ("sglang_patches.serve", "sglang_patches.check_flags")
-MODULES = (*SGLANG, "onpolicy.cli", "onpolicy.cluster.local_ray", "tests.support.raylets")
+MODULES = (
+    *SGLANG, "onpolicy.cli", "onpolicy.cluster.local_ray", "tests.support.raylets", "benchmarks.push"
+)  # fmt: skip
 RUN = (
     "onpolicy.cluster.trainer_rank", "onpolicy.run.loop", "onpolicy.run.commands.verify",
     "onpolicy.train.fsdp.sharded_model", "transformers.models.qwen3.modeling_qwen3",
