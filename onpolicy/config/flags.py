@@ -17,8 +17,9 @@ import textwrap
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, reduce
+from functools import cache, cached_property, reduce
 from itertools import pairwise
+from operator import attrgetter
 from typing import Annotated, Any, TypeVar
 
 from fallback_correction.ranges import FieldError
@@ -66,7 +67,7 @@ class Flag:
     outer: tuple[Any, ...] = ()
     """What stands beside the records that hold it, and what `also` adds."""
 
-    @property
+    @cached_property
     def name(self) -> str:
         """With _ for -."""
         return self.spell(self.path[-1])
@@ -79,8 +80,10 @@ class Flag:
         """What has the field: a group, a record in it, or the configuration itself."""
         return reduce(getattr, self.path[:-1], config)
 
-    def value(self, config: Any) -> Any:
-        return getattr(self.record(config), self.path[-1])
+    @cached_property
+    def value(self) -> Callable[[Any], Any]:
+        """What reads it from a configuration."""
+        return attrgetter(".".join(self.path))
 
     @property
     def help(self) -> str:
