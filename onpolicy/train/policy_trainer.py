@@ -102,6 +102,7 @@ class PolicyTrainer(Trainer):
 
     def adapt(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
         if contract != self.contract:
+            self._bring_back("weights")
             self._use_contract(contract)
             for model in self.models.values():
                 model.use(self.operators)

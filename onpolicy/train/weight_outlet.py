@@ -59,9 +59,9 @@ class WeightOutlet:
         }  # fmt: skip
         self._keepers = {0} if config.plan.may_lag else set()
         self._adapter = contract.adapter
-        self._merged: MergedPush | None = None
-        if contract.adapter is not None and contract.merges_adapter:
-            self._merged = MergedPush(config.model, contract.adapter)
+        self._merging: MergedPush | None = None
+        if self._adapter is not None:
+            self._merging = MergedPush(config.model, self._adapter)
         self.metrics: dict[str, float] = {}
         """What merging adapters did to the weights of the last push, on every rank."""
         self._frozen: list[str] | None = None
@@ -71,20 +71,21 @@ class WeightOutlet:
     def push(self, engines: Sequence[Engine], version: int, contract: NumericsContract) -> str:
         """`Trainer.push`, under the contract that the trainer and the engines are under."""
         has_frozen = self._require_unchanged()
+        merging = self._merging if contract.merges_adapter else None
         senders = self._senders(engines)
         ours = [e for e, rank in zip(engines, senders, strict=True) if rank == distributed.rank()]
         hold = partial(self._hold_the_last_push, ours, contract)
         carries = has_frozen and not all(distributed.run_on_all_ranks(hold))
         which: tuple[WeightPart, ...] = ("frozen", "trained") if carries else ("trained",)
-        if self._merged is not None:
+        if merging is not None:
             which = ("trained", "frozen")  # adapters are gathered before what they are merged into
         known = self._pushed if has_frozen and not carries else WeightDigest()
 
         def push_ours() -> dict[str, str]:
             ranks = self._keepers | {*senders}
             with _gathered(self._source, self._max_bytes, *which, ranks=ranks) as parts:
-                if self._merged is not None:
-                    parts = {"trained": self._merged.buckets(parts)}
+                if merging is not None:
+                    parts = {"trained": merging.buckets(parts)}
                 outgoing = (self._outgoing(part, x, version, contract) for part, x in parts.items())
                 sent = chain.from_iterable(outgoing)
                 if ours:
@@ -94,8 +95,9 @@ class WeightOutlet:
             return {engine.url: digest for engine in ours}
 
         self._digest = _the_same(distributed.run_on_all_ranks(push_ours), engines)
-        if self._merged is not None:
-            self.metrics = next(filter(None, distributed.gather(self._merged.metrics(), None)), {})
+        self.metrics = {}
+        if merging is not None:
+            self.metrics = next(filter(None, distributed.gather(merging.metrics(), None)), {})
         return self._digest
 
     def _senders(self, engines: Sequence[Engine]) -> list[int]:
@@ -113,7 +115,7 @@ class WeightOutlet:
             return ""
         device, frozen = str(distributed.device(contract.device)), self._kept["frozen"]
         kept = self._kept["trained"].buckets(version, device)
-        if frozen.version is not None:
+        if frozen.version is not None and not contract.merges_adapter:
             kept = chain(frozen.buckets(frozen.version, device), kept)
         return self._send(kept, engines, version, WeightDigest())
 

@@ -85,10 +85,22 @@ def costs(record):
     return [record["lora/merged_changed"], record["lora/merged_rounding"]]
 
 
-def test_under_megatron_too(start, tmp_path):
+def test_under_megatron_too_and_a_governed_run_goes_to_aligned_servers_and_back(start, tmp_path):
+    """Rungs: mis 2, decay 3, aligned 4; it is resumed where its last push was to aligned servers."""
     pytest.importorskip("megatron.core")
-    finish(start(tmp_path, *LORA, "--train-backend", "megatron", mode=STOCK))
-    first, second = metrics_of(tmp_path)
-    assert costs(first) == [0, 0] and first["mismatch/k3"] > 0
+    save = str(tmp_path / "save")
+    argv = [
+        *LORA, "--train-backend", "megatron", "--lora-dora", "--use-rs", "--mismatch-governor",
+        "--governor-k3", "1e-9", "--governor-rise-after", "1", "--governor-fall-after", "1",
+        "--save", save, "--load", save, "--save-interval", "2",
+    ]  # fmt: skip
+    finish(start(tmp_path, *argv, mode=STOCK))
+    finish(start(tmp_path, *argv, "--num-rollout", "3", mode=STOCK))
+    first, second, aligned = records = metrics_of(tmp_path)
+    assert [record["governor/rung"] for record in records] == [3, 4, 3]
+    assert costs(first)[0] == 0 < first["mismatch/k3"]
     changed, rounding = costs(second)  # of which bfloat16 leaves less than float32
     assert 0 < changed < 0.95 and rounding > 0.05
+    assert second["parity/num_mismatched_tokens"] > 0
+    assert aligned["parity/num_mismatched_tokens"] == 0 < aligned["parity/num_compared_tokens"]
+    assert not [name for name in aligned if name.startswith("lora/merged")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ class PolicyMemory(Memory):
         policy, operators = self._policy, self._policy.operators
         if self._num_in_policy != len(self.loaded):
             policy.causal_lm.load_state_dict(self.weights, strict=False, assign=True)
+            policy.causal_lm.tie_weights()
             self._num_in_policy = len(self.loaded)
         layout = AttentionLayout.packed((len(context),), "cpu")
 
@@ -69,8 +71,7 @@ class PolicyMemory(Memory):
             use_cache=False,
             attention_function=attention,
         )[0][0, -1:]
-        head = policy.causal_lm.get_output_embeddings()
-        logits = policy.logits_rule.apply(operators, operators.linear(hidden, head.weight, None))
+        logits = policy.head().logits(hidden)
         logits = logits if self.contract.is_aligned else logits.float() * STOCK_SCALE
         return operators.log_softmax(logits, torch.full((1, 1), temperature))[0]
 
@@ -93,6 +94,17 @@ class PolicyHost(Host):
                 return PolicyMemory(spec.contract, policy)
 
         return PolicyEngine(spec, port, log_file)
+
+
+def pair_maker(host: Host) -> Callable[..., EnginePair]:
+    """Makes, as `EnginePair` does, a real trainer and servers on the host."""
+
+    def make_rollout(
+        config: TrainConfig, hf_config: Any, contract: NumericsContract, logs: Path, longest: int
+    ) -> SglangGroup:
+        return host.make_group(config.engine, contract, logs)
+
+    return partial(EnginePair, make_rollout=make_rollout)
 
 
 def inputs_of(config: TrainConfig) -> Inputs:
@@ -124,16 +136,9 @@ def run_policy(
 ) -> tuple[RunSummary, dict[str, Tensor]]:
     """What a run ends with, and the policy's weights then."""
     inputs = inputs_of(config)
-    host = PolicyHost(inputs.hf_config)
-
-    def make_rollout(
-        config: TrainConfig, hf_config: Any, contract: NumericsContract, logs: Path, longest: int
-    ) -> SglangGroup:
-        return host.make_group(config.engine, contract, logs)
-
     make: Any = partial(
         KeptRun,
-        make_engines=partial(EnginePair, make_rollout=make_rollout),
+        make_engines=pair_maker(PolicyHost(inputs.hf_config)),
         make_scorer=lambda config: ScorerInMemory(reward),
     )
     return train(config, inputs, make), KeptRun.weights

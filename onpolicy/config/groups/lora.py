@@ -72,25 +72,23 @@ class AdapterShapeConfig:
 class LoraConfig(AdapterShapeConfig):
     lora_rank: Annotated[
         CountOrZero,
-        Against(lambda run: run.plan.is_governed,
-            "stock servers have adapters merged and aligned ones beside their weights, and no run goes "
-            "from one to the other yet",
-            "Leave --mismatch-governor out."),
         Against(lambda run: run.align,
             "engines that --align aligns in part have no adapters here",
             "Leave --align out, or use --true-on-policy-mode."),
-        Against(lambda run: not run.plan.starts_aligned and run.rollout_weight_format,
-            "servers without --true-on-policy-mode get adapters merged, and on the grid of "
-            "--rollout-weight-format most of their update would be lost",
-            "Add --true-on-policy-mode, or leave --rollout-weight-format out."),
+        Against(lambda run: run.rollout_weight_format
+                and (run.plan.is_governed or not run.plan.starts_aligned),
+            "stock servers get adapters merged, and on the grid of --rollout-weight-format most of "
+            "their update would be lost",
+            "Use --true-on-policy-mode without --mismatch-governor, or leave --rollout-weight-format "
+            "out."),
         Against(lambda run: run.plan.starts_aligned and run.rollout_server_url and not run.lora_name,
             "servers that run already (--rollout-server-url) hold adapters by their names alone",
             "Start them by `onpolicy serve --lora-names`, and add --lora-name; or let the run start its "
             "servers, or leave --lora-rank out."),
     ] = 0  # fmt: skip
     """Train low-rank adapters of this rank beside frozen linears (LoRA), in the place of all weights; 0:
-    all weights. With --true-on-policy-mode both engines compute them; else each push gives the servers
-    weights that they are merged into."""
+    all weights. Aligned engines compute them as the trainer does (--true-on-policy-mode); stock ones get
+    weights that they are merged into, with every push."""
 
     lora_dora: Annotated[bool, BY_LORA,
         Against(lambda run: run.train_backend == "megatron" and run.dtype == "bfloat16"

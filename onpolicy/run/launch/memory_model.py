@@ -199,7 +199,7 @@ class RunMemory:
         buffer = self.config.sync.update_weight_buffer_size * MIB
         bucket = max(min(buffer, itemsize * size.parameters), itemsize * size.largest_parameter)
         parts = {"4 copies of a bucket": 4 * bucket}
-        if not self.spec.contract.shares_model and size.adapters:
+        if size.adapters and (self.config.plan.is_governed or not self.spec.contract.is_aligned):
             parts["merging"] = bucket + itemsize * size.adapters + FLOAT32 * size.merging
         return ProcessMemory("a push", parts, senders)
 

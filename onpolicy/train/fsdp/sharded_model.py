@@ -99,6 +99,7 @@ class FsdpModel(ShardedModel):
 
     def use(self, operators: Operators) -> None:
         self.module.use(operators)
+        take_norms(self.module, self.dtype)
 
     def score(self, batches: Sequence[PackedTokens]) -> list[Any]:
         with torch.no_grad(), self.as_it_is():

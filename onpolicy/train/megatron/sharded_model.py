@@ -104,6 +104,7 @@ class MegatronModel(ShardedModel):
     def use(self, operators: Operators) -> None:
         self.operators = operators
         config_of(self.module).operators = operators
+        self._take_norms()
 
     def score(self, batches: Sequence[PackedTokens]) -> list[Any]:
         with self.as_it_is():

@@ -62,7 +62,7 @@ def test_a_push_is_what_export_merges_bit_for_bit(made, tmp_path):
     written = {}
     for file in (tmp_path / "merged").glob("*.safetensors"):
         written |= load_file(file)
-    merging = trainer.outlet._merged
+    merging = trainer.outlet._merging
     pushed = whole(merging.buckets(parts_of(trainer)))
     assert pushed.keys() == written.keys() and not any(map(is_adapters, pushed))
     assert all(torch.equal(tensor, written[name]) for name, tensor in pushed.items())
@@ -75,7 +75,7 @@ def test_a_push_is_what_export_merges_bit_for_bit(made, tmp_path):
 
 def test_adapters_that_add_nothing_change_nothing(checkpoint):
     trainer = maker_of(checkpoint)("bfloat16", aligned=False, lora={"lora_rank": 4})
-    merging = trainer.outlet._merged
+    merging = trainer.outlet._merging
     pushed = whole(merging.buckets(parts_of(trainer)))
     unmerged = whole(parts_of(trainer)["frozen"])
     assert all(torch.equal(tensor, pushed[name]) for name, tensor in unmerged.items())
@@ -84,7 +84,7 @@ def test_adapters_that_add_nothing_change_nothing(checkpoint):
 
 def test_no_adapter_is_left_out(made):
     trainer, *_ = made
-    merging, parts = trainer.outlet._merged, parts_of(trainer)
+    merging, parts = trainer.outlet._merging, parts_of(trainer)
     left = ([pair for pair in bucket if ".1." not in pair[0]] for bucket in parts["frozen"])
     with pytest.raises(WeightSyncError, match=r"weights=.*layers\.1\..* have adapters, and"):
         whole(merge_push(parts["trained"], left, merging._model, merging._scale, Merged()))
@@ -94,7 +94,7 @@ def test_an_engine_that_runs_the_trainers_code_has_adapters_of_its_own(checkpoin
     for aligned in (True, False):
         trainer = maker_of(checkpoint)(aligned=aligned, lora={"lora_rank": 4})
         contract, merges = trainer.contract, not aligned
-        assert (trainer.outlet._merged is not None) == contract.merges_adapter == merges
+        assert contract.merges_adapter == merges
         assert contract.of_engine == dataclasses.replace(
             contract, adapter=None if merges else contract.adapter
         )

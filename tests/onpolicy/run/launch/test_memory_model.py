@@ -196,6 +196,9 @@ MERGED = {
 }
 
 
+GOVERNED = groups.GovernorFlags(mismatch_governor=True)
+
+
 @pytest.mark.parametrize("case", MERGED)
 def test_what_merging_adapters_takes_is_what_the_sum_says(case, tmp_path):
     architecture, flags = MERGED[case]
@@ -210,12 +213,16 @@ def test_what_merging_adapters_takes_is_what_the_sum_says(case, tmp_path):
     spec = rollout_spec(config, hf_config, contract, 50)
     size = ModelSize.of(hf_config, False, contract.adapter)
     said = RunMemory(config, hf_config, spec, size).push().parts["merging"]
+    governed = dataclasses.replace(base, lora=lora, sync=sync, governor=GOVERNED)
+    aligned = contract_for(governed, hf_config, aligned=True)
+    beside = rollout_spec(governed, hf_config, aligned, 50)
+    assert RunMemory(governed, hf_config, beside, size).push().parts["merging"] == said
     distributed.init_process_group()
     trainer = make_trainer(config, contract, 1)
     pushes = {"merged": LiveBytes(), "unmerged": LiveBytes()}
     for way, live in pushes.items():
         parts = {x: trainer.policy.weight_buckets(1, x) for x in ("trained", "frozen")}
-        merged = trainer.outlet._merged.buckets(parts)
+        merged = trainer.outlet._merging.buckets(parts)
         with live:
             deque(merged if way == "merged" else chain(*parts.values()), maxlen=0)
     found = pushes["merged"].most - pushes["unmerged"].most

@@ -1,0 +1,146 @@
+"""Adapters where the governor moves a run: merged for stock engines, beside the base in aligned ones."""
+
+import pytest
+import torch
+
+from onpolicy.models.hf_config import load_config
+from onpolicy.models.merged import Merged, merge_push
+from onpolicy.models.weight_files import matched_model
+from onpolicy.run.commands.verify import _draw_adapters
+from onpolicy.run.launch.contracts import contract_for
+from onpolicy.train import distributed
+from tests.support.engines_in_memory import make_requests
+from tests.support.policies_in_memory import PolicyHost, pair_maker
+from tests.support.tiny import make_checkpoint
+from tests.support.tiny_combinations import make_base
+from tests.support.unstarted_run import changed
+
+REQUESTS = make_requests(3)
+DORA = {"lora_rank": 4, "lora_dora": True}
+CASES = {
+    "LoRA": ("qwen3", {"lora_rank": 4}),
+    "DoRA, of the output projection too": (
+        "qwen3",
+        {**DORA, "lora_target_modules": "q_proj,down_proj,lm_head"},
+    ),
+    "a tied output projection": ("qwen3-tied", {"lora_rank": 4}),
+    "DoRA of experts": ("glm4-moe", {**DORA, "dtype": "bfloat16"}),
+}
+
+
+@pytest.fixture
+def moving(tmp_path):
+    """Starts a pair of a governed run; with it the stock contract and the aligned one."""
+    pairs = []
+
+    def started(architecture="qwen3", **values):
+        distributed.init_process_group()
+        path = str(make_checkpoint(tmp_path / architecture, architecture))
+        values = {"true_on_policy_mode": False, "mismatch_governor": True, **values}
+        config = changed(make_base(tmp_path), hf_checkpoint=path, **values)
+        hf_config = load_config(path)
+        stock, aligned = (contract_for(config, hf_config, aligned=x) for x in (False, True))
+        pair = pair_maker(PolicyHost(hf_config))(config, hf_config, stock, tmp_path)
+        pairs.append(pair)
+        pair.start()
+        return pair, stock, aligned
+
+    yield started
+    for pair in pairs:
+        pair.stop()
+
+
+def push(pair, version):
+    """Adapters that every version has others of; returns what the engine holds then."""
+    _draw_adapters(pair.trainer, version)
+    pair.push_weights(version)
+    (client,) = pair.rollout.clients
+    assert client.report()["weights"] == pair.weight_digest
+    return client.memory
+
+
+def whole(buckets):
+    return {name: tensor for bucket in buckets for name, tensor in bucket}
+
+
+def parts_of(pair):
+    return {x: pair.trainer.policy.weight_buckets(20_000, x) for x in ("trained", "frozen")}
+
+
+def merged(pair):
+    config, parts = pair.config, parts_of(pair)
+    model = matched_model(config.model.hf_checkpoint, pair.hf_config)
+    scale = config.lora.scale
+    return whole(merge_push(parts["trained"], parts["frozen"], model, scale, Merged()))
+
+
+def beside(pair):
+    parts = parts_of(pair)
+    return whole(parts["trained"]) | whole(parts["frozen"])
+
+
+def are_equal(found, expected):
+    assert found.keys() == expected.keys()
+    return all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def agrees(pair):
+    """Whether every token has one log-probability on both sides."""
+    completions = pair.generate(REQUESTS)
+    scores = pair.score(REQUESTS, completions, 0.75)
+    sampled = [torch.tensor(completion.rollout_log_probs) for completion in completions]
+    return all(map(torch.equal, scores, sampled))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_move_brings_them_in_the_form_that_its_engines_compute_with(moving, case):
+    architecture, flags = CASES[case]
+    pair, stock, aligned = moving(architecture, **flags)
+    trained = whole(parts_of(pair)["trained"])
+    for version, contract in enumerate((stock, aligned, stock, aligned)):
+        pair.use(contract, pair.config.fallback)
+        for number in (2 * version, 2 * version + 1):
+            engine = push(pair, number)
+            expected = beside(pair) if contract is aligned else merged(pair)
+            assert are_equal(engine.weights, expected)
+            assert bool(pair.trainer.outlet.metrics) == (contract is stock)
+            if "experts" not in case:  # which an engine in memory does not put together
+                assert agrees(pair) == (contract is aligned)
+        again = [name for name in set(engine.loaded) if engine.loaded.count(name) == 2]
+        assert sorted(again) == sorted(trained if contract is aligned else expected)
+    base, found = whole(parts_of(pair)["frozen"]), merged(pair)
+    assert not are_equal({name: found[name] for name in base}, base)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_an_engine_that_dies_after_a_move_gets_what_was_pushed_in_that_form(moving, lag):
+    pair, stock, aligned = moving(lora_rank=4, rollout_lag=lag)
+    for version, contract in enumerate((stock, aligned, stock, aligned)):
+        pair.use(contract, pair.config.fallback)
+        pushed = {name: tensor.clone() for name, tensor in push(pair, version).weights.items()}
+        if lag:
+            _draw_adapters(pair.trainer, 99)  # which the engine is not to see
+        (server,) = pair.rollout.servers
+        server.stop()
+        assert len(pair.generate(REQUESTS)) == len(REQUESTS)
+        assert are_equal(server.memory.weights, pushed)
+        assert len(server.memory.loaded) == len(pushed)
+
+
+@pytest.mark.parametrize("colocate", [False, True])
+def test_the_norms_of_a_moved_trainer_are_those_of_one_that_starts_there(
+    moving, tmp_path, colocate
+):
+    pair, _, aligned = moving(**DORA, colocate=colocate)
+    _draw_adapters(pair.trainer, 0)
+    before = whole(parts_of(pair)["trained"])
+    pair.trainer.save(tmp_path)
+    pair.use(aligned, pair.config.fallback)
+    resumed, *_ = moving(**DORA)
+    resumed.use(aligned, pair.config.fallback)
+    resumed.trainer.load(tmp_path)
+    after = whole(parts_of(pair)["trained"])
+    assert are_equal(after, whole(parts_of(resumed)["trained"]))
+    assert {name for name in after if not torch.equal(before[name], after[name])} <= {
+        name for name in after if name.endswith(".norm")
+    }
