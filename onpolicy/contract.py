@@ -182,8 +182,8 @@ class NumericsContract:
     its kinds; in the others they are each engine's own. Empty: everywhere."""
 
     adapter: AdapterShape | None = None
-    """The adapters that both engines have, or, with the backend `stock`, the trainer; None: the model
-    alone."""
+    """The adapters that both engines have, or, where not all is aligned, the trainer alone; None: the
+    model alone."""
 
     @property
     def variables(self) -> dict[str, str]:
@@ -198,7 +198,7 @@ class NumericsContract:
     @property
     def merges_adapter(self) -> bool:
         """Whether an engine holds what the trainer's adapters make of the weights: it has none."""
-        return self.adapter is not None and not self.shares_model
+        return self.adapter is not None and not self.is_aligned
 
     @property
     def of_engine(self) -> NumericsContract:

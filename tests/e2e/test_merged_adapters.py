@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from onpolicy.config import groups
+from onpolicy.contract import KINDS
 from onpolicy.models.merged import Updates
 from onpolicy.parity import compare_log_probs
 from onpolicy.run.commands.verify import _draw_adapters
@@ -43,12 +44,16 @@ def k3_of(pair, monkeypatch, **lora):
     pair.push_weights(pair.weight_version + 1)
     (client,) = pair.rollout.clients
     assert client.report()["weights"] == pair.weight_digest
+    return scored(pair).metrics()["train/k3_kl"], trainer.outlet.metrics
+
+
+def scored(pair):
+    """What is between the log-probabilities of both sides."""
     requests = make_requests(6, seed=3)
     completions = pair.generate(requests)
     scores = pair.score(requests, completions, 1.0)
     rollout = torch.cat([torch.tensor(c.rollout_log_probs) for c in completions])
-    counts, _ = compare_log_probs(torch.cat(scores), rollout)
-    return counts.metrics()["train/k3_kl"], trainer.outlet.metrics
+    return compare_log_probs(torch.cat(scores), rollout)[0]
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
@@ -62,6 +67,15 @@ def test_without_the_merge_it_samples_from_another_model(pair, monkeypatch):
     monkeypatch.setattr(Updates, "added", lambda self, name, base, dtype, _: base.to(dtype))
     k3, _ = k3_of(pair, monkeypatch)
     assert k3 > 1e3 * CLOSE
+
+
+def test_a_server_that_is_aligned_in_part_samples_from_them_too(checkpoint, tmp_path, monkeypatch):
+    """With every kind aligned, merging is all that is left between it and the trainer."""
+    flags = {"lora": groups.LoraConfig(lora_rank=4), "aligned": False, "align": ",".join(KINDS)}
+    with running(make_engines(checkpoint, tmp_path, **flags)) as pair:
+        assert scored(pair).num_mismatched == 0  # B is zeros
+        k3, _ = k3_of(pair, monkeypatch)
+        assert 0 < k3 < CLOSE
 
 
 def test_a_run_learns_reports_what_merging_cost_and_goes_on_from_the_same_weights(start, tmp_path):

@@ -14,7 +14,7 @@ BY_LORA = ReadBy("--lora-rank", lambda run: run.lora_rank > 0)
 
 NOT_MERGED = Against(
     lambda run: not run.plan.starts_aligned,
-    "stock servers have no adapters beside their linears that could be recorded",
+    "servers that are not aligned whole have no adapters beside their linears that could be recorded",
     "Add --true-on-policy-mode, or ask `onpolicy verify` how far merged weights are apart.",
 )
 
@@ -72,9 +72,6 @@ class AdapterShapeConfig:
 class LoraConfig(AdapterShapeConfig):
     lora_rank: Annotated[
         CountOrZero,
-        Against(lambda run: run.align,
-            "engines that --align aligns in part have no adapters here",
-            "Leave --align out, or use --true-on-policy-mode."),
         Against(lambda run: run.rollout_weight_format
                 and (run.plan.is_governed or not run.plan.starts_aligned),
             "stock servers get adapters merged, and on the grid of --rollout-weight-format most of "
@@ -87,7 +84,7 @@ class LoraConfig(AdapterShapeConfig):
             "servers, or leave --lora-rank out."),
     ] = 0  # fmt: skip
     """Train low-rank adapters of this rank beside frozen linears (LoRA), in the place of all weights; 0:
-    all weights. Aligned engines compute them as the trainer does (--true-on-policy-mode); stock ones get
+    all weights. Aligned engines compute them as the trainer does (--true-on-policy-mode); others get
     weights that they are merged into, with every push."""
 
     lora_dora: Annotated[bool, BY_LORA,
@@ -108,7 +105,7 @@ class LoraConfig(AdapterShapeConfig):
         NO_RESULT,
         Parsed(require_names),
         Against(lambda run: not run.plan.starts_aligned,
-            "stock servers hold no adapters, by names or without", "Add --true-on-policy-mode."),
+            "servers without it hold no adapters, by names or without", "Add --true-on-policy-mode."),
         Against(lambda run: not run.rollout_server_url,
             "servers of the run's own have its adapters alone, which need no name",
             "Add --rollout-server-url, or leave it out."),

@@ -20,6 +20,7 @@ def test_adapters_are_for_aligned_runs_and_stock_ones():
     check(*MODE, *LORA, "--sglang-tp-size", "2", "--row-parallel-blocks", "4")
     check(*LORA, "--use-tis", "--lora-dora")
     check(*LORA, "--mismatch-governor", "--lora-dora")
+    check(*LORA, "--align", "linear", "--lora-dora")
     check(*MODE, *LORA, "--mismatch-governor", "--train-backend", "megatron")
     check(*LORA, "--train-backend", "megatron")
     check(*LORA, "--rollout-server-url", "http://127.0.0.1:1")
@@ -28,7 +29,6 @@ def test_adapters_are_for_aligned_runs_and_stock_ones():
 @pytest.mark.parametrize(
     ("argv", "rule"),
     [
-        (["--align", "linear"], "in part have no adapters here"),
         (["--rollout-weight-format", "int4"], "most of their update would be lost"),
         ([*MODE, "--mismatch-governor", "--rollout-weight-format", "int4"], "most of their update"),
     ],
@@ -56,7 +56,7 @@ def test_verify_and_explain_take_them():
     validate(parse(VerifyConfig, [*LORA, "--no-true-on-policy-mode"], "onpolicy verify"))
     validate(parse(ExplainConfig, LORA, "onpolicy explain"))
     for argv, rule in (
-        (["--no-true-on-policy-mode"], "--lora-rank=8: stock servers have no adapters beside"),
+        (["--no-true-on-policy-mode"], "--lora-rank=8: servers that are not aligned whole"),
         (["--train-backend", "megatron"], "--lora-rank=8: what adapters add to Megatron's linears"),
         (
             ["--attribution", "kinds"],
