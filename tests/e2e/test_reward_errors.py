@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.train_runs import finish, metrics_of
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.runs]
 
 
 def test_one_failure_is_counted_and_many_end_the_run_in_one_message(start, tmp_path):

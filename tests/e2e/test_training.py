@@ -232,6 +232,7 @@ PolicyTrainer.train_share = train_with_another_softmax
 """
 
 
+@pytest.mark.runs
 def test_a_mismatch_stops_the_run_on_two_ranks_and_keeps_its_checkpoint(start, tmp_path):
     argv = [
         *TWO_RANKS,

@@ -167,11 +167,7 @@ def test_a_mismatch_is_a_failure_in_true_on_policy_mode():
 
 @pytest.mark.parametrize(
     "architecture",
-    [
-        "qwen3",
-        pytest.param("qwen3", marks=[pytest.mark.anew, pytest.mark.runs], id="qwen3, anew"),
-        "qwen3-moe",
-    ],
+    [pytest.param("qwen3", marks=[pytest.mark.anew, pytest.mark.runs]), "qwen3-moe"],
 )
 def test_no_token_differs_on_two_ranks_in_bfloat16(architecture, tmp_path):
     checkpoint = make_checkpoint(tmp_path / "model", architecture)
@@ -193,9 +189,8 @@ def test_no_token_differs_on_two_ranks_in_bfloat16(architecture, tmp_path):
 
 
 # A dense one with blocks for this degree is in test_tensor_parallel.py.
-@pytest.mark.parametrize(
-    "architecture", [pytest.param("llama", marks=pytest.mark.runs), "qwen3-moe"]
-)
+@pytest.mark.runs
+@pytest.mark.parametrize("architecture", ["llama", "qwen3-moe"])
 def test_no_token_differs_with_a_rollout_on_two_tensor_parallel_ranks(
     architecture, tmp_path, capsys
 ):
