@@ -11,8 +11,8 @@ SOAK_ARGS ?=
 BIN := $(VENV)/bin
 # Python compiles what is imported; pip would compile all, for most of the time that it takes.
 INSTALL := $(BIN)/pip install --quiet --no-compile
-# More than two cores have: servers, ranks and commands are waited for.
-PYTEST := $(BIN)/python -m pytest tests --dist loadfile --no-loadscope-reorder --numprocesses
+# Three for two cores: servers, ranks and commands are waited for a third of the time.
+PYTEST := $(BIN)/python -m pytest tests --numprocesses 3 --dist loadfile --no-loadscope-reorder
 # Every process would compile our sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 INSTALLED := $(VENV)/.installed
@@ -47,22 +47,22 @@ demo: setup
 	examples/quickstart/run.sh
 
 test: setup
-	$(PYTEST) 4 -m "not runs and not kernels"
+	$(PYTEST) -m "not runs and not kernels"
 
 # Whole runs, of which many lose a process or a host or go on from a checkpoint; commands; groups of ranks.
 test-runs: setup
-	$(PYTEST) 3 -m runs
+	$(PYTEST) -m runs
 
 # Every kernel of the Triton operators, compiled for the generations of GPUs that `test` leaves out, which
 # fails until this has passed with the sources as they are.
 test-kernels: setup
-	$(PYTEST) 3 -m kernels
+	$(PYTEST) -m kernels
 	$(BIN)/python tests/onpolicy/ops/triton/compiled_sources.py
 
 # `test` and `test-runs` at once, as CI runs them: collected once, and no worker waits for another's last
 # test twice.
 test-all: setup
-	$(PYTEST) 3 -m "not kernels"
+	$(PYTEST) -m "not kernels"
 
 # The tests of what decides bits, under the instruction sets of other processors.
 #   make test-cpus CPU_SETTINGS='MKL_CBWR=AVX2 DNNL_MAX_CPU_ISA=SSE41'

@@ -43,8 +43,8 @@ def trained(checkpoint, data, directory, agent, backend, number, *more, in_ranks
 
 @pytest.mark.parametrize(
     ("agent", "backend"),
-    [(FUNCTION, "fsdp"), (WITHIN, "megatron"), (GATEWAY, "megatron")],
-    ids=["function", "grammars on Megatron", "gateway on Megatron"],
+    [(FUNCTION, "fsdp"), (GATEWAY, "megatron")],
+    ids=["function", "gateway on Megatron"],
 )
 def test_two_engines_and_two_ranks_train_an_agent_to_the_bits_of_one(
     checkpoint, data, tmp_path, agent, backend

@@ -23,6 +23,8 @@ from tests.support.megatron_ranks import (
     with_blocks,
 )
 
+pytestmark = pytest.mark.runs
+
 BATCHES = [random_sequences(5, 40, 90, 2), random_sequences(33, 3, 20, 1 + 6, seed=1)]
 MICRO_BATCHES = 2
 
