@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ from onpolicy.models.policy import PolicyModel, empty_policy
 from onpolicy.ops import AttentionLayout, make_operators
 from onpolicy.outputs.totals import RunSummary
 from onpolicy.rollout.prompt_order import PromptSource
-from onpolicy.rollout.sglang import SglangGroup
-from onpolicy.run.engines import EnginePair
+from onpolicy.run.engines import trainer_here
 from onpolicy.run.launch.inputs import Inputs, make_ladder
 from onpolicy.run.loop import train
 from onpolicy.run.run import Run
@@ -29,6 +27,7 @@ from tests.support.engines_in_memory import Engine, Host, Memory
 from tests.support.run_in_memory import Reward, ScorerInMemory, even_tokens
 from tests.support.tiny import make_tokenizer
 from tests.support.tiny_policy import END
+from tests.support.trainer_in_memory import pair_maker
 
 PROMPTS = [Prompt(index=i, prompt_ids=[i + 2, 9 - i], label="x", text="ab") for i in range(5)]
 SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
@@ -96,17 +95,6 @@ class PolicyHost(Host):
         return PolicyEngine(spec, port, log_file)
 
 
-def pair_maker(host: Host) -> Callable[..., EnginePair]:
-    """Makes, as `EnginePair` does, a real trainer and servers on the host."""
-
-    def make_rollout(
-        config: TrainConfig, hf_config: Any, contract: NumericsContract, logs: Path, longest: int
-    ) -> SglangGroup:
-        return host.make_group(config.engine, contract, logs)
-
-    return partial(EnginePair, make_rollout=make_rollout)
-
-
 def inputs_of(config: TrainConfig) -> Inputs:
     """Raises ConfigError for what the flags do not tell alone: contracts and corrections."""
     hf_config = load_config(config.model.hf_checkpoint)
@@ -138,7 +126,7 @@ def run_policy(
     inputs = inputs_of(config)
     make: Any = partial(
         KeptRun,
-        make_engines=pair_maker(PolicyHost(inputs.hf_config)),
+        make_engines=pair_maker(PolicyHost(inputs.hf_config), trainer_here),
         make_scorer=lambda config: ScorerInMemory(reward),
     )
     return train(config, inputs, make), KeptRun.weights

@@ -18,7 +18,7 @@ from onpolicy.contract import NumericsContract
 from onpolicy.errors import ParityError
 from onpolicy.parity import ParityCounts, compare_log_probs
 from onpolicy.rollout.sglang import SglangGroup
-from onpolicy.run.engines import EnginePair
+from onpolicy.run.engines import EnginePair, MakeTrainer
 from onpolicy.train import Trainer, distributed
 from onpolicy.train.base import TrainerMemory
 from onpolicy.train.shares import Outcomes, split_into_steps
@@ -161,7 +161,9 @@ def _compared(train: Tensor, trained: TrainSample) -> ParityCounts:
     return compare_log_probs(train[fresh], rollout[fresh])[0]
 
 
-def pair_maker(host: Host) -> Callable[[TrainConfig, Any, NumericsContract, Path], EnginePair]:
+def pair_maker(
+    host: Host, make_trainer: MakeTrainer = TrainerInMemory
+) -> Callable[[TrainConfig, Any, NumericsContract, Path], EnginePair]:
     """Makes, as `EnginePair` does, a trainer and servers on the host."""
 
     def make_rollout(
@@ -169,7 +171,7 @@ def pair_maker(host: Host) -> Callable[[TrainConfig, Any, NumericsContract, Path
     ) -> SglangGroup:
         return host.make_group(config.engine, contract, logs)
 
-    return partial(EnginePair, make_rollout=make_rollout, make_trainer=TrainerInMemory)
+    return partial(EnginePair, make_rollout=make_rollout, make_trainer=make_trainer)
 
 
 def make_pair(

@@ -7,12 +7,15 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.models.merged import Merged, merge_push
 from onpolicy.models.weight_files import matched_model
 from onpolicy.run.commands.verify import _draw_adapters
+from onpolicy.run.engines import trainer_here
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.train import distributed
+from tests.onpolicy.train.test_merging import parts_of, whole
 from tests.support.engines_in_memory import make_requests
-from tests.support.policies_in_memory import PolicyHost, pair_maker
+from tests.support.policies_in_memory import PolicyHost
 from tests.support.tiny import make_checkpoint
 from tests.support.tiny_combinations import make_base
+from tests.support.trainer_in_memory import pair_maker
 from tests.support.unstarted_run import changed
 
 REQUESTS = make_requests(3)
@@ -40,7 +43,7 @@ def moving(tmp_path):
         config = changed(make_base(tmp_path), hf_checkpoint=path, **values)
         hf_config = load_config(path)
         stock, aligned = (contract_for(config, hf_config, aligned=x) for x in (False, True))
-        pair = pair_maker(PolicyHost(hf_config))(config, hf_config, stock, tmp_path)
+        pair = pair_maker(PolicyHost(hf_config), trainer_here)(config, hf_config, stock, tmp_path)
         pairs.append(pair)
         pair.start()
         return pair, stock, aligned
@@ -59,23 +62,15 @@ def push(pair, version):
     return client.memory
 
 
-def whole(buckets):
-    return {name: tensor for bucket in buckets for name, tensor in bucket}
-
-
-def parts_of(pair):
-    return {x: pair.trainer.policy.weight_buckets(20_000, x) for x in ("trained", "frozen")}
-
-
 def merged(pair):
-    config, parts = pair.config, parts_of(pair)
+    config, parts = pair.config, parts_of(pair.trainer)
     model = matched_model(config.model.hf_checkpoint, pair.hf_config)
     scale = config.lora.scale
     return whole(merge_push(parts["trained"], parts["frozen"], model, scale, Merged()))
 
 
 def beside(pair):
-    parts = parts_of(pair)
+    parts = parts_of(pair.trainer)
     return whole(parts["trained"]) | whole(parts["frozen"])
 
 
@@ -96,7 +91,7 @@ def agrees(pair):
 def test_each_move_brings_them_in_the_form_that_its_engines_compute_with(moving, case):
     architecture, flags = CASES[case]
     pair, stock, aligned = moving(architecture, **flags)
-    trained = whole(parts_of(pair)["trained"])
+    trained = whole(parts_of(pair.trainer)["trained"])
     for version, contract in enumerate((stock, aligned, stock, aligned)):
         pair.use(contract, pair.config.fallback)
         for number in (2 * version, 2 * version + 1):
@@ -108,7 +103,7 @@ def test_each_move_brings_them_in_the_form_that_its_engines_compute_with(moving,
                 assert agrees(pair) == (contract is aligned)
         again = [name for name in set(engine.loaded) if engine.loaded.count(name) == 2]
         assert sorted(again) == sorted(trained if contract is aligned else expected)
-    base, found = whole(parts_of(pair)["frozen"]), merged(pair)
+    base, found = whole(parts_of(pair.trainer)["frozen"]), merged(pair)
     assert not are_equal({name: found[name] for name in base}, base)
 
 
@@ -133,14 +128,14 @@ def test_the_norms_of_a_moved_trainer_are_those_of_one_that_starts_there(
 ):
     pair, _, aligned = moving(**DORA, colocate=colocate)
     _draw_adapters(pair.trainer, 0)
-    before = whole(parts_of(pair)["trained"])
+    before = whole(parts_of(pair.trainer)["trained"])
     pair.trainer.save(tmp_path)
     pair.use(aligned, pair.config.fallback)
     resumed, *_ = moving(**DORA)
     resumed.use(aligned, pair.config.fallback)
     resumed.trainer.load(tmp_path)
-    after = whole(parts_of(pair)["trained"])
-    assert are_equal(after, whole(parts_of(resumed)["trained"]))
+    after = whole(parts_of(pair.trainer)["trained"])
+    assert are_equal(after, whole(parts_of(resumed.trainer)["trained"]))
     assert {name for name in after if not torch.equal(before[name], after[name])} <= {
         name for name in after if name.endswith(".norm")
     }
