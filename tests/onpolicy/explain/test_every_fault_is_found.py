@@ -123,6 +123,17 @@ def test_between_whole_sides_nothing_differs(pairs, architecture):
     assert pairs[architecture].source() is None
 
 
+def test_a_head_that_computes_in_chunks_has_an_adapter_of_the_same_rows(pairs, monkeypatch):
+    monkeypatch.setattr(CpuOperators, "rows_per_chunk", lambda *_: 7)
+    rollout, train = (Pair(pairs["adapters"].path, DORA).record(side) for side in reversed(SIDES))
+    counts = {c.site: c for c in count_sites(rollout, [train])}
+    assert set(counts) == set(train) == set(rollout)
+    assert all(c.inputs_differ == c.outputs_differ == 0 for c in counts.values())
+    rows = counts["lm_head", "linear", 0].rows
+    adapter = (("linear", 0), ("linear", 1), ("add_scaled", 0))
+    assert {counts[HEAD_ADAPTER, *call].rows for call in adapter} == {rows}
+
+
 def faults_of(operator):
     found = [faults.one_ulp_in_three_rows]
     if operator not in ("topk", "softmax"):

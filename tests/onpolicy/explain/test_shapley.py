@@ -140,9 +140,9 @@ def test_a_share_is_a_mean_over_tokens_with_an_error_of_orders_and_one_of_prompt
 
 
 def test_what_stands_out_is_beyond_both_errors_together():
-    lost = torch.tensor([[0.0, 2.0], [2.0, 4.0]]).double()
+    lost = torch.tensor([[0.5, 2.5], [2.5, 4.5]]).double()
     found = share("a", lost, torch.tensor([1.0, 1.0]).double())
-    assert (found.value, found.error_of_orders, found.error_of_prompts) == (2, 1, 1)
-    assert not found.stands_out  # either alone it would not exceed, together less so
-    less = share("a", lost + 1, torch.tensor([1.0, 1.0]).double())
-    assert less.value == 3 and less.stands_out
+    assert (found.value, found.error_of_orders, found.error_of_prompts) == (2.5, 1, 1)
+    assert not found.stands_out  # though it is beyond either alone
+    more = share("a", lost + 0.5, torch.tensor([1.0, 1.0]).double())
+    assert more.value == 3 and more.stands_out
