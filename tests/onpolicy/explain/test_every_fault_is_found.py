@@ -11,7 +11,7 @@ import torch
 
 from onpolicy.contract import AdapterShape
 from onpolicy.explain.source import count_sites, first_source
-from onpolicy.explain.taps.recorder import CHOSEN_EXPERTS
+from onpolicy.explain.taps.recorder import CHOSEN_EXPERTS, HEAD_ADAPTER
 from onpolicy.explain.taps.rows import prefix_keys
 from onpolicy.models.adapters import adapters, add_adapters
 from onpolicy.ops.cpu import CpuOperators
@@ -51,7 +51,7 @@ ADAPTED = [
 OF_A_BLOCK = {"softmax", "topk"}
 
 DORA = AdapterShape(
-    rank=4, scale=0.3, targets=("down_proj", "k_proj", "q_proj", "up_proj"), dora=True
+    rank=4, scale=0.3, targets=("down_proj", "k_proj", "lm_head", "q_proj", "up_proj"), dora=True
 )
 
 
@@ -230,14 +230,16 @@ def test_a_weight_that_was_not_pushed_is_found(pair, side, weight, site):
 
 
 @pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("module", ["layers.1.mlp.up_proj.lora", HEAD_ADAPTER])
 @pytest.mark.parametrize(
     ("held", "operator", "number"),
     [("A", "linear", 0), ("B", "linear", 1), ("magnitude.norm", "add_scaled", 0)],
 )
-def test_what_was_not_pushed_of_an_adapter_is_found(pairs, side, held, operator, number):
-    pair, module = pairs["adapters"], "layers.1.mlp.up_proj.lora"
+def test_what_was_not_pushed_of_an_adapter_is_found(pairs, side, module, held, operator, number):
+    pair = pairs["adapters"]
     pair.renew()
-    adapter = pair.policies[side].causal_lm.base_model.get_submodule(module)
+    modules = pair.policies[side].causal_lm.named_modules()
+    (adapter,) = (found for name, found in modules if name.endswith(module))
     adapter.state_dict()[held].mul_(1.001)
     source = pair.source(side)
     pair.renew()
