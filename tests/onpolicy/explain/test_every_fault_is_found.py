@@ -4,7 +4,7 @@ The trainer packs; the rollout reads prompts in chunks and decodes over pages, a
 tests/support/decode_loop.py.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ import torch
 from onpolicy.contract import AdapterShape
 from onpolicy.explain.source import count_sites, first_source
 from onpolicy.explain.taps.recorder import CHOSEN_EXPERTS, HEAD_ADAPTER
+from onpolicy.explain.taps.recording import Recording
 from onpolicy.explain.taps.rows import prefix_keys
 from onpolicy.models.adapters import adapters, add_adapters
 from onpolicy.ops.cpu import CpuOperators
@@ -132,6 +133,24 @@ def test_a_head_that_computes_in_chunks_has_an_adapter_of_the_same_rows(pairs, m
     rows = counts["lm_head", "linear", 0].rows
     adapter = (("linear", 0), ("linear", 1), ("add_scaled", 0))
     assert {counts[HEAD_ADAPTER, *call].rows for call in adapter} == {rows}
+
+
+@pytest.mark.parametrize(
+    ("module", "cause"), [("lm_head", None), (HEAD_ADAPTER, None), ("norm", "not computed")]
+)
+def test_the_head_alone_may_lack_rows_of_the_rollout(pairs, module, cause):
+    """An engine makes no logits of a prompt's tokens."""
+    pair, passes = Pair(pairs["adapters"].path, DORA), []
+    record_rollout(pair.policies["rollout"], pair.operators, SEQUENCES, passes=passes)
+
+    def last(call):
+        kept = ("keys", "inputs", "outputs")
+        return replace(call, **{name: getattr(call, name)[-1:] for name in kept})
+
+    fewer = [[last(c) if c.site[0] == module else c for c in calls] for calls in passes]
+    train = pairs["adapters"].whole_recording("trainer")
+    source = first_source(Recording.of(fewer), [train], prefix_keys(SEQUENCES[0])[:-1])
+    assert (source and source.cause) == cause
 
 
 def faults_of(operator):
