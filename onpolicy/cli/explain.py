@@ -16,7 +16,8 @@ def main(argv: Sequence[str]) -> int:
     """Record both engines, say where they part, and by the exit code whether they do."""
     config = begin(ExplainConfig, argv, "onpolicy explain")
 
-    from onpolicy.explain.attribution import attribute, attribution_text
+    from onpolicy.explain.attribution import attribute
+    from onpolicy.explain.effects import attribution_text
     from onpolicy.explain.inputs import with_case
     from onpolicy.explain.microscope import explain
     from onpolicy.explain.operators import attribute_to_operators
@@ -41,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     if config.attribution == "operators":
         text, page, differ = shares_text(result), render_shares, result["num_mismatched_tokens"]
     elif config.attribution:
-        text = attribution_text(result["rows"], result["by"])
+        text = attribution_text(result)
         page, differ = render_attribution, result["rows"][0]["num_mismatched_tokens"]
     else:
         text, page, differ = told(result), render, result["num_mismatched_tokens"]

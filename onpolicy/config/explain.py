@@ -6,9 +6,10 @@ from typing import Annotated, Literal
 
 import tyro
 
+from fallback_correction.ranges import ReadBy, Rule
 from onpolicy.config import groups
 from onpolicy.config.flags import also
-from onpolicy.config.kinds import Count, Directory, Unasked
+from onpolicy.config.kinds import Count, CountOrZero, Directory, Unasked
 from onpolicy.config.rules import Against, Facts, Together
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.config.tools import VerifyConfig
@@ -58,6 +59,13 @@ def _not_shared_out(run: Facts) -> Iterator[tuple[str, object, str]]:
     yield f"--sglang-tp-size={degree}", degree > 1, "a rank of several has parts of rows"
 
 
+FROM_STOCK = ReadBy(
+    "--attribution kinds or layers", lambda run: run.attribution in ("kinds", "layers")
+)
+"""What goes from stock engines to aligned ones."""
+
+SEVERAL_ORDERS = Rule(lambda n: n != 1, "one order tells no error. Give 2 at least, or 0.")
+
 NEEDS_RECORDS = Against(
     lambda run: True,
     "the server records what it computes, so it is started by this command",
@@ -93,6 +101,11 @@ class ExplainConfig(VerifyConfig):
     same tokens with all aligned, with none, with each alone, and with all but each. Starts a server for
     every row. operators: share out the mismatch of the engines as they are among all operators, in nats,
     with intervals; one server."""
+
+    orders: Annotated[CountOrZero, SEVERAL_ORDERS, FROM_STOCK] = 0
+    """Also share out the k3 of stock engines among kinds or layers, so that the shares add up: by what
+    it loses when they are aligned one after another, in this many random orders and their reverses. For
+    n parts an order takes up to 2 (n - 3) servers more."""
 
     case: str = ""
     """Replay the mismatch that a run left in this file (RUN_DIR/cases), in place of random prompts."""

@@ -20,7 +20,6 @@ from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import AdapterShape, NumericsContract
 from onpolicy.errors import ConfigError
 from onpolicy.grammar import Grammar
-from onpolicy.models.adapters import output_name
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.experts import expert_names
 from onpolicy.models.hf_config import load_config
@@ -74,14 +73,11 @@ class Inputs:
     def _require_recorded(self, adapter: AdapterShape) -> None:
         """Raise ConfigError for adapters that are not recorded."""
         model = empty_causal_lm(self.hf_config, self.train_config.model.trust_remote_code)
-        asked, head = self.train_config.lora.lora_target_modules, output_name(model)
         tp_size = tensor_parallel_size(self.train_config.sglang_args)
-        rule = "the output projection's is not recorded" if head in adapter.targets else ""
         if tp_size > 1 and any(leaf in adapter.targets for leaf in expert_names(model)):
-            rule = f"of experts they are not recorded with --sglang-tp-size={tp_size}"
-        if rule:
             raise ConfigError(
-                f"--lora-target-modules={asked}: of adapters, {rule}. Name other linears, or ask "
+                f"--lora-target-modules={self.train_config.lora.lora_target_modules}: adapters of "
+                f"experts are not recorded with --sglang-tp-size={tp_size}. Name other linears, or ask "
                 "`onpolicy verify`, which takes it, whether a token differs."
             )
 

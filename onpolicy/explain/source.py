@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from onpolicy.explain.taps.recorder import HEAD, Site
+from onpolicy.explain.taps.recorder import HEAD, HEAD_ADAPTER, Site
 from onpolicy.explain.taps.recording import Numbers, Recording, Rows
 
 Cause = Literal["not computed", "between operators", "key/value cache", "operator"]
@@ -137,7 +137,7 @@ def _first(site: Site, before: Site | None, by_rank: dict[Ranks, _Compared]) -> 
         cause
     ) in CAUSES:  # of all ranks: what one is given may be a part of what a result is made of
         differ = {ranks: x.differ[cause] for ranks, x in by_rank.items() if x.differ[cause].any()}
-        if not differ or (cause == "not computed" and site[0] == HEAD):
+        if not differ or (cause == "not computed" and site[0] in (HEAD, HEAD_ADAPTER)):
             continue  # a prompt's tokens need no head
         position = min(int(d.argmax()) for d in differ.values())
         found = [ranks for ranks, d in differ.items() if d[position]]

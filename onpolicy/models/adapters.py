@@ -207,11 +207,6 @@ def _output_of(model: Any) -> Any:
     return model.get_output_embeddings()
 
 
-def output_name(model: nn.Module) -> str:
-    """What a model calls its output projection."""
-    return next(_leaf(name) for name, m in model.named_modules() if m is _output_of(model))
-
-
 def with_adapters(
     shapes: OperatorShapes, model: PreTrainedModel, adapter: AdapterShape | None, blocks: int
 ) -> OperatorShapes:

@@ -22,6 +22,7 @@ from onpolicy.models.experts import expert_blocks, has_usual_experts, routers_of
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.llama4 import is_llama4
 from onpolicy.models.logits import logits_rule
+from onpolicy.models.peft_adapter import CONFIG as ADAPTER
 from onpolicy.models.published import own_class, read_config
 from onpolicy.models.rotary_factors import choose_factors, context_limit
 from onpolicy.models.weight_files import stored_shapes
@@ -59,10 +60,14 @@ def load_config(
             f"{flag} is missing: a directory with a checkpoint is needed. Give its path."
         )
     if not (directory / "config.json").is_file():
-        raise ConfigError(
-            f"{flag}={path}: no config.json there. It must be a local directory with a Hugging Face "
-            "checkpoint (config.json and *.safetensors); download it first."
+        rule = (
+            f"is an adapter ({ADAPTER}), which is nothing without its base. Merge both with `onpolicy "
+            f"export --hf-checkpoint BASE --merge {path} --output OUT`, and give OUT."
+            if (directory / ADAPTER).is_file()
+            else "no config.json there. It must be a local directory with a Hugging Face checkpoint "
+            "(config.json and *.safetensors); download it first."
         )
+        raise ConfigError(f"{flag}={path}: {rule}")
     raw = read_json_object(directory / "config.json", f"{flag}={path}: config.json")
     num_tensors = len(stored_shapes(directory, flag))
     if isinstance(layers := raw.get("num_hidden_layers"), int) and layers > num_tensors:

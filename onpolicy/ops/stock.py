@@ -16,6 +16,9 @@ from onpolicy.ops.base import Operators
 from onpolicy.ops.layouts import AttentionLayout, ScoreRule
 from onpolicy.ops.row_parallel import RowParallel
 
+ROW_BYTES = 16
+"""Each row that `grouped_mm` multiplies has a multiple of so many."""
+
 
 class StockOperators(Operators):
     """PyTorch's own kernels; attention is one scaled_dot_product_attention per sequence, or, where that
@@ -41,7 +44,13 @@ class StockOperators(Operators):
         return super().row_parallel_linear(x, weight, bias, row_parallel)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets[1:].to(torch.int32))
+        # grouped_mm refuses other rows, here or in its backward pass: a small rank's are shorter.
+        columns, step = weight.shape[1], ROW_BYTES // x.element_size()
+        more_k, more_n = -x.shape[1] % step, -columns % step
+        if more_k or more_n:
+            x, weight = F.pad(x, (0, more_k)), F.pad(weight, (0, more_k, 0, more_n))
+        out = F.grouped_mm(x, weight.transpose(1, 2), offs=offsets[1:].to(torch.int32))
+        return out[:, :columns]
 
     def grouped_partial_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         return self.grouped_linear(x, weight, offsets).float()

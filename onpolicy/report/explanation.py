@@ -121,8 +121,12 @@ def _token(token: int, rollout: float, train: float) -> str:
 
 def render_attribution(result: Result, text: str) -> str:
     """The page; `text`: what was printed."""
-    bars = f"<table class=bars>{''.join(_bars(result['rows']))}</table>"
-    return document("What makes the engines differ", text, ("k3 by what is aligned", bars))
+    orders = result.get("orders", {"rows": []})
+    sections = [("k3 by what is aligned", _bars([*result["rows"], *orders["rows"]]))]
+    if "shares" in orders:
+        sections.insert(0, ("k3 of stock engines, shared out", _orders(orders["shares"])))
+    tables = ((title, f"<table class=bars>{''.join(rows)}</table>") for title, rows in sections)
+    return document("What makes the engines differ", text, *tables)
 
 
 def render_shares(result: Result, text: str) -> str:
@@ -142,23 +146,31 @@ def render_shares(result: Result, text: str) -> str:
 
 
 def _shares(rows: Sequence[Result]) -> Iterator[str]:
-    largest = max(abs(row["kl"][0]) for row in rows) or 1.0
+    largest = max(abs(row["kl"][0]) for row in rows)
     for row in rows:
         value, low, high = row["kl"]
         told = f"95 %: {low:.2g} to {high:.2g}; own {row['own_kl'][0]:.2g}"
-        yield (
-            f"<tr><th>{escape(row['name'])}<td>{value:.2g}<td class=bar "
-            f'title="{told}"><span class="{"own" if value >= 0 else "given"} s4" '
-            f'style="width:{100 * abs(value) / largest:.1f}%">&nbsp;</span>'
-        )
+        yield _bar(row["name"], value, largest, told)
+
+
+def _orders(shares: Sequence[Result]) -> Iterator[str]:
+    largest = max(abs(share["value"]) for share in shares)
+    for share in shares:
+        told = f"+- {share['error_of_orders']:.1g} of orders, {share['error_of_prompts']:.1g} of prompts"
+        yield _bar(share["part"], share["value"], largest, told)
 
 
 def _bars(rows: Sequence[Result]) -> Iterator[str]:
-    largest = max(row["k3_kl_mean"] for row in rows) or 1.0
+    largest = max(row["k3_kl_mean"] for row in rows)
     for row in rows:
-        width = 100 * row["k3_kl_mean"] / largest
         told = f"{row['num_mismatched_tokens']} of {row['num_compared_tokens']} tokens differ"
-        yield (
-            f"<tr><th>{escape(row['name'])}<td>{row['k3_kl_mean']:.2g}"
-            f'<td class=bar title="{told}"><span class="own s4" style="width:{width:.1f}%">&nbsp;</span>'
-        )
+        yield _bar(row["name"], row["k3_kl_mean"], largest, told)
+
+
+def _bar(name: str, value: float, largest: float, told: str) -> str:
+    """A row of a table: the name, the number, and its part of the largest; another colour below 0."""
+    colour, width = "own" if value >= 0 else "given", 100 * abs(value) / (largest or 1.0)
+    return (
+        f'<tr><th>{escape(name)}<td>{value:.2g}<td class=bar title="{told}">'
+        f'<span class="{colour} s4" style="width:{width:.1f}%">&nbsp;</span>'
+    )

@@ -7,7 +7,8 @@ import pytest
 
 from onpolicy.contract import KINDS, OUTSIDE
 from onpolicy.errors import ContractError
-from onpolicy.explain.attribution import ALIGNED, GIVEN_TOKENS, STOCK, all_but, measure
+from onpolicy.explain.attribution import GIVEN_TOKENS, measure, parts_of, together
+from onpolicy.explain.effects import ALIGNED, STOCK, all_but
 from onpolicy.explain.microscope import TAPS, Microscope
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import make_rollout_group
@@ -38,14 +39,16 @@ def measured(checkpoint, tmp_path_factory):
         ),
     )
     whole, stock = pair.contract, contract_for(pair.config, pair.hf_config, aligned=False)
+    kinds = parts_of(whole, "kinds", 2)
+    first, second, outside = (alone for _, alone, _ in parts_of(whole, "layers", 2))
     contracts = [
         (ALIGNED, whole),
         (STOCK, stock),
-        (all_but("norm"), dataclasses.replace(whole, kinds=tuple(k for k in KINDS if k != "norm"))),
-        (EVERY, dataclasses.replace(whole, kinds=KINDS)),
-        (EVERY_LAYER, dataclasses.replace(whole, layers=("0", "1", OUTSIDE))),
-        (ALL_BUT_OUTSIDE, dataclasses.replace(whole, layers=("0", "1"))),
-        (ALL_BUT_LAYER_1, dataclasses.replace(whole, layers=("0", OUTSIDE))),
+        (all_but("norm"), together([alone for name, alone, _ in kinds if name != "norm"])),
+        (EVERY, together([alone for _, alone, _ in kinds])),
+        (EVERY_LAYER, together([first, second, outside])),
+        (ALL_BUT_OUTSIDE, together([first, second])),
+        (ALL_BUT_LAYER_1, together([first, outside])),
     ]
     requests = make_requests(6, seed=6, max_new_tokens=12, temperature=TEMPERATURE)
     try:

@@ -13,7 +13,7 @@ import sys
 import psutil
 import pytest
 
-from onpolicy.explain.attribution import ALIGNED, MODEL, STOCK, all_but, model_and
+from onpolicy.explain.effects import ALIGNED, MODEL, STOCK, all_but, model_and
 from tests.support.processes import is_gone
 from tests.support.raylets import raylets
 from tests.support.serving import reached_by
@@ -146,6 +146,7 @@ def test_the_engines_of_all_hosts_are_taken_from_contract_to_contract(
         sys.executable, script, "explain", "--attribution", "kinds", "--hf-checkpoint", checkpoint,
         "--num-prompts", "8", "--max-new-tokens", "8", "--json", file, "--run-dir", run,
         "--ray-address", cluster.address, "--rollout-num-engines", "2", "--actor-num-nodes", "2",
+        "--orders", "2",
     ]  # fmt: skip
     output = finish(
         subprocess.Popen(
@@ -158,9 +159,14 @@ def test_the_engines_of_all_hosts_are_taken_from_contract_to_contract(
     )
     placed = re.findall(r"host\d \([\d.]+\): trainer rank \d .*; engine \d", output)
     assert len(placed) == 2, output
-    rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+    result = json.loads(file.read_text())
+    rows = {row["name"]: row for row in result["rows"]}
     assert [*rows] == [ALIGNED, STOCK, MODEL, model_and("norm"), all_but("norm")]
     assert {row["num_compared_tokens"] for row in rows.values()} == {8 * 8}
     assert rows[ALIGNED]["num_mismatched_tokens"] == rows[ALIGNED]["max_abs_diff"] == 0
     assert rows[all_but("norm")]["num_mismatched_tokens"] > 0
     assert all(row["max_abs_diff"] < 1 for row in rows.values())  # all are of the same tokens
+    assert "servers to start: 5, and 0 for orders" in output  # of one part all are there
+    shares = {share["part"]: share["value"] for share in result["orders"]["shares"]}
+    assert [*shares] == [MODEL, "norm"]
+    assert sum(shares.values()) == pytest.approx(rows[STOCK]["k3_kl_mean"], rel=1e-12) != 0

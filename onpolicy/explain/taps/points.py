@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from onpolicy.explain.taps.recorder import HEAD, INPUTS, Call, Recorder, Site, common_name
+from onpolicy.explain.taps.recorder import INPUTS, Call, Recorder, Site, common_name
 from onpolicy.explain.taps.rows import as_shaped, by_row
-from onpolicy.explain.taps.scope import ALL_HERE, End, Scope, Together
+from onpolicy.explain.taps.scope import ALL_HERE, End, Together
 
 Point = tuple[Site, End]
 """Where an operator takes its rows, or leaves them."""
@@ -120,7 +120,7 @@ class Changing(Recorder):
     def run(self, name: str, right: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._pass is None:
             return right(*args, **kwargs)
-        scope = self._scopes[-1] if self._scopes else Scope(module=HEAD, together=self.at_head)
+        scope = self._running(name)
         operator, where = common_name(name, args), INPUTS[name]
         given = scope.together.given(name, args)[where]
         keys = self._rows(name, given[0], scope)

@@ -19,6 +19,9 @@ from onpolicy.ops.row_parallel import RowParallel
 HEAD = "lm_head"
 """Where what no decoder module calls belongs: the output projection, and what follows it."""
 
+HEAD_ADAPTER = f"{HEAD}.lora"
+"""Where what an adapter of the output projection computes belongs."""
+
 CHOSEN_EXPERTS = "chosen experts"
 """A site beside each `topk`, of its indices alone: whether a router chose otherwise."""
 
@@ -68,7 +71,10 @@ class _Pass:
     keys: Tensor
     head_rows: Tensor
     calls: list[Call] = field(default_factory=list)
-    head_done: Counter[str] = field(default_factory=Counter)
+    head_done: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    beside_head: Scope | None = None
+    """The head's adapter, while it computes."""
 
 
 @dataclass(slots=True)
@@ -151,7 +157,7 @@ class Recorder:
         """What `right` returns, recorded as the operator `name`."""
         if self._pass is None:
             return right(*args, **kwargs)
-        scope = self._scopes[-1] if self._scopes else Scope(module=HEAD, together=self.at_head)
+        scope = self._running(name)
         whole = scope.together.given(name, args)
         given = whole[INPUTS[name]]
         keys = self._rows(name, given[0], scope)
@@ -185,13 +191,27 @@ class Recorder:
         """The one that is running."""
         return self._scopes[-1].module if self._scopes else HEAD
 
+    def _running(self, name: str) -> Scope:
+        """Where a call of an operator belongs. No engine calls the head as a module, so its adapter is
+        known by its first product, a row-parallel linear, and by its last operator."""
+        if self._scopes:
+            return self._scopes[-1]
+        assert self._pass is not None
+        if name == "row_parallel_linear":
+            self._pass.beside_head = Scope(module=HEAD_ADAPTER, together=self.at_head)
+        scope = self._pass.beside_head or Scope(module=HEAD, together=self.at_head)
+        if name == "add_scaled":
+            self._pass.beside_head = None
+        return scope
+
     def _rows(self, name: str, x: Tensor, scope: Scope) -> Tensor:
         """The keys of a call's rows."""
         assert self._pass is not None
-        if scope.module != HEAD:
+        if scope.module not in (HEAD, HEAD_ADAPTER):
             return scope.keys(name, self._pass.keys)
-        done, count = self._pass.head_done[name], x.shape[:-1].numel()
-        self._pass.head_done[name] += count
+        call, count = (scope.module, name), x.shape[:-1].numel()
+        done = self._pass.head_done[call]
+        self._pass.head_done[call] += count
         return self._pass.keys[self._pass.head_rows[done : done + count]]
 
     def _begin(

@@ -54,6 +54,19 @@ def test_an_attribution_beside_adapters_is_refused(attribution):
         check("--attribution", attribution, "--lora-rank", "4")
 
 
+@pytest.mark.parametrize("attribution", ["kinds", "layers"])
+def test_orders_are_of_parts_that_are_aligned_one_after_another(attribution):
+    check("--attribution", attribution, "--orders", "2")
+    for others in ((), ("--attribution", "operators")):
+        with pytest.raises(ConfigError, match=r"--orders=2: only --attribution kinds or layers"):
+            check("--orders", "2", *others)
+
+
+def test_one_order_is_refused_since_it_tells_no_error():
+    with pytest.raises(ConfigError, match=r"--orders=1: one order tells no error\. Give 2"):
+        check("--attribution", "kinds", "--orders", "1")
+
+
 def test_an_attribution_of_what_cannot_be_aligned_in_part_is_refused():
     with pytest.raises(
         ConfigError, match=r"--train-backend=megatron with --attribution=kinds: only"

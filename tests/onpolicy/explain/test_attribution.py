@@ -1,4 +1,4 @@
-"""The contracts that an attribution goes through, and its table: rows, effects, how far they add up."""
+"""The contracts that an attribution goes through, and its rows."""
 
 import dataclasses
 
@@ -7,19 +7,13 @@ import torch
 
 from onpolicy.contract import KINDS, OUTSIDE
 from onpolicy.explain.attribution import (
-    ALIGNED,
-    MODEL,
-    STOCK,
-    all_but,
-    attribution_text,
+    contracts_between,
     contracts_of,
     difference,
-    effects,
-    model_and,
     parts_of,
-    sums,
 )
-from onpolicy.report.explanation import render_attribution
+from onpolicy.explain.effects import ALIGNED, MODEL, STOCK, all_but, model_and
+from onpolicy.explain.shapley import draw_orders
 from tests.support.tiny_contract import CONTRACT
 
 STOCK_CONTRACT = dataclasses.replace(CONTRACT, backend="stock")
@@ -57,25 +51,26 @@ def test_every_layer_and_what_is_outside_is_aligned_alone_and_left_out_alone():
 
 
 @pytest.mark.parametrize("by", ["kinds", "layers"])
-def test_every_part_has_an_effect(by):
-    parts = parts_of(CONTRACT, by, 3)
-    row = {"k3_kl_mean": 0.0, "k3_kl_standard_error": 0.0}
-    rows = [{"name": name, **row} for name in contracts(CONTRACT, by)]
-    assert [effect.part for effect in effects(rows)] == [MODEL, *(name for name, *_ in parts)]
+def test_orders_take_servers_for_what_no_other_row_has_and_each_once(by):
+    parts = parts_of(CONTRACT, by, 5)
+    orders = draw_orders([name for name, *_ in parts], count=20, seed=3)
+    between, others = list(contracts_between(parts, orders)), contracts(CONTRACT, by, 5)
+    names, own = zip(*between, strict=True)
+    assert len({*names, *others}) == len(names) + len(others)
+    assert len(set(own) | set(others.values())) == len(own) + len(others)
+    one = list(contracts_between(parts, orders[:1]))
+    assert len(one) == 2 * (len(parts) - 3)  # as the flag's help says
+    first, second, *_ = ({n: alone for n, alone, _ in parts}[name] for name in orders[0])
+    aligned = {*first.kinds, *second.kinds}, {*first.layers, *second.layers}
+    assert ({*one[0][1].kinds}, {*one[0][1].layers}) == aligned
+    assert all(
+        list(contract.kinds) == [k for k in KINDS if k in contract.kinds] for contract in own
+    )
 
 
-def row(name, k3, error=0.001):
-    return {
-        "name": name, "k3_kl_mean": k3, "k3_kl_standard_error": error, "mean_abs_diff": 0.1,
-        "max_abs_diff": 0.2, "num_mismatched_tokens": 3, "num_compared_tokens": 7,
-    }  # fmt: skip
-
-
-ROWS = [
-    row("aligned", 0.0, 0.0), row("stock", 0.10), row("model", 0.08),
-    row(model_and("norm"), 0.02), row(model_and("rotary"), 0.079),
-    row(all_but("norm"), 0.05), row(all_but("rotary"), 0.0, 0.0),
-]  # fmt: skip
+def test_few_parts_have_all_rows_without_orders():
+    parts = parts_of(CONTRACT, "layers", 2)
+    assert not list(contracts_between(parts, draw_orders([name for name, *_ in parts], 6, 0)))
 
 
 def test_a_row_compares_bits_and_averages_k3():
@@ -106,29 +101,3 @@ def test_the_error_of_k3_is_of_sequences_and_not_of_tokens():
 def test_not_a_number_is_a_mismatch():
     nan = [torch.tensor([float("nan")])]
     assert difference(nan, nan)["num_mismatched_tokens"] == 1
-
-
-def test_effects_are_of_the_model_on_stock_engines_and_of_each_part_on_top_of_it():
-    model, norm, rotary = effects(ROWS)
-    assert (model.part, model.before, model.after, model.left) == ("model", 0.10, 0.08, None)
-    assert (norm.part, norm.before, norm.after, norm.left) == ("norm", 0.08, 0.02, 0.05)
-    assert norm.percent == pytest.approx(-75)
-    assert norm.stands_out and not rotary.stands_out
-
-
-def test_parts_are_added_up_as_a_share_of_what_they_take_away_together():
-    assert sums(ROWS) == pytest.approx(((0.06 + 0.001) / 0.08, 0.05 / 0.08))
-    assert sums([row(r["name"], 0.0) for r in ROWS]) is None
-
-
-def test_the_text_says_what_each_part_does_and_the_page_has_a_bar_for_each_row():
-    text = attribution_text(ROWS, "kinds")
-    assert "norm: aligned, it takes k3 from 0.08 to 0.02 (-75 %); stock, with all else" in text
-    assert "rotary: aligned, it takes k3 from 0.08 to 0.079 (-1 %), no more than chance; " in text
-    unchanged = [*ROWS, row(model_and("linear"), 0.08), row(all_but("linear"), 0.0)]
-    assert "linear: aligned, it changes nothing; stock" in attribution_text(unchanged, "kinds")
-    assert "There, of one of the kinds alone:" in text
-    assert "the kinds take away 76 % of that k3 one by one, and leave 62 % of it" in text
-    page = render_attribution({"rows": ROWS}, text)
-    assert page.count("<td class=bar") == len(ROWS) and "width:100.0%" in page
-    assert "http" not in page and "<script" not in page

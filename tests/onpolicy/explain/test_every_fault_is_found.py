@@ -4,14 +4,15 @@ The trainer packs; the rollout reads prompts in chunks and decodes over pages, a
 tests/support/decode_loop.py.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
 from onpolicy.contract import AdapterShape
 from onpolicy.explain.source import count_sites, first_source
-from onpolicy.explain.taps.recorder import CHOSEN_EXPERTS
+from onpolicy.explain.taps.recorder import CHOSEN_EXPERTS, HEAD_ADAPTER
+from onpolicy.explain.taps.recording import Recording
 from onpolicy.explain.taps.rows import prefix_keys
 from onpolicy.models.adapters import adapters, add_adapters
 from onpolicy.ops.cpu import CpuOperators
@@ -51,7 +52,7 @@ ADAPTED = [
 OF_A_BLOCK = {"softmax", "topk"}
 
 DORA = AdapterShape(
-    rank=4, scale=0.3, targets=("down_proj", "k_proj", "q_proj", "up_proj"), dora=True
+    rank=4, scale=0.3, targets=("down_proj", "k_proj", "lm_head", "q_proj", "up_proj"), dora=True
 )
 
 
@@ -121,6 +122,35 @@ def found(source):
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3-moe", "olmo", "adapters"])
 def test_between_whole_sides_nothing_differs(pairs, architecture):
     assert pairs[architecture].source() is None
+
+
+def test_a_head_that_computes_in_chunks_has_an_adapter_of_the_same_rows(pairs, monkeypatch):
+    monkeypatch.setattr(CpuOperators, "rows_per_chunk", lambda *_: 7)
+    rollout, train = (Pair(pairs["adapters"].path, DORA).record(side) for side in reversed(SIDES))
+    counts = {c.site: c for c in count_sites(rollout, [train])}
+    assert set(counts) == set(train) == set(rollout)
+    assert all(c.inputs_differ == c.outputs_differ == 0 for c in counts.values())
+    rows = counts["lm_head", "linear", 0].rows
+    adapter = (("linear", 0), ("linear", 1), ("add_scaled", 0))
+    assert {counts[HEAD_ADAPTER, *call].rows for call in adapter} == {rows}
+
+
+@pytest.mark.parametrize(
+    ("module", "cause"), [("lm_head", None), (HEAD_ADAPTER, None), ("norm", "not computed")]
+)
+def test_the_head_alone_may_lack_rows_of_the_rollout(pairs, module, cause):
+    """An engine makes no logits of a prompt's tokens."""
+    pair, passes = Pair(pairs["adapters"].path, DORA), []
+    record_rollout(pair.policies["rollout"], pair.operators, SEQUENCES, passes=passes)
+
+    def last(call):
+        kept = ("keys", "inputs", "outputs")
+        return replace(call, **{name: getattr(call, name)[-1:] for name in kept})
+
+    fewer = [[last(c) if c.site[0] == module else c for c in calls] for calls in passes]
+    train = pairs["adapters"].whole_recording("trainer")
+    source = first_source(Recording.of(fewer), [train], prefix_keys(SEQUENCES[0])[:-1])
+    assert (source and source.cause) == cause
 
 
 def faults_of(operator):
@@ -230,14 +260,16 @@ def test_a_weight_that_was_not_pushed_is_found(pair, side, weight, site):
 
 
 @pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("module", ["layers.1.mlp.up_proj.lora", HEAD_ADAPTER])
 @pytest.mark.parametrize(
     ("held", "operator", "number"),
     [("A", "linear", 0), ("B", "linear", 1), ("magnitude.norm", "add_scaled", 0)],
 )
-def test_what_was_not_pushed_of_an_adapter_is_found(pairs, side, held, operator, number):
-    pair, module = pairs["adapters"], "layers.1.mlp.up_proj.lora"
+def test_what_was_not_pushed_of_an_adapter_is_found(pairs, side, module, held, operator, number):
+    pair = pairs["adapters"]
     pair.renew()
-    adapter = pair.policies[side].causal_lm.base_model.get_submodule(module)
+    modules = pair.policies[side].causal_lm.named_modules()
+    (adapter,) = (found for name, found in modules if name.endswith(module))
     adapter.state_dict()[held].mul_(1.001)
     source = pair.source(side)
     pair.renew()

@@ -37,6 +37,14 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
         load_config(str(tmp_path))
 
 
+def test_an_adapter_is_refused_and_not_said_to_be_missing(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        ConfigError, match=r"is an adapter .* `onpolicy export .* --merge .*give OUT"
+    ):
+        load_config(str(tmp_path))
+
+
 def test_a_truncated_file_is_refused(copy):
     file = copy / "model.safetensors"
     size = file.stat().st_size

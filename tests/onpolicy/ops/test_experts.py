@@ -107,6 +107,25 @@ def test_results_are_close_to_float64(operators, dtype, has_bias):
     torch.testing.assert_close(got.double(), formula(*wide), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("k", "n"), [(96, 4), (4, 72), (36, 7), (5, 96), (16, 8)])
+def test_stock_experts_may_be_of_any_size_as_adapters_of_a_small_rank_are(dtype, k, n):
+    """The kernel that PyTorch has for them takes rows of whole 16 bytes alone."""
+    torch.manual_seed(k)
+    offsets = torch.tensor([0, 3, 3, 10])
+    x, weight, grad = (torch.randn(size).to(dtype) for size in ((10, k), (3, n, k), (10, n)))
+    ours = [t.clone().requires_grad_() for t in (x, weight)]
+    wide = [t.double().requires_grad_() for t in (x, weight)]
+    out = StockOperators().grouped_linear(*ours, offsets)
+    out.backward(grad)
+    parts = [wide[0][a:b] @ w.T for a, b, w in zip(offsets, offsets[1:], wide[1], strict=False)]
+    torch.cat(parts).backward(grad.double())
+    pairs = [(out, torch.cat(parts)), *((a.grad, b.grad) for a, b in zip(ours, wide, strict=True))]
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    for got, want in pairs:
+        torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance * k**0.5)
+
+
 @pytest.mark.parametrize("blocks", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_bias", [False, True])
