@@ -50,7 +50,7 @@ CHUNK = 8192
 """Tokens of a prefill chunk on a large GPU, unless --sglang-chunked-prefill-size is given."""
 
 HOLES = 125
-"""Memory that lies unused between a rank's buffers on a CPU, in percent of its gradients, as measured."""
+"""What lies unused between a rank's buffers on a CPU, in percent of its gradients, as measured."""
 
 TOKEN_RECORD = 200
 """A token in the controller: Python's numbers for its id, log-probability and advantage, and a copy
