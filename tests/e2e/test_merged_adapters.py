@@ -10,7 +10,7 @@ from onpolicy.config import groups
 from onpolicy.contract import KINDS
 from onpolicy.models.merged import Updates
 from onpolicy.parity import compare_log_probs
-from onpolicy.run.commands.verify import _draw_adapters
+from onpolicy.run.commands.verify import fill_with_drawn
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.train import make_trainer
 from tests.support.engines_fixture import make_engines, make_requests, running
@@ -39,7 +39,7 @@ def k3_of(pair, monkeypatch, **lora):
     contract = contract_for(config, pair.hf_config, aligned=False)
     assert contract.of_engine == pair.contract.of_engine
     trainer = make_trainer(config, contract, 1)
-    _draw_adapters(trainer, 0)
+    fill_with_drawn(trainer, 0)
     monkeypatch.setattr(pair, "trainer", trainer)
     pair.push_weights(pair.weight_version + 1)
     (client,) = pair.rollout.clients

@@ -108,10 +108,10 @@ def draw_adapters(engines: EnginePair, config: VerifyConfig) -> None:
     """Give the adapters that a trainer begins with, unless they were given, numbers that change what is
     computed."""
     if config.lora.lora_rank and not config.lora.lora_adapter:
-        engines.trainer.on_each_rank(_draw_adapters, config.seed)
+        engines.trainer.on_each_rank(fill_with_drawn, config.seed)
 
 
-def _draw_adapters(trainer: PolicyTrainer, seed: int) -> None:
+def fill_with_drawn(trainer: PolicyTrainer, seed: int) -> None:
     """Give every B, which begins as zeros, such numbers."""
 
     def values(name: str, shape: torch.Size) -> torch.Tensor | None:

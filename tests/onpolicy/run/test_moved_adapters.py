@@ -6,7 +6,7 @@ import torch
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.merged import Merged, merge_push
 from onpolicy.models.weight_files import matched_model
-from onpolicy.run.commands.verify import _draw_adapters
+from onpolicy.run.commands.verify import fill_with_drawn
 from onpolicy.run.engines import trainer_here
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.train import distributed
@@ -55,7 +55,7 @@ def moving(tmp_path):
 
 def push(pair, version):
     """Adapters that every version has others of; returns what the engine holds then."""
-    _draw_adapters(pair.trainer, version)
+    fill_with_drawn(pair.trainer, version)
     pair.push_weights(version)
     (client,) = pair.rollout.clients
     assert client.report()["weights"] == pair.weight_digest
@@ -114,7 +114,7 @@ def test_an_engine_that_dies_after_a_move_gets_what_was_pushed_in_that_form(movi
         pair.use(contract, pair.config.fallback)
         pushed = {name: tensor.clone() for name, tensor in push(pair, version).weights.items()}
         if lag:
-            _draw_adapters(pair.trainer, 99)  # which the engine is not to see
+            fill_with_drawn(pair.trainer, 99)  # which the engine is not to see
         (server,) = pair.rollout.servers
         server.stop()
         assert len(pair.generate(REQUESTS)) == len(REQUESTS)
@@ -127,7 +127,7 @@ def test_the_norms_of_a_moved_trainer_are_those_of_one_that_starts_there(
     moving, tmp_path, colocate
 ):
     pair, _, aligned = moving(**DORA, colocate=colocate)
-    _draw_adapters(pair.trainer, 0)
+    fill_with_drawn(pair.trainer, 0)
     before = whole(parts_of(pair.trainer)["trained"])
     pair.trainer.save(tmp_path)
     pair.use(aligned, pair.config.fallback)

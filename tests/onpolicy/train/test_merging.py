@@ -11,7 +11,7 @@ from onpolicy.cli.main import main
 from onpolicy.errors import WeightSyncError
 from onpolicy.models.adapters import is_adapters
 from onpolicy.models.merged import Merged, merge_push
-from onpolicy.run.commands.verify import _draw_adapters
+from onpolicy.run.commands.verify import fill_with_drawn
 from tests.onpolicy.train.fsdp.test_trainer import maker_of
 from tests.support.tiny import make_checkpoint
 
@@ -40,7 +40,7 @@ def made(request, tmp_path):
     if dtype == "bfloat16":  # else export would add to other numbers than the trainer holds
         AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
     trainer = maker_of(base)(dtype, aligned=False, lora={"lora_rank": 4, **flags})
-    _draw_adapters(trainer, 0)
+    fill_with_drawn(trainer, 0)
     return trainer, base, dtype
 
 

@@ -12,7 +12,7 @@ from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
 from onpolicy.models.adapters import is_adapters
 from onpolicy.models.hf_config import load_config
-from onpolicy.run.commands.verify import _draw_adapters
+from onpolicy.run.commands.verify import fill_with_drawn
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.merging import MergedPush
 from onpolicy.train.state import IndexReader
@@ -39,7 +39,7 @@ def learn(job, save=None, load=None, break_=nullcontext):
     with break_():
         trainer = make(job)
         if load is None:
-            _draw_adapters(trainer, 0)
+            fill_with_drawn(trainer, 0)
         else:
             trainer.load(load)
         log_probs, metrics, digests = [], [], [trainer.policy.frozen_digest()]
@@ -177,7 +177,7 @@ def begin(job, drawn=False):
     keeps)."""
     trainer = make(job)
     if drawn:
-        _draw_adapters(trainer, 0)
+        fill_with_drawn(trainer, 0)
     policy, reference = trainer.policy, trainer.models["reference"]
     assert reference.module is policy.module and not reference.optimizer_tensors()
 
@@ -260,7 +260,7 @@ def test_after_the_first_push_adapters_alone_travel(two_ranks, model_of, archite
 def merged(job, sender=0):
     """What a push without adapters is on the rank that sends it; elsewhere nothing."""
     trainer = make(job)
-    _draw_adapters(trainer, 0)
+    fill_with_drawn(trainer, 0)
     push = MergedPush(trainer.config.model, trainer.contract.adapter)
     both = {
         part: trainer.policy.weight_buckets(1 << 15, part, (sender,))
@@ -288,7 +288,7 @@ def export(job, directory, drawn):
     """Files of the adapter, drawn or as it begins."""
     trainer = make(job)
     if drawn:
-        _draw_adapters(trainer, 0)
+        fill_with_drawn(trainer, 0)
     trainer.export(directory)
     return {file.name: file.read_bytes() for file in directory.iterdir()}
 
