@@ -150,10 +150,11 @@ class Rows:
         else:
             counts = batch.extend_seq_lens.tolist()
         self.of_requests = names
-        self.set([name for name, count in zip(names, counts, strict=True) for _ in range(count)])
+        of_rows = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
+        self.set(of_rows, batch.input_ids.device)
 
-    def set(self, of_rows: Sequence[str | None]) -> None:
-        self.of_rows, self._places = list(of_rows), _places(of_rows)
+    def set(self, of_rows: Sequence[str | None], device: torch.device | str = "cpu") -> None:
+        self.of_rows, self._places = list(of_rows), _places(of_rows, device)
 
     def places(self, count: int) -> dict[str | None, Tensor]:
         """Where the rows of each name are among `count`, of names that any has: int64, ascending."""
@@ -170,11 +171,13 @@ class HeadRows:
     def __init__(self, rows: Rows):
         self._rows = rows
         self._left: list[str | None] = []
+        self._device = torch.device("cpu")
 
     def watch(self, pruned: Any, *_: Any, **__: Any) -> Any:
         """After they were chosen: all rows, or the last of each request, or, of prompts, those whose
         requests are listed."""
         states, requests, names = pruned[0], pruned[-1], self._rows.of_requests
+        self._device = states.device
         is_whole = len(states) == len(self._rows.of_rows)
         self._left = [names[i] for i in requests] or (self._rows.of_rows if is_whole else names)
         return pruned
@@ -184,14 +187,14 @@ class HeadRows:
         if len(self._left) < count:
             raise RuntimeError(f"{count} rows, of which {len(self._left)} are known by their names")
         chunk, self._left = self._left[:count], self._left[count:]
-        return _places(chunk)
+        return _places(chunk, self._device)
 
 
-def _places(of_rows: Sequence[str | None]) -> dict[str | None, Tensor]:
+def _places(of_rows: Sequence[str | None], device: torch.device | str) -> dict[str | None, Tensor]:
     places: dict[str | None, list[int]] = {}
     for i, name in enumerate(of_rows):
         places.setdefault(name, []).append(i)
-    return {name: torch.tensor(its) for name, its in places.items()}
+    return {name: torch.tensor(its, device=device) for name, its in places.items()}
 
 
 def _name(lora_id: str | None) -> str | None:

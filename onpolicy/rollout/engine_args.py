@@ -187,6 +187,8 @@ def _gpu_flags(spec: EngineSpec) -> list[str]:
     if spec.contract.aligns("attention"):
         # Its bookkeeping for pages and CUDA graphs serves both backends (see sglang_patches/).
         flags += ["--attention-backend", "fa3", "--page-size", "1"]
+    if spec.adapter_names:
+        flags.append("--disable-cuda-graph")  # a captured one has the rows of one batch for ever
     if spec.memory_fraction:
         flags += ["--mem-fraction-static", str(spec.memory_fraction), "--enable-memory-saver"]
     return [*flags, "--quantization", "fp8"] if spec.weight_format == "fp8_e4m3" else flags

@@ -139,6 +139,16 @@ def test_rows_of_logits_are_known_though_they_are_a_part_of_all_and_come_in_chun
     assert listed(head.places(4)) == {"a": [0, 1], "b": [2, 3]}
 
 
+def test_places_lie_on_the_device_of_what_is_computed():
+    rows = Rows()
+    head, batch = HeadRows(rows), batch_of(["/a:1", "/b:1"])
+    batch.input_ids = batch.input_ids.to("meta")
+    rows.watch(None, batch)
+    head.watch((torch.zeros(2, 4, device="meta"), None, []))
+    for places in (rows.places(2), head.places(2)):
+        assert {place.device.type for place in places.values()} == {"meta"}
+
+
 def resolved(pushes, lora_path, **more):
     request = SimpleNamespace(lora_path=lora_path, rid="x", lora_id=None, **more)
     asyncio.run(pushes.resolve(None, request))

@@ -104,17 +104,11 @@ def serve_spec(
 ) -> EngineSpec:
     """What the server of `onpolicy serve` is.
 
-    Raises ConfigError if SGLang lacks a package, and for adapters of several names on a GPU.
+    Raises ConfigError if SGLang lacks a package.
     """
-    spec, names = _spec(config, config.server, hf_config, contract), config.lora.lora_names
-    if names and contract.device != "cpu":
-        raise ConfigError(
-            f"--lora-names={' '.join(names)}: captured CUDA graphs do not tell rows of several adapters "
-            "apart, so names are for servers on CPUs so far. Leave them out."
-        )
     return replace(
-        spec,
-        adapter_names=names,
+        _spec(config, config.server, hf_config, contract),
+        adapter_names=config.lora.lora_names,
         serves_text=config.serves_text,
         is_classifier=is_classifier(hf_config),
     )

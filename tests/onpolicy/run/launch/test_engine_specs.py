@@ -115,7 +115,7 @@ def test_a_cache_holds_the_longest_sequences_and_at_most_its_memory(checkpoint):
         assert cache_tokens(hf_config, contract, one, requests) == expected
 
 
-def test_each_name_has_adapters_in_a_servers_memory_and_none_on_a_gpu(checkpoint):
+def test_each_name_has_adapters_in_a_servers_memory(checkpoint):
     lora = groups.ServedLoraConfig(lora_rank=8, lora_names=("a", "b", "c"))
     model = groups.ModelConfig(hf_checkpoint=str(checkpoint))
     config, hf_config = ServeConfig(model=model, lora=lora), load_config(str(checkpoint))
@@ -127,5 +127,15 @@ def test_each_name_has_adapters_in_a_servers_memory_and_none_on_a_gpu(checkpoint
         server_memory(each, size, hf_config, 1).parts["weights"] for each in (spec, one)
     )
     assert named - alone == 2 * 2 * size.adapters
-    with pytest.raises(ConfigError, match=r"--lora-names=a b c: captured CUDA graphs"):
-        serve_spec(config, hf_config, dataclasses.replace(contract, device="cuda"))
+
+
+def test_a_gpus_server_captures_no_graph_of_rows_of_several_names(checkpoint):
+    lora = groups.ServedLoraConfig(lora_rank=8, lora_names=("a", "b"))
+    config = ServeConfig(model=groups.ModelConfig(hf_checkpoint=str(checkpoint)), lora=lora)
+    hf_config = load_config(str(checkpoint))
+    contract = contract_for(config, hf_config, aligned=True)
+    spec = serve_spec(config, hf_config, contract)
+    on_gpu = dataclasses.replace(spec, contract=dataclasses.replace(contract, device="cuda"))
+    assert "--disable-cuda-graph" in engine_flags(on_gpu, 1)
+    without = dataclasses.replace(on_gpu, adapter_names=())
+    assert "--disable-cuda-graph" not in engine_flags(without, 1)
