@@ -49,12 +49,12 @@ LOGITS_COPIES = 3
 CHUNK = 8192
 """Tokens of a prefill chunk on a large GPU, unless --sglang-chunked-prefill-size is given."""
 
+HOLES = 125
+"""What lies unused between a rank's buffers on a CPU, in percent of its gradients, as measured."""
+
 TOKEN_RECORD = 200
 """A token in the controller: Python's numbers for its id, log-probability and advantage, and a copy
 of them in the trainer's share."""
-
-MOST_RANKS = 4096
-"""Where the search for enough ranks ends."""
 
 
 def _fsdp_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dict[str, int]:
@@ -179,6 +179,7 @@ class RunMemory:
             "teacher": teacher_bytes(config),
             "activations": max(_activations(recomputes, x, batch, itemsize) for x in trained),
             "logits": _logits(size, min(batch, rows_of_logits(logits, size.vocab))),
+            "holes": HOLES * own["gradients"] // 100 * (spec.contract.device == "cpu"),
             "libraries": LIBRARIES,
         }
         host = {}
@@ -261,9 +262,8 @@ class RunMemory:
 
     def static_server(self) -> int:
         """What a server must hold for as long as it samples: its weights, and one sequence."""
-        parts, tokens = self.server().parts, self.spec.needed_tokens
-        cache = tokens * token_bytes(self.hf_config, self.spec.contract) // self.spec.tp_size
-        return parts["weights"] + cache
+        cache = self.spec.needed_tokens * token_bytes(self.hf_config, self.spec.contract)
+        return self.server().parts["weights"] + cache // self.spec.tp_size
 
     def beside_static(self) -> int:
         """What SGLang wants free beside weights and cache, for activations and CUDA graphs.
@@ -282,10 +282,10 @@ class RunMemory:
         return max(math.floor(100 * (1 - beside / gpu_bytes)), 1) / 100
 
     def enough_ranks(self, most: int) -> int | None:
-        """The least number of ranks with which no GPU holds more than so many bytes; None if none is."""
+        """The least number of ranks, below 4,096, with which no GPU holds more than so many bytes."""
         ranks, megatron = self.config.cluster.num_ranks, self.config.megatron
         step = megatron.megatron_tp * megatron.megatron_pp * megatron.megatron_cp
-        for number in range(ranks + step, MOST_RANKS, step):
+        for number in range(ranks + step, 4096, step):
             run = self._on_ranks(number)
             sides = run.moments() if run.is_colocated else [run.trainer()]
             if all(process.each <= most for process in sides):

@@ -11,7 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onpolicy.compat.process import KERNEL_CACHES, prepare_process, use_portable_kernels
+from onpolicy.compat.process import (
+    HAS_GLIBC,
+    KERNEL_CACHES,
+    prepare_process,
+    use_portable_kernels,
+)
 from onpolicy.contract import PORTABLE_KERNELS
 from onpolicy.errors import ConfigError, ContractError
 from onpolicy.ops.checks.probe import require_equal
@@ -138,10 +143,29 @@ print(first, sum(faults() for _ in range(10)))
 """
 
 
-@pytest.mark.skipif("CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="no glibc")
+@pytest.mark.skipif(not HAS_GLIBC, reason="no glibc")
 def test_large_blocks_are_kept_and_used_again():
     first, later = map(int, run(LARGE_BLOCKS).split())
     assert first > 100 and later < 2 * first, (first, later)  # of ten blocks
+
+
+HOLES = """
+import psutil
+from onpolicy.compat.process import give_back_buffers, prepare_process
+prepare_process()
+import torch
+
+blocks = [torch.ones(1 << 18) for _ in range(256)]  # of 1 MiB
+del blocks[::2]
+before = psutil.Process().memory_info().rss
+give_back_buffers()
+print(before - psutil.Process().memory_info().rss)
+"""
+
+
+@pytest.mark.skipif(not HAS_GLIBC, reason="no glibc")
+def test_what_lies_unused_between_buffers_can_be_given_back():
+    assert int(run(HOLES)) > 100 << 20  # of 128 MiB
 
 
 @pytest.mark.parametrize("asked", [None, "0", "1"])

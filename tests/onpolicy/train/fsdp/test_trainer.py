@@ -6,11 +6,13 @@ import math
 import pickle
 import random
 
+import psutil
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from onpolicy.compat.process import HAS_GLIBC
 from onpolicy.config import TrainConfig, groups
 from onpolicy.config.flags import with_flags
 from onpolicy.errors import CheckpointError, ConfigError, ParityError, TrainingError
@@ -505,3 +507,15 @@ def test_an_entropy_that_is_not_the_trainers_is_refused(make):
     with pytest.raises(ParityError, match=r"^\d+ of \d+ tokens have another entropy in training"):
         learnt_by_entropy(trainer, telling(trainer, off=1.0))
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
+
+
+@pytest.mark.skipif(not HAS_GLIBC, reason="no glibc")
+def test_a_step_gives_back_what_lies_unused_between_buffers(make):
+    trainer = make()
+    trainer.train(make_samples(trainer), 0, RATES)
+    samples = make_samples(trainer)
+    kept = [torch.ones(1 << 18) for _ in range(512)]  # of 1 MiB
+    del kept[::2]
+    before = psutil.Process().memory_info().rss
+    trainer.train(samples, 1, RATES)
+    assert before - psutil.Process().memory_info().rss > 128 << 20  # of 256
