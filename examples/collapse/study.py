@@ -138,6 +138,8 @@ def plan() -> Iterator[Run]:
     for seed in SEEDS:
         yield Run(arm="dc_0.015_centered", seed=seed, weight_format="int3", estimator="grpo")
         yield Run(arm="geometric", seed=seed, weight_format="int3")
+    for seed in SEEDS:
+        yield Run(arm="geo_rs", seed=seed, weight_format="int3")
 
 
 def changed(arm: str, seed: int, change: str, estimator: str = "reinforce_plus_plus") -> Run:
