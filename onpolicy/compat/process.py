@@ -78,8 +78,8 @@ def _keep_buffers() -> None:
 def give_back_buffers() -> None:
     """Give the system the memory of KEPT_BUFFERS that nothing lies in now.
 
-    Between two that are in use it fits no larger one, so without this each optimizer step of a large
-    model takes some more.
+    Between two that are in use it fits no larger one, so without this the first steps of a large model
+    each take some more.
     """
     if HAS_GLIBC:
         ctypes.CDLL(None).malloc_trim(0)

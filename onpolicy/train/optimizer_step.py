@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from onpolicy.compat.process import give_back_buffers
 from onpolicy.errors import ParityError, TrainingError
 from onpolicy.train import distributed
 from onpolicy.train.batch import WeighedBatch
@@ -39,5 +38,4 @@ def optimizer_step(
             "Lower --lr, or resume from the last checkpoint with --load."
         )
     model.take_step(rate)
-    give_back_buffers()
     return {**sums, "train/grad_norm": grad_norm, "train/lr": rate}, log_probs

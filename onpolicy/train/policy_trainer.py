@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fallback_correction.tokens import NonfiniteError
+from onpolicy.compat.process import give_back_buffers
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
@@ -125,6 +126,7 @@ class PolicyTrainer(Trainer):
         except NonfiniteError as error:
             how = self.learner.corrections.flags.tis_nonfinite
             raise TrainingError(f"--tis-nonfinite={how}: {error}") from error
+        give_back_buffers()
         seconds = time.perf_counter() - start
         speed = {
             "perf/train_time": seconds,

@@ -510,7 +510,7 @@ def test_an_entropy_that_is_not_the_trainers_is_refused(make):
 
 
 @pytest.mark.skipif(not HAS_GLIBC, reason="no glibc")
-def test_a_step_gives_back_what_lies_unused_between_buffers(make):
+def test_training_on_a_rollout_gives_back_what_lies_unused_between_buffers(make):
     trainer = make()
     trainer.train(make_samples(trainer), 0, RATES)
     samples = make_samples(trainer)
