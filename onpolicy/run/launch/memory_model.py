@@ -163,6 +163,7 @@ class RunMemory:
     def trainer(self, count: int = 1) -> ProcessMemory:
         """One rank's, while it takes a step; all ranks of the run share what is sharded."""
         config, spec, size = self.config, self.spec, self.size
+        on_gpu = spec.contract.device == "cuda"
         itemsize = getattr(torch, config.model.dtype).itemsize
         batch = _tokens_at_once(config, spec.longest_sequence)
         recomputes = recomputes_activations(config.trainer, self.hf_config)
@@ -179,14 +180,12 @@ class RunMemory:
             "teacher": teacher_bytes(config),
             "activations": max(_activations(recomputes, x, batch, itemsize) for x in trained),
             "logits": _logits(size, min(batch, rows_of_logits(logits, size.vocab))),
-            "holes": HOLES * own["gradients"] // 100 * (spec.contract.device == "cpu"),
+            "holes": HOLES * max(s["gradients"] for s in (own, *others)) // 100 * (not on_gpu),
             "libraries": LIBRARIES,
         }
-        host = {}
-        if spec.contract.device == "cuda":
-            leaving = ("weights", "AdamW", "masters", "reference", "critic", "teacher")
-            away = sum(parts.get(name, 0) for name in leaving)
-            host = {"libraries": LIBRARIES, "what leaves the GPU": away * config.engine.colocate}
+        leaving = ("weights", "AdamW", "masters", "reference", "critic", "teacher")
+        away = sum(parts.get(name, 0) for name in leaving) * config.engine.colocate
+        host = {"libraries": LIBRARIES, "what leaves the GPU": away} if on_gpu else {}
         return ProcessMemory("trainer rank", parts, count, host)
 
     def server(self, count: int = 1) -> ProcessMemory:
@@ -282,7 +281,7 @@ class RunMemory:
         return max(math.floor(100 * (1 - beside / gpu_bytes)), 1) / 100
 
     def enough_ranks(self, most: int) -> int | None:
-        """The least number of ranks, below 4,096, with which no GPU holds more than so many bytes."""
+        """The least number of ranks with which no GPU holds more bytes; None from 4,096 on."""
         ranks, megatron = self.config.cluster.num_ranks, self.config.megatron
         step = megatron.megatron_tp * megatron.megatron_pp * megatron.megatron_cp
         for number in range(ranks + step, 4096, step):

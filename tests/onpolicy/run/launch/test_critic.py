@@ -78,6 +78,7 @@ def test_beside_adapters_a_rank_holds_a_critic_that_is_trained_whole(checkpoint)
     adapted, whole = ModelSize.of(hf_config, adapter=adapter), size_of(checkpoint)
     parts = RunMemory(config, hf_config, spec, adapted).trainer().parts
     assert parts["critic"] == 4 * 4 * whole.parameters > 10 * parts["AdamW"]
+    assert parts["holes"] == 1.25 * 4 * whole.parameters  # of the larger backward pass
 
 
 def test_the_room_asked_for_is_that_of_both(checkpoint, larger, monkeypatch):
