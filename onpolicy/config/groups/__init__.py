@@ -18,7 +18,7 @@ from onpolicy.config.groups.engines import (
     CpuConfig,
     EngineConfig,
     EngineCountConfig,
-    SamplersConfig,
+    EvaluatedConfig,
     ServerConfig,
     ServersConfig,
     WeightSync,
@@ -35,6 +35,7 @@ from onpolicy.config.groups.inputs import CheckpointConfig, DataConfig, ModelCon
 from onpolicy.config.groups.lora import (
     NOT_MERGED,
     NOT_RECORDED,
+    EvaluatedLoraConfig,
     LoraConfig,
     ServedLoraConfig,
 )
@@ -62,6 +63,8 @@ __all__ = [
     "EvalConfig",
     "EvalSet",
     "EvalSetsConfig",
+    "EvaluatedConfig",
+    "EvaluatedLoraConfig",
     "FallbackConfig",
     "GovernorFlags",
     "HostsConfig",
@@ -75,7 +78,6 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "RowsConfig",
-    "SamplersConfig",
     "SamplingConfig",
     "ServedLoraConfig",
     "ServerConfig",

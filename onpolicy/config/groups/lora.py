@@ -117,6 +117,16 @@ class LoraConfig(AdapterShapeConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluatedLoraConfig(AdapterShapeConfig):
+    lora_rank: CountOrZero = 0
+    """Rank of the adapters of --lora-name."""
+
+    lora_name: str = ""
+    """Evaluate what a run has pushed under this name to servers of --rollout-server-url: a name of their
+    --lora-names. CHECKPOINT is the base that they hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServedLoraConfig(AdapterShapeConfig):
     lora_names: Annotated[
         tuple[str, ...],
