@@ -38,6 +38,7 @@ from sglang_patches import (
     registry,
     request_seeds,
     requests,
+    returned_memory,
     sampler,
     shared_names,
     speculation,
@@ -65,6 +66,8 @@ def load() -> None:
     named_adapters.install()
     if contract.device == "cpu":
         cpu.install()
+    else:
+        returned_memory.install()
     asked = extensions.asked_for()
     if contract.shares_model:
         operators = make_operators(contract, int(os.environ.get(THREADS_VARIABLE, "1")))

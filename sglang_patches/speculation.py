@@ -11,7 +11,7 @@ the rows that are the sample, where SGLang has room for one word on each pass.
 Drafts depend on what else was served, and what is taken on neither. One tensor-parallel rank, since
 every rank has a corpus of its own. On a CPU, Triton writes no slots and `sgl_kernel` has no wheel: a few
 lines of PyTorch take their place. SGLang reserves slots of two drafts for each request, and has room for
-one beyond the context; what does not fit would be lost.
+one beyond the context, in page tables for none; what does not fit would be lost.
 Source: sglang/srt/speculative/ngram_worker.py, sglang/srt/mem_cache/allocation_sizing.py. Can go when
 SGLang can be given an acceptance rule.
 """
@@ -42,6 +42,7 @@ COLLECT_TARGET = (
 )
 ROOM_TARGET = "sglang.srt.mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len"
 SLOTS_TARGET = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
+TABLES_TARGET = "sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.__init__"
 TREES = "sglang.kernels.ops.speculative.reconstruct_tree"
 
 
@@ -52,6 +53,8 @@ def install(contract: NumericsContract) -> None:
     registry.hook(ROOM_TARGET, _room_for_two, "after")
     if contract.device == "cpu":
         registry.hook(SLOTS_TARGET, assign_slots, "replace")
+    else:
+        registry.hook(TABLES_TARGET, _room_in_tables, "after")
 
 
 def _worker(original: Any, algorithm: Any, server_args: Any) -> type:
@@ -95,6 +98,16 @@ def _room_for_two(extra: int) -> int:
 
     reserved: int = get_alloc_reserve_per_decode()
     return max(extra, reserved)
+
+
+def _room_in_tables(_: None, backend: Any, *__: Any, **___: Any) -> None:
+    """Page tables of CUDA graphs are as wide as a request's row of slots, not as the context.
+
+    A draft may reach beyond the context, and the kernel of SGLang 0.5.21 then writes its pages into the
+    table of the next request, which attends to other tokens than its own.
+    """
+    backend.max_context_len = backend.req_to_token.shape[1]
+    backend.max_num_pages = -(-backend.max_context_len // backend.page_size)
 
 
 def _worker_class(original: Any, algorithm: Any, server_args: Any) -> type:

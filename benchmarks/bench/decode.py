@@ -6,6 +6,7 @@ the server has their keys and values already, so that the second time is decodin
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,6 +20,8 @@ from benchmarks.bench.turns import compare, take_turns
 from onpolicy.config.tools import BenchConfig
 from onpolicy.models.hf_config import load_config
 from onpolicy.rollout.base import RolloutGroup, SamplingJob
+
+logger = logging.getLogger(__name__)
 
 PHASES = ("prefill", "decode")
 
@@ -46,10 +49,17 @@ def _measured(
     config = replace(config, num_prompts=cell.batch_size, prompt_len=cell.context_len)
     measures = {kind: _Measure(config, vocab_size, group) for kind, group in groups.items()}
     runs = take_turns(measures, 1, config.repetitions)
-    return cell._asdict() | {
+    compared = {
         phase: compare({kind: [run[phase] for run in runs[kind]] for kind in runs})
         for phase in PHASES
     }
+    for phase, result in compared.items():
+        speeds = ", ".join(f"{kind} {result[kind]['tokens_per_second']:,.0f}" for kind in runs)
+        where = f"{cell.batch_size} x {cell.context_len} tokens"
+        logger.info(
+            "%s of %s: %s tokens a second; ratio %.2f", phase, where, speeds, result["ratio"]
+        )
+    return cell._asdict() | compared
 
 
 class _Measure:

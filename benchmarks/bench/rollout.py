@@ -64,8 +64,9 @@ def servers(config: BenchConfig) -> Iterator[tuple[dict[str, RolloutGroup], int]
             group = make_rollout_group(of_kind, hf_config, contract, logs, longest, places)
             on_exit.callback(group.stop)
             group.launch()
-            group.connect({})
             groups[kind] = group
+        for group in groups.values():
+            group.connect({})
         yield groups, spec.cache_tokens
 
 

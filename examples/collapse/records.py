@@ -13,6 +13,9 @@ from curves import REWARD, read_rollouts, short, windows
 WINDOW = 20
 """Rollouts over which a reward is averaged before it is compared with another."""
 
+EXACT = "rollout/reward/exact"
+"""The reward of a run whose rewards are advantages."""
+
 CURVES = {
     "reward": REWARD,
     "k3": "train/k3_kl",
@@ -37,7 +40,8 @@ def read_curves(path: Path) -> Curves:
     if path.is_file():
         return json.loads(path.read_text())["curves"]
     steps = read_rollouts(path)
-    found = {name: key for name, key in CURVES.items() if key in steps[0]}
+    named = CURVES | ({"reward": EXACT} if EXACT in steps[0] else {})
+    found = {name: key for name, key in named.items() if key in steps[0]}
     curves = {name: [short(step[key]) for step in steps] for name, key in found.items()}
     # Half of every batch is unsolvable and has the reward 0.
     return {**curves, "reward": [short(2 * value) for value in curves["reward"]]}

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from shutil import which
 
@@ -41,6 +42,10 @@ CORRECTIONS = (
     "dc_0.0037", "dc_0.03", "dc_0.1", "length_decay", "bypass", "governor",
 )  # fmt: skip
 
+ADVANTAGES = "examples/collapse/advantages.py"
+AS_ADVANTAGES = ("--rm-type=", "--group-rm", "--rewards", "exact=0", f"{ADVANTAGES}:compared")
+"""Flags of a run whose rewards are advantages, which lack that of unsolvable prompts."""
+
 CHANGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "": ({}, ()),
     "lr_1e-3": ({}, ("--lr", "1e-3")),
@@ -56,11 +61,14 @@ CHANGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "model_2": ({"MODEL": "2"}, ()),
     "kv_e4m3": ({}, ("--sglang-kv-cache-dtype", "fp8_e4m3")),
     "kv_e5m2": ({}, ("--sglang-kv-cache-dtype", "fp8_e5m2")),
+    "b_-0.5": ({}, (*AS_ADVANTAGES, f"{ADVANTAGES}:unsolvable=-0.5")),
+    "b_0": ({}, (*AS_ADVANTAGES, f"{ADVANTAGES}:unsolvable=0")),
+    "b_0.5": ({}, (*AS_ADVANTAGES, f"{ADVANTAGES}:unsolvable=0.5")),
 }
 """Changes of the setting, (variables, flags) of train.sh: none; twice and four times the learning rate;
 two optimizer steps a rollout; stale weights, as they are, weighed, and in bypass as is the default;
 longer answers; a mixture of experts; two other models to begin with; a cache of keys and values in
-FP8."""
+FP8; the advantage that unsolvable prompts have where rewards are advantages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +148,11 @@ def plan() -> Iterator[Run]:
         yield Run(arm="geometric", seed=seed, weight_format="int3")
     for seed in SEEDS:
         yield Run(arm="geo_rs", seed=seed, weight_format="int3")
+    for seed in SEEDS:
+        for arm, change in product(("aligned", "nothing"), ("b_-0.5", "b_0", "b_0.5")):
+            yield changed(arm, seed, change, "reinforce")
+        for change in ("lag_2", "lag_2_bypass"):
+            yield changed("aligned", seed, change, "grpo")
 
 
 def changed(arm: str, seed: int, change: str, estimator: str = "reinforce_plus_plus") -> Run:

@@ -8,8 +8,11 @@ import subprocess
 import sys
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from onpolicy.algorithm.advantages import group_advantages
 
 pytestmark = pytest.mark.long
 
@@ -65,6 +68,23 @@ def test_a_mixture_is_not_tied_as_sglangs_own_model_cannot_be():
     assert config.num_experts == 8 and not config.tie_word_embeddings
 
 
+@pytest.mark.parametrize("b", [-0.5, 0.0, 0.5])
+def test_unsolvable_prompts_have_the_advantage_that_is_given_and_others_are_compared(b):
+    import advantages
+    import make_inputs
+
+    def rewards(label, *responses):
+        samples = [
+            SimpleNamespace(prompt=SimpleNamespace(label=label), response=r) for r in responses
+        ]
+        pairs = zip(advantages.compared(samples), advantages.unsolvable(samples), strict=True)
+        return [compared + b * unsolvable for compared, unsolvable in pairs]
+
+    groups = [rewards("013", "013", "014"), rewards(make_inputs.UNREACHABLE, "013", "014")]
+    assert group_advantages(groups, "reinforce") == [[0.5, -0.5], [b, b]]
+    assert group_advantages(groups, "dr_grpo") == [[0.5, -0.5], [0.0, 0.0]]
+
+
 def curves_of(rewards, **more):
     zeros = [0.0] * len(rewards)
     named = ("k3", "gradient_norm", "entropy", "truncated")
@@ -86,11 +106,15 @@ def test_a_run_that_ends_below_half_of_its_peak_has_collapsed(rewards, collapsed
     assert records.summary(curves_of(rewards))["collapsed"] == collapsed
 
 
-def test_a_record_is_read_as_its_run_is(tmp_path):
+@pytest.mark.parametrize(
+    "rewards",
+    [{"rollout/raw_reward": 0.25}, {"rollout/raw_reward": -0.3, "rollout/reward/exact": 0.25}],
+)
+def test_a_record_is_read_as_its_run_is(tmp_path, rewards):
     import records
     import study
 
-    steps = [{"step": i, "rollout/raw_reward": 0.25, "train/k3_kl": 1e-3} for i in range(3)]
+    steps = [{"step": i, **rewards, "train/k3_kl": 1e-3} for i in range(3)]
     steps = [dict.fromkeys(records.CURVES.values(), 0.5) | step for step in steps]
     lines = [json.dumps(step) for step in [*steps, {"step": 3, "eval/reward": 1.0}]]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))

@@ -1,30 +1,19 @@
 """On Hopper SGLang's own attention backend stays, if it is set as the contract needs it."""
 
-import ast
-import importlib.util
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from onpolicy.errors import ContractError
 from sglang_patches import flash_attention
+from tests.support.flash_attention_backend import attributes_of_backend
 
 LOADER = "sglang.kernels.ops.attention.flash_attention_v3"
 
 
-SOURCE = "srt/layers/attention/flashattention_backend.py"
-
-
 def test_the_installed_sglang_sets_what_is_asked_for():
-    root = Path(importlib.util.find_spec("sglang").submodule_search_locations[0])
-    tree = ast.parse((root / SOURCE).read_text())
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    backend = next(node for node in classes if node.name == "FlashAttentionBackend")
-    constructor = next(node for node in backend.body if getattr(node, "name", "") == "__init__")
-    is_set = {node.attr for node in ast.walk(constructor) if isinstance(node, ast.Attribute)}
-    assert flash_attention.WANTED.keys() <= is_set
+    assert flash_attention.WANTED.keys() <= attributes_of_backend()
 
 
 def kernels_of(module, monkeypatch):

@@ -1,9 +1,7 @@
 """The function that stands in FlashAttention-3's place inside SGLang's `fa3` backend."""
 
 import ast
-import importlib.util
 import inspect
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,15 +11,13 @@ from onpolicy.ops import Operators, PagedLayout, ScoreRule
 from onpolicy.ops.hopper import HopperOperators, flash_attention
 from onpolicy.ops.triton import TritonOperators, attention
 from sglang_patches.paged_attention import attend
+from tests.support.flash_attention_backend import tree
 from tests.support.recorded_kernels import flash_attn
-
-SOURCE = "srt/layers/attention/flashattention_backend.py"
 
 
 def calls_in_sglang():
     """The keyword names of every call of the function in the installed SGLang's backend."""
-    root = Path(importlib.util.find_spec("sglang").submodule_search_locations[0])
-    for node in ast.walk(ast.parse((root / SOURCE).read_text())):
+    for node in ast.walk(tree()):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "flash_attn_with_kvcache":
             assert not node.args
             yield {keyword.arg for keyword in node.keywords if keyword.arg is not None}

@@ -12,9 +12,22 @@ import torch
 
 from onpolicy.errors import ContractError
 from onpolicy.rollout.client import _payload
-from sglang_patches.speculation import _worker, assign_slots, longest_chains, of_rows, taken
+from sglang_patches import registry
+from sglang_patches.speculation import (
+    SLOTS_TARGET,
+    TABLES_TARGET,
+    _room_in_tables,
+    _worker,
+    assign_slots,
+    install,
+    longest_chains,
+    of_rows,
+    taken,
+)
 from tests.support.after_import import after_import
 from tests.support.engines_fixture import make_engines, make_requests, running
+from tests.support.flash_attention_backend import attributes_of_backend
+from tests.support.tiny_contract import CONTRACT
 from tests.support.train_runs import ROOT
 
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "12")
@@ -165,6 +178,31 @@ def test_slots_are_written_where_each_requests_tokens_go_on():
     assert torch.equal(table, want)
     with pytest.raises(RuntimeError):
         assign_slots(torch.tensor([2]), table, torch.tensor([9]), torch.tensor([10]), starts[:1], 1)
+
+
+def test_page_tables_of_graphs_have_room_for_drafts_beyond_the_context():
+    """They are as wide as a request's row of slots; SGLang makes them as wide as the context."""
+    rows = torch.zeros(2, 128 + 24, dtype=torch.int32)
+    for page_size, pages in ((1, 152), (16, 10)):
+        backend = SimpleNamespace(
+            req_to_token=rows,
+            page_size=page_size,
+            max_context_len=128,
+            max_num_pages=128 // page_size,
+        )
+        _room_in_tables(None, backend)
+        assert (backend.max_context_len, backend.max_num_pages) == (152, pages)
+
+
+def test_the_installed_sglang_makes_page_tables_as_wide_as_its_backend_says():
+    assert {"max_context_len", "max_num_pages", "req_to_token"} <= attributes_of_backend()
+
+
+def test_on_a_gpu_the_backend_is_told(monkeypatch):
+    asked = []
+    monkeypatch.setattr(registry, "hook", lambda target, *_: asked.append(target))
+    install(dataclasses.replace(CONTRACT, device="cuda"))
+    assert TABLES_TARGET in asked and SLOTS_TARGET not in asked
 
 
 def test_rows_have_the_settings_of_their_request():

@@ -59,9 +59,13 @@ def _reason(error: Exception, toolkit: CudaToolkit) -> str:
 
 
 def fits(weight: Tensor) -> bool:
-    """Whether DeepGEMM can multiply by `weight` [N, K]; decided by its shape, never by the input."""
+    """Whether DeepGEMM can multiply by `weight` [N, K]; decided by it, never by the input.
+
+    The norms of DoRA are products in float32.
+    """
     N, K = weight.shape
-    return N % GEMM_COLUMNS == 0 and K % ALIGNMENT == 0
+    is_aligned = N % GEMM_COLUMNS == 0 and K % ALIGNMENT == 0
+    return weight.dtype == torch.bfloat16 and is_aligned
 
 
 def multiply(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -75,7 +75,7 @@ def tiled_grouped_linear(
     """
     (E, N, K), S = weight.shape, len(x if source is None else source)
     out = x.new_empty(S, N, dtype=out_dtype)
-    tile = choose_tile(x, S / E)
+    tile = choose_tile(x, S / E, N * E)
     # Every expert that has rows has at most one tile that is not full.
     grid = (S // tile.rows + min(E, S), triton.cdiv(N, tile.columns))
     if S:

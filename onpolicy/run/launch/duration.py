@@ -25,6 +25,7 @@ STEP = 4 * FORWARD
 """A training step: forward, forward again from the layers' inputs, and twice that backward."""
 
 ROWS = 256
+GPU_ROWS = 8192
 SECONDS = 0.3
 
 MOST_SAMPLED_PER_SECOND = 4000
@@ -84,11 +85,14 @@ def say_how_long(work: Work, size: ModelSize, device: str) -> None:
 
 
 def operations_per_second(size: ModelSize, device: str) -> float:
-    """The speed of float32 products of the model's width, measured for a moment."""
-    x = torch.ones(ROWS, size.hidden, device=device)
-    weight = torch.ones(2 * size.hidden, size.hidden, device=device)
+    """The speed of products of the model's width, measured for a moment: in float32, or on a GPU in
+    bfloat16, with enough rows to fill it."""
+    rows, dtype = (ROWS, torch.float32) if device == "cpu" else (GPU_ROWS, torch.bfloat16)
+    x = torch.ones(rows, size.hidden, device=device, dtype=dtype)
+    weight = torch.ones(2 * size.hidden, size.hidden, device=device, dtype=dtype)
+    (x @ weight.t())[0, 0].item()  # loads the library
     done, started = 0, time.perf_counter()
     while (spent := time.perf_counter() - started) < SECONDS:
         (x @ weight.t())[0, 0].item()  # waits for a GPU
         done += 1
-    return done * 2.0 * ROWS * weight.numel() / spent
+    return done * 2.0 * rows * weight.numel() / spent

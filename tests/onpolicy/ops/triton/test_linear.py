@@ -53,9 +53,13 @@ def test_every_tile_gives_the_same_bits(m, n, k, dtype, arch):
         assert torch.equal(result, results[0])
 
 
-def test_the_tile_grows_with_the_number_of_rows():
-    x = torch.zeros(1, 1, dtype=torch.bfloat16)
-    assert [choose_tile(x, m).rows for m in (1, 16, 17, 64, 65, 5000)] == [16, 16, 32, 64, 128, 128]
+@pytest.mark.parametrize(
+    "columns, rows_of_tiles",
+    [(19456, [16, 16, 32, 64, 128, 128, 128]), (2560, [16, 16, 32, 32, 64, 128, 128])],
+)
+def test_the_tile_grows_with_the_number_of_rows_where_enough_are_left(columns, rows_of_tiles):
+    x, rows = torch.zeros(1, 1, dtype=torch.bfloat16), (1, 16, 17, 64, 128, 512, 5000)
+    assert [choose_tile(x, m, columns).rows for m in rows] == rows_of_tiles
 
 
 @few
