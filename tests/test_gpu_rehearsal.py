@@ -15,8 +15,10 @@ import pytest
 from onpolicy.contract import AttentionShape, NumericsContract, OperatorShapes
 from onpolicy.rollout.engine_args import EngineSpec, engine_environment, engine_flags
 from tests.examples.test_launchers import EXAMPLES, write_problems
+from tests.gpu import engines
 from tests.support.gpu.fake_gpus import seeing_gpus
 from tests.support.tiny import make_checkpoint
+from tests.support.train_runs import ROOT
 
 pytestmark = pytest.mark.runs
 
@@ -84,6 +86,75 @@ def test_the_launcher_of_one_gpu_is_a_valid_run_on_it(tmp_path, checkpoints):
     assert done.returncode == 0, done.stderr
     assert "memory of a shared GPU while servers sample" in done.stderr
     assert '"lora_rank": 32' in done.stdout and '"colocate": true' in done.stdout
+
+
+CHECK = """
+import sys
+from pathlib import Path
+from onpolicy.cli.command import begin
+from onpolicy.cli.main import main
+from onpolicy.config.tools import VerifyConfig
+from onpolicy.run.commands.verify_inputs import check_inputs
+from onpolicy.run.launch.lengths import fit_verify
+from tests.gpu.engines import commands
+here, *names = map(Path, sys.argv[1:])
+for name in map(str, names):
+    command, *flags = commands(here, here / "logs")[name]
+    if command == "train":
+        assert main([command, *flags, "--dry-run"]) == 0, name
+    else:
+        check_inputs(fit_verify(begin(VerifyConfig, flags, "onpolicy verify")))
+    print("VALID", name)
+"""
+
+
+def test_commands_of_the_engines_suite_are_valid_on_one_gpu(tmp_path, checkpoints):
+    """One of each sort; SGLang reads the flags of each for seconds."""
+    names = ["train_hopper", "lora_hopper", "train_drafts"]
+    (tmp_path / "quickstart").mkdir()
+    for link in ("quickstart/model", "qwen3-0.6b"):
+        (tmp_path / link).symlink_to(checkpoints["qwen3"])
+    for name in ("data.jsonl", "eval.jsonl"):
+        write_problems(tmp_path / "quickstart" / name)
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK, str(tmp_path), *names],
+        env=seeing_gpus(1), cwd=ROOT, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    valid = [line for line in done.stdout.splitlines() if line.startswith("VALID")]
+    assert valid == [f"VALID {name}" for name in names]
+
+
+def result(**changes):
+    return {
+        "exit_code": 0, "num_compared_tokens": 9, "num_mismatched_tokens": 0, "seconds": 1.0,
+        "run_hash": None, **changes,
+    }  # fmt: skip
+
+
+def test_the_engines_suite_names_what_did_not_hold():
+    good = {"verify_triton": result()} | {name: result(run_hash="a") for name in engines.SAME}
+    assert not engines.failures(good)
+    for changes in ({"exit_code": 1}, {"num_mismatched_tokens": 2}, {"num_compared_tokens": 0}):
+        (failure,) = engines.failures({**good, "verify_triton": result(**changes)})
+        assert failure.startswith("verify_triton: exit code")
+    (failure,) = engines.failures({**good, "train_drafts": result(run_hash="b")})
+    assert failure.endswith("more than one hash")
+
+
+def test_the_engines_suite_reads_what_commands_leave_behind(tmp_path, capsys):
+    """A command that is refused, and the records of others."""
+    refused = engines.run("verify_triton", ["verify"], tmp_path)
+    assert refused["exit_code"] == 2 and "hf-checkpoint" in " ".join(refused["last_lines"])
+    (tmp_path / "verify.json").write_text(
+        json.dumps({"num_compared_tokens": 8, "num_mismatched_tokens": 1})
+    )
+    (tmp_path / "train").mkdir()
+    step = {"parity/num_compared_tokens": 8, "parity/num_mismatched_tokens": 1}
+    (tmp_path / "train" / "metrics.jsonl").write_text(f"{json.dumps(step)}\n" * 2 + "{}\n")
+    assert [*engines._compared(tmp_path, "verify").values()] == [8, 1]
+    assert [*engines._compared(tmp_path, "train").values()] == [16, 2]
+    assert engines.RUN_HASH.search("│ run hash   │ f3b3aa8a │")[1] == "f3b3aa8a"
 
 
 RESOLVE = """
