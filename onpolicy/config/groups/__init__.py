@@ -34,7 +34,6 @@ from onpolicy.config.groups.evaluation import (
 from onpolicy.config.groups.inputs import CheckpointConfig, DataConfig, ModelConfig, RowsConfig
 from onpolicy.config.groups.lora import (
     NOT_MERGED,
-    NOT_RECORDED,
     EvaluatedLoraConfig,
     LoraConfig,
     ServedLoraConfig,
@@ -49,7 +48,6 @@ __all__ = [
     "BY_CRITIC",
     "NEVER_BEST",
     "NOT_MERGED",
-    "NOT_RECORDED",
     "AgentConfig",
     "AlgorithmConfig",
     "CheckpointConfig",

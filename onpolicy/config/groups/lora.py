@@ -18,12 +18,6 @@ NOT_MERGED = Against(
     "Add --true-on-policy-mode, or ask `onpolicy verify` how far merged weights are apart.",
 )
 
-NOT_RECORDED = Against(
-    lambda run: run.train_backend == "megatron",
-    "what adapters add to Megatron's linears is not recorded",
-    "Use --train-backend fsdp, or ask `onpolicy verify`, which takes it, whether a token differs.",
-)
-
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
