@@ -28,6 +28,7 @@ from sglang_patches import (
     layer_attention,
     linear,
     lm_head,
+    memory_release,
     model,
     model_names,
     named_adapters,
@@ -38,7 +39,6 @@ from sglang_patches import (
     registry,
     request_seeds,
     requests,
-    returned_memory,
     sampler,
     shared_names,
     speculation,
@@ -67,7 +67,7 @@ def load() -> None:
     if contract.device == "cpu":
         cpu.install()
     else:
-        returned_memory.install()
+        memory_release.install()
     asked = extensions.asked_for()
     if contract.shares_model:
         operators = make_operators(contract, int(os.environ.get(THREADS_VARIABLE, "1")))

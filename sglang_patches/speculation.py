@@ -104,7 +104,7 @@ def _room_in_tables(_: None, backend: Any, *__: Any, **___: Any) -> None:
     """Page tables of CUDA graphs are as wide as a request's row of slots, not as the context.
 
     A draft may reach beyond the context, and the kernel of SGLang 0.5.21 then writes its pages into the
-    table of the next request, which attends to other tokens than its own.
+    table of the next request, which attends to other tokens than its own (issue 34239 of SGLang's).
     """
     backend.max_context_len = backend.req_to_token.shape[1]
     backend.max_num_pages = -(-backend.max_context_len // backend.page_size)

@@ -1,0 +1,24 @@
+"""A server waits for its GPU before it gives memory back.
+
+Stock SGLang copies buffers and unmaps what they are read from, and waits afterwards. A copy that is
+still under way then ends in an illegal memory access, which killed a server on an H100 that eight
+shared, in one of some 40 releases.
+Source: sglang/srt/managers/scheduler_components/weight_updater.py (`release_memory_occupation`), pull
+request 37932 of sgl-project/sglang. Can go when the oldest SGLang that is supported waits itself.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_patches import registry
+
+TARGET = "sglang.srt.utils.torch_memory_saver_adapter._TorchMemorySaverAdapterReal.pause"
+
+
+def install() -> None:
+    registry.hook(TARGET, _wait, "before")
+
+
+def _wait(*_: object) -> None:
+    torch.cuda.synchronize()
