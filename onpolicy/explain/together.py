@@ -129,8 +129,9 @@ class OverTensorRanks(Together):
     def held(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         axes = self._of(name)
         rows = [_alone(argument) for argument in args]
-        weights = range(len(rows))[HELD.get(name, _WITH_BIAS if axes.held == 0 else _WEIGHT)]
-        for number in weights if axes.held is not None else ():
+        if axes.held is None:
+            return tuple(rows)
+        for number in range(len(rows))[HELD.get(name, _WEIGHT if axes.held else _WITH_BIAS)]:
             if rows[number] is not None:
                 whole = self._together(rows[number], axes.held, axes.pieces)
                 rows[number] = whole[: self.columns]
