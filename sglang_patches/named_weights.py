@@ -50,8 +50,9 @@ class NamedWeights:
         self._of = {
             name: HeldWeights(model, rounds=False, place=place_of(name)) for name in names()
         }
-        self.pushed_as = ""
-        registry.report["weights"] = self.proofs
+        self.pushed_as = self.version = ""
+        self.versions: dict[str, str] = {}
+        registry.report["weights"], registry.report["pushed"] = self.proofs, self.pushed
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
         """What SGLang hands its model. Raises WeightSyncError for weights without a name, and for
@@ -64,7 +65,7 @@ class NamedWeights:
                 "--lora-name."
             )
         arrived = dict(weights)
-        base = {name: tensor for name, tensor in arrived.items() if not is_adapters(name)}
+        base = {name: tensor for name, tensor in arrived.items() if is_base(name)}
         if unlike := held.unlike(base):
             raise WeightSyncError(
                 f"parameters={', '.join(unlike[:3])}: the base of --lora-name={self.pushed_as} is not "
@@ -76,11 +77,24 @@ class NamedWeights:
         for name, tensor in arrived.items():
             held.arrived.add(name, tensor)
         held.take(arrived)
+        self.versions[self.pushed_as] = self.version
         return loaded
 
     def proofs(self) -> dict[str, str]:
         """`HeldWeights.proof` of each name."""
         return {name: held.proof() for name, held in self._of.items()}
+
+    def pushed(self) -> dict[str, dict[str, str]]:
+        """The version, and a digest of the base alone, of each name under which weights were pushed."""
+        return {
+            name: {"version": version, "base": self._of[name].arrived.hexdigest(is_base)}
+            for name, version in self.versions.items()
+        }
+
+
+def is_base(name: str) -> bool:
+    """Whether a parameter of this name belongs to what all names share."""
+    return not is_adapters(name)
 
 
 def rounding(contract: NumericsContract) -> Callable[..., Any]:
@@ -119,7 +133,7 @@ def _update(original: Any, updater: Any, request: Any) -> Any:
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
 
     assert _weights is not None  # a model is loaded
-    _weights.pushed_as = str(request.weight_version).rpartition(":")[0]
+    _weights.pushed_as, _, _weights.version = str(request.weight_version).rpartition(":")
     try:
         return original(updater, request)
     except WeightSyncError as error:

@@ -110,8 +110,8 @@ def place(
     does not fit.
     """
     placement = place_trainer(cluster, device, hosts)
-    number = 0 if servers.rollout_server_url else servers.rollout_num_engines
-    return place_engines(number, gpus_per_engine, device, hosts, placement, servers.colocate)
+    number, colocate = servers.num_started, servers.colocate
+    return place_engines(number, gpus_per_engine, device, hosts, placement, colocate)
 
 
 def place_trainer(cluster: ClusterConfig, device: str, hosts: Sequence[Host]) -> Placement:

@@ -73,7 +73,7 @@ NEEDS_RECORDS = Against(
 )
 
 
-@also(rollout_server_url=[NEEDS_RECORDS], lora_rank=[groups.NOT_RECORDED, groups.NOT_MERGED])
+@also(rollout_server_url=[NEEDS_RECORDS], lora_rank=[groups.NOT_MERGED])
 @dataclass(frozen=True, kw_only=True)
 class ExplainConfig(VerifyConfig):
     """Which operator makes the two engines differ, in which layer, and by how much?

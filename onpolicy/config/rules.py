@@ -151,6 +151,16 @@ def refuse_unread(config: Any) -> None:
                     )
 
 
+def rule_against(config: Any, name: str) -> str:
+    """The first rule by which others contradict the value of a flag, without the remedy; "" for none."""
+    (flag,) = (each for each in flags_of(type(config)) if each.name == name)
+    run = Facts.of(config)
+    for note in (*flag.notes, *flag.outer):
+        if isinstance(note, Against) and (found := note.when(run)):
+            return note.rule.format(run=run, found=found)
+    return ""
+
+
 def _given(flag: Flag, value: object) -> str:
     shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
     return f"{spelled(flag.name)}={shown}"

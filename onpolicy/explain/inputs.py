@@ -73,12 +73,18 @@ class Inputs:
     def _require_recorded(self, adapter: AdapterShape) -> None:
         """Raise ConfigError for adapters that are not recorded."""
         model = empty_causal_lm(self.hf_config, self.train_config.model.trust_remote_code)
-        tp_size = tensor_parallel_size(self.train_config.sglang_args)
-        if tp_size > 1 and any(leaf in adapter.targets for leaf in expert_names(model)):
+        config, megatron = self.train_config, self.train_config.megatron
+        degrees = {
+            "--sglang-tp-size": tensor_parallel_size(config.sglang_args),
+            "--megatron-tp": megatron.megatron_tp,
+            "--megatron-ep": megatron.megatron_ep,
+        }
+        shared = next((f"{flag}={n}" for flag, n in degrees.items() if n > 1), "")
+        if shared and any(leaf in adapter.targets for leaf in expert_names(model)):
             raise ConfigError(
-                f"--lora-target-modules={self.train_config.lora.lora_target_modules}: adapters of "
-                f"experts are not recorded with --sglang-tp-size={tp_size}. Name other linears, or ask "
-                "`onpolicy verify`, which takes it, whether a token differs."
+                f"--lora-target-modules={config.lora.lora_target_modules}: adapters of experts are not "
+                f"recorded with {shared}. Name other linears, or ask `onpolicy verify`, which takes it, "
+                "whether a token differs."
             )
 
     @contextmanager

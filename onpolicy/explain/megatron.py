@@ -22,12 +22,13 @@ from onpolicy.explain.taps.policy import experts_scope, packed_keys, watched
 from onpolicy.explain.taps.recorder import Call, Recorder
 from onpolicy.explain.taps.scope import Scope
 from onpolicy.explain.together import (
-    COLUMNS,
+    ADDED,
     OverTensorRanks,
     axes_of,
     experts_together,
     makes_own_tokens,
 )
+from onpolicy.train.megatron.adapters import PartLowRank
 from onpolicy.train.megatron.batch import LocalTokens
 from onpolicy.train.megatron.collectives import gather_rows
 from onpolicy.train.megatron.layout import MegatronLayout
@@ -61,7 +62,7 @@ def passes_of(model: nn.Module, recorder: Recorder) -> AbstractContextManager[li
 
     assert policy.config.hf_config is not None
     vocabulary = policy.config.hf_config.vocab_size
-    recorder.at_head = OverTensorRanks(COLUMNS, policy.tp_group, columns=vocabulary)
+    recorder.at_head = OverTensorRanks(ADDED, policy.tp_group, columns=vocabulary)
     return watched(policy, recorder, rows_of, _hooks(policy, recorder))
 
 
@@ -123,7 +124,7 @@ def _hugging_face_names(policy: PolicyGptModel) -> dict[str, dict[str, Tensor | 
     weights = WeightMap(policy.config.hf_config, MegatronLayout())
     for parameter, _ in policy.named_parameters():
         module, _, kind = parameter.rpartition(".")
-        if kind == "weight":
+        if kind == "weight" or isinstance(policy.get_submodule(module), PartLowRank):
             found[module] = _columns(weights, global_name(parameter, first))
     return found
 
@@ -131,7 +132,7 @@ def _hugging_face_names(policy: PolicyGptModel) -> dict[str, dict[str, Tensor | 
 def _columns(weights: WeightMap, parameter: str) -> dict[str, Tensor | None]:
     rows: dict[str, list[Tensor]] = {}
     for part in weights.parts(parameter, 0, 0):
-        name = part.name.removeprefix("model.").removesuffix(".weight")
+        name = part.name.removeprefix("model.").rpartition(".")[0]
         name = name.replace(f".{weights.family.sparse_name}.", ".mlp.")
         block = part.target[0] if part.target else slice(0, 0)
         assert isinstance(block, slice)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from onpolicy.explain.taps.evidence import ATTENTION
 from onpolicy.explain.taps.recorder import INPUTS
 from onpolicy.explain.taps.scope import End, Together
-from onpolicy.ops.row_parallel import RowParallel
+from onpolicy.ops.row_parallel import WHOLE, RowParallel
+from onpolicy.train.megatron.adapters import PartLowRank
 from onpolicy.train.megatron.attention import AlignedAttention
 from onpolicy.train.megatron.collectives import gather_rows
 from onpolicy.train.megatron.modules import (
@@ -45,11 +46,18 @@ class Axes:
 
 ALL = Axes()
 
+_WEIGHT, _WITH_BIAS = slice(1, 2), slice(1, 3)
+HELD = {"add_scaled": slice(3, 5)}
+"""Arguments that are shared as a weight is; of other operators its weight, and the bias of its rows."""
+
 _HEADS_FIRST = -3
 """The axis of heads in [1, H, T, D]."""
 
 COLUMNS = {"linear": Axes(made=-1, held=0)}
 GATE_AND_UP = {"linear": Axes(made=-1, held=0, pieces=2)}
+ADDED = {**COLUMNS, "add_scaled": Axes(given=-1, made=-1, held=0)}
+"""What an adapter adds to columns, of the rows of B that each rank has; all have the product with A."""
+
 HEADS = {"rms_norm": Axes(given=-2, made=-2)}
 SUM = {"row_parallel_linear": Axes(given=-1, held=1)}
 OF_MODULES: tuple[tuple[type[nn.Module], dict[str, Axes]], ...] = (
@@ -73,6 +81,9 @@ OF_MODULES: tuple[tuple[type[nn.Module], dict[str, Axes]], ...] = (
 def axes_of(name: str, module: nn.Module) -> Mapping[str, Axes]:
     """How tensor-parallel ranks share what a module of Megatron's computes, by operator."""
     leaf = name.rpartition(".")[2]
+    if isinstance(module, PartLowRank):
+        whole = {} if module.row_parallel is WHOLE else SUM
+        return whole if module.group is None else ADDED
     if isinstance(module, AlignedColumnLinear):
         return GATE_AND_UP if leaf == "linear_fc1" else COLUMNS
     if leaf in ("q_layernorm", "k_layernorm") and not isinstance(module, JoinedHeadsNorm):
@@ -113,15 +124,17 @@ class OverTensorRanks(Together):
         if isinstance(out, tuple):
             return tuple(self.made(name, part) for part in out)
         axes = self._of(name)
-        return self._whole(out, axes.made, axes.pieces)[..., : self.columns]
+        return self._whole(out, axes.made, axes.pieces)
 
     def held(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         axes = self._of(name)
         rows = [_alone(argument) for argument in args]
-        if axes.held is not None:
-            rows[1] = self._together(rows[1], axes.held, axes.pieces)[: self.columns]
-        if axes.held == 0 and len(rows) > 2 and rows[2] is not None:
-            rows[2] = self._together(rows[2], 0, axes.pieces)[: self.columns]
+        if axes.held is None:
+            return tuple(rows)
+        for number in range(len(rows))[HELD.get(name, _WEIGHT if axes.held else _WITH_BIAS)]:
+            if rows[number] is not None:
+                whole = self._together(rows[number], axes.held, axes.pieces)
+                rows[number] = whole[: self.columns]
         return tuple(rows)
 
     def own(self, name: str, end: End, whole: Tensor, like: Tensor) -> Tensor:
@@ -146,7 +159,7 @@ class OverTensorRanks(Together):
 
     def _whole(self, x: Tensor, axis: int | None, pieces: int = 1) -> Tensor:
         if axis is not None:
-            return self._together(x, axis, pieces)
+            return self._together(x, axis, pieces)[..., : self.columns]
         return gather_rows(x.detach(), self.group) if self.shares_tokens else x
 
     def _together(self, x: Tensor, axis: int, pieces: int) -> Tensor:

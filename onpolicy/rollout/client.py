@@ -139,8 +139,8 @@ class EngineClient:
         return answer
 
     def report(self) -> dict[str, Any]:
-        """What the engine's plug-in says of itself: contract, self_check, patches, weights; and whether
-        it has a tokenizer ("serves_text").
+        """What the engine's plug-in says of itself: contract, self_check, patches, weights; whether it
+        has a tokenizer ("serves_text"); and what was "pushed" under this name, None for nothing.
 
         Raises ContractError if the server carries no plug-in, ConfigError if it has no weights of this
         name.
@@ -158,7 +158,10 @@ class EngineClient:
             )
         weights = self._own_weights(report.get("weights"))
         serves_text = not answer.get("skip_tokenizer_init")
-        return {**report, "weights": weights, "serves_text": serves_text}
+        pushed = report.get("pushed")
+        if isinstance(pushed, dict):
+            pushed = pushed.get(self.adapter_name)
+        return {**report, "weights": weights, "pushed": pushed, "serves_text": serves_text}
 
     def _own_weights(self, held: Any) -> Any:
         """The digest of the weights that are this client's."""

@@ -200,7 +200,7 @@ def test_operators_of_stock_engines_share_their_mismatch_by_a_command(
         assert kinds["linear"] > 0.9 * result["kl"][0] > 0
 
 
-def test_megatron_and_two_ranks_of_a_rollout_are_explained_by_a_command(tmp_path):
+def test_megatron_with_adapters_and_two_ranks_of_a_rollout_are_explained_by_a_command(tmp_path):
     """Between aligned engines; what is broken in them is found in tests/onpolicy/explain."""
     pytest.importorskip("megatron.core")
     file = tmp_path / "result.json"
@@ -210,6 +210,7 @@ def test_megatron_and_two_ranks_of_a_rollout_are_explained_by_a_command(tmp_path
             "--hf-checkpoint", str(make_checkpoint(tmp_path / "model", "qwen3-moe")),
             "--sglang-tp-size", "2", "--row-parallel-blocks", "2", "--num-prompts", "4",
             "--max-new-tokens", "8", "--json", str(file), "--run-dir", str(tmp_path / "run"),
+            "--lora-rank", "4", "--lora-dora", "--lora-target-modules", "q_proj,v_proj,o_proj",
         ],
         capture_output=True,
         text=True,
@@ -221,6 +222,8 @@ def test_megatron_and_two_ranks_of_a_rollout_are_explained_by_a_command(tmp_path
     assert result["source"] is None and result["only_in_one"] == []
     sites = {tuple(site["site"][:2]): site for site in result["sites"]}
     assert {("layers.1.self_attn.v_proj", "linear"), ("lm_head", "linear")} < set(sites)
+    adapters = {(f"layers.1.self_attn.{x}_proj.lora", "add_scaled") for x in "qvo"}
+    assert adapters < set(sites)
     assert all(s["inputs_differ"] == s["outputs_differ"] == 0 < s["rows"] for s in sites.values())
 
 

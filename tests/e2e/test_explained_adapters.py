@@ -77,9 +77,13 @@ def test_adapters_are_explained_by_a_command(checkpoint, tmp_path, capsys):
     assert "No row differs" in capsys.readouterr().out
 
 
-def test_adapters_of_experts_on_several_ranks_of_a_rollout_are_refused(tmp_path, capsys):
+@pytest.mark.parametrize("sharing", [
+    ["--sglang-tp-size", "2"],
+    ["--train-backend", "megatron", "--megatron-ep", "2", "--actor-num-ranks-per-node", "2"],
+])  # fmt: skip
+def test_adapters_of_experts_that_ranks_share_are_refused(tmp_path, capsys, sharing):
     path = make_checkpoint(tmp_path / "model", "qwen3-moe")
-    argv = ["--lora-rank", "4", "--sglang-tp-size", "2", "--cpu-threads", "1"]
+    argv = ["--lora-rank", "4", "--cpu-threads", "1", *sharing]
     argv += ["--run-dir", str(tmp_path / "run")]
     assert main(["explain", "--hf-checkpoint", str(path), *argv]) == 2
     said = capsys.readouterr().err

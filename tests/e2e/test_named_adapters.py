@@ -1,6 +1,7 @@
 """Runs that share engines, each with adapters of its own under a name, and who asks those engines."""
 
 import asyncio
+import json
 import re
 from pathlib import Path
 
@@ -8,12 +9,15 @@ import aiohttp
 import pytest
 import requests
 
+from onpolicy.cli.main import main
 from onpolicy.errors import ConfigError
+from onpolicy.outputs.metrics import read_jsonl
 from onpolicy.rollout.client import EngineClient
 from onpolicy.trajectory import FinishReason
 from onpolicy.types import Request, SamplingParams
 from tests.support.serving import serving
-from tests.support.train_runs import TWO_RANKS, finish, journal_of, run_hash, summary
+from tests.support.tiny import make_checkpoint
+from tests.support.train_runs import ROOT, TWO_RANKS, finish, journal_of, run_hash, summary
 
 pytestmark = [pytest.mark.engine, pytest.mark.runs]
 
@@ -120,6 +124,51 @@ def test_a_run_that_is_resumed_under_its_name_ends_as_the_undisturbed_one(
     output = finish(start(tmp_path, *argv, "--load", str(save / "step_000001")))
     assert "resumed from" in output and summary(output)["tokens mismatched"] == "0"
     assert run_hash(output) == run_hash(outputs["code-2"])
+
+
+@pytest.fixture
+def eval_of(servers, checkpoint, data, monkeypatch, tmp_path, capsys):
+    """What `onpolicy eval` says, with the sets of the run of code-2, of what the servers hold."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests/e2e"))
+
+    def evaluate(*argv, base=checkpoint):
+        flags = (
+            *SHAPE,
+            "--row-parallel-blocks",
+            "2",
+            "--seed",
+            "7",
+            "--rollout-max-response-len",
+            "24",
+        )
+        reward = ("--custom-rm-path", "own_reward.score", "--eval-prompt-data", str(data))
+        given = (*flags, *reward, *servers, "--run-dir", str(tmp_path / "run"), *argv)
+        code = main(["eval", str(base), *given])
+        said = capsys.readouterr()
+        return json.loads(said.out) if code == 0 else said.err
+
+    return evaluate
+
+
+def test_what_servers_hold_under_a_name_is_evaluated_to_the_numbers_of_its_run(
+    outputs, eval_of, directories
+):
+    records = read_jsonl(directories["code-2"] / "run" / "metrics.jsonl")
+    first, last = (record for record in records if "eval/avg@1" in record)
+    report = eval_of("--lora-name", "code-2")
+    assert report["rollouts_done"] == last.pop("step") == 3
+    assert report["metrics"] == last != first
+    other = eval_of("--lora-name", "math")
+    assert other["metrics"] != last and other["weights"] != report["weights"]
+
+
+def test_another_model_and_a_name_without_a_policy_are_not_evaluated(outputs, eval_of, tmp_path):
+    said = eval_of("--lora-name", "unused")
+    assert "--lora-name=unused: nothing was pushed under this name yet" in said
+    assert "has adapters named math, code-2, unused" in eval_of("--lora-name", "physics")
+    assert "contract=" in eval_of("--lora-name", "math", "--lora-rank", "4")
+    other = make_checkpoint(tmp_path / "other", initializer_range=0.03)
+    assert "is not the base of --lora-name=math" in eval_of("--lora-name", "math", base=other)
 
 
 def test_each_name_has_its_own_answers_cache_and_version(outputs, client_of):

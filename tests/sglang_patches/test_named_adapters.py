@@ -233,12 +233,15 @@ def held():
     return model, push
 
 
-def test_a_push_replaces_the_adapters_of_its_name_alone(held):
+def test_a_push_replaces_the_adapters_of_its_name_alone_and_is_told_with_its_base(held):
     model, push = held
     pushed = {name: {"up_proj.weight": model.up_proj.weight.clone(), **factors(seed)}
               for seed, name in enumerate("ab")}  # fmt: skip
-    for name in "ab":
-        push(name, pushed[name])
+    assert registry.told()["pushed"] == {}
+    push("a", pushed["a"])
+    base = digest_of({"up_proj.weight": model.up_proj.weight})
+    assert registry.told()["pushed"] == {"a": {"version": "0", "base": base}}
+    push("b", pushed["b"])
     assert registry.told()["weights"] == {name: digest_of(pushed[name]) for name in "ab"}
     newer = {**pushed["b"], **factors(5)}
     push("b", factors(5))
@@ -258,6 +261,7 @@ def test_another_base_and_a_push_without_a_known_name_change_nothing(held):
     with pytest.raises(WeightSyncError, match="weights of ''"):
         model.load_weights(factors(1).items())
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
+    assert registry.told()["pushed"] == {}
 
 
 def test_a_base_is_rounded_as_runs_push_it_and_adapters_are_left_alone():

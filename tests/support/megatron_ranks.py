@@ -21,7 +21,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from onpolicy.compat import megatron_on_cpu
-from onpolicy.contract import NumericsContract
+from onpolicy.contract import AdapterShape, NumericsContract
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.operator_shapes import operator_shapes
 from onpolicy.models.policy import PackedTokens, empty_policy
@@ -103,10 +103,12 @@ class Job:
     """Whether tokens were drawn from a part of the vocabulary."""
 
     shares_prefixes: bool = False
+    adapter: AdapterShape | None = None
 
     @property
     def contract(self):
-        return make_contract(self.path, self.dtype, self.blocks)
+        contract = make_contract(self.path, self.dtype, self.blocks)
+        return replace(contract, adapter=self.adapter)
 
     def packed(self, data_rank):
         return self._pack(self.batches[data_rank])

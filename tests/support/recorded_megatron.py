@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from onpolicy.contract import AdapterShape
 from onpolicy.explain.proof import prove
 from onpolicy.explain.source import Source, count_sites, first_source, sites_of
 from onpolicy.explain.taps.points import Forced, gathered, kept_rows
@@ -18,6 +19,14 @@ from onpolicy.explain.taps.recorder import Call, Recorder
 from onpolicy.explain.taps.recording import Recording
 from onpolicy.explain.taps.rows import prefix_keys
 from onpolicy.explain.trainer import Recorded, evidence_in, recordings
+from onpolicy.models.adapters import (
+    adapters_of_linears,
+    add_adapters,
+    drawn_values,
+    is_adapters,
+)
+from onpolicy.models.magnitude import row_norms
+from onpolicy.models.policy import PolicyModel
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.train import distributed
 from tests.onpolicy.models.test_policy import load_policy
@@ -36,6 +45,8 @@ def sources_of_faults(job: Job, cases: list[tuple[str, str, str]]) -> list[Any]:
     sequences = [sequence for batch in job.batches for sequence in batch]
     model = make_model(job)
     policy = load_policy(job.path) if job.blocks == 1 else load_in_blocks(job.path)
+    if job.adapter is not None:
+        draw_adapters(model, policy, job.adapter)
     rollout = record_rollout(policy, CpuOperators(1), sequences)
 
     def sources(train: list[Recording]) -> list[Source]:
@@ -55,6 +66,23 @@ def sources_of_faults(job: Job, cases: list[tuple[str, str, str]]) -> list[Any]:
             verdict = prove_alone(source, model, job, policy, sequences)
         answers.append((source.cause, *source.site[:2], source.train_ranks, verdict))
     return answers
+
+
+@torch.no_grad()
+def draw_adapters(model: Any, policy: PolicyModel, shape: AdapterShape) -> None:
+    """Give Megatron's model and Hugging Face's the same numbers, B too, and the norms of their rows."""
+    from onpolicy.train.megatron.magnitudes import take_norms
+    from onpolicy.train.megatron.weights import fill_adapters
+
+    fill_adapters(model, partial(drawn_values, seed=0))
+    take_norms(model, CpuOperators(1))
+    add_adapters(policy.causal_lm, policy.operators, shape)
+    for name, factor in policy.causal_lm.named_parameters():
+        if is_adapters(name):
+            factor.copy_(drawn_values(name, factor.shape, seed=0))
+    for linear, adapter in adapters_of_linears(policy.causal_lm):
+        if adapter.magnitude is not None:
+            adapter.magnitude.norm.copy_(row_norms(CpuOperators(1), linear.weight, adapter.factors))
 
 
 def forced_alike(job: Job) -> tuple[int, set[Any], float]:

@@ -18,7 +18,7 @@ from onpolicy.config.groups.engines import (
     CpuConfig,
     EngineConfig,
     EngineCountConfig,
-    SamplersConfig,
+    EvaluatedConfig,
     ServerConfig,
     ServersConfig,
     WeightSync,
@@ -34,7 +34,7 @@ from onpolicy.config.groups.evaluation import (
 from onpolicy.config.groups.inputs import CheckpointConfig, DataConfig, ModelConfig, RowsConfig
 from onpolicy.config.groups.lora import (
     NOT_MERGED,
-    NOT_RECORDED,
+    EvaluatedLoraConfig,
     LoraConfig,
     ServedLoraConfig,
 )
@@ -48,7 +48,6 @@ __all__ = [
     "BY_CRITIC",
     "NEVER_BEST",
     "NOT_MERGED",
-    "NOT_RECORDED",
     "AgentConfig",
     "AlgorithmConfig",
     "CheckpointConfig",
@@ -62,6 +61,8 @@ __all__ = [
     "EvalConfig",
     "EvalSet",
     "EvalSetsConfig",
+    "EvaluatedConfig",
+    "EvaluatedLoraConfig",
     "FallbackConfig",
     "GovernorFlags",
     "HostsConfig",
@@ -75,7 +76,6 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "RowsConfig",
-    "SamplersConfig",
     "SamplingConfig",
     "ServedLoraConfig",
     "ServerConfig",

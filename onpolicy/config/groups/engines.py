@@ -175,10 +175,15 @@ class EngineCountConfig:
     rollout_num_gpus_per_engine: Annotated[int | None, at_least(1), OWN_SERVERS] = None
     """On GPUs: GPUs of each server, its tensor-parallel ranks; the same as --sglang-tp-size."""
 
+    @property
+    def num_started(self) -> int:
+        """Servers that the command starts itself."""
+        return self.rollout_num_engines
+
 
 @also(rollout_num_engines=[NONE_STARTED])
 @dataclass(frozen=True, kw_only=True)
-class ServersConfig(KeyConfig, EngineCountConfig, RoundingConfig):
+class FoundServersConfig(KeyConfig, EngineCountConfig):
     rollout_server_url: Annotated[
         tuple[str, ...],
         Together(lambda run: run.rollout_server_url and " ".join(secrets.hide(run.sglang_args)),
@@ -188,6 +193,13 @@ class ServersConfig(KeyConfig, EngineCountConfig, RoundingConfig):
     ] = ()  # fmt: skip
     """Use these running servers (started with `onpolicy serve`) instead of starting any."""
 
+    @property
+    def num_started(self) -> int:
+        return 0 if self.rollout_server_url else self.rollout_num_engines
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServersConfig(FoundServersConfig, RoundingConfig):
     colocate: Annotated[bool, OWN_SERVERS] = False
     """On GPUs: servers share those of the trainer's ranks instead of taking the ones after them. A
     server takes --sglang-mem-fraction-static of a GPU, 0.4 if it is not given, and gives it back while
@@ -211,6 +223,11 @@ class SamplersConfig(CpuConfig, EngineCountConfig, RoundingConfig):
 
     rollout_max_restarts: Annotated[CountOrZero, OWN_SERVERS] = 3
     """How often dead servers are started again before the run gives up, in all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedConfig(FoundServersConfig, SamplersConfig):
+    """Those of an evaluation."""
 
 
 @also(colocate=[ALWAYS_SAMPLING])

@@ -231,10 +231,10 @@ def _unscored(run: Facts) -> str | None:
 
 def _cut(run: Facts) -> str | None:
     """The first set of a file that is sampled from a part of the vocabulary."""
-    for name, values in read_sets(run.eval_config).items():
+    for name, each in run.config.eval_sets.items() if run.eval_config else ():
         for key, whole in (("top_p", (1.0,)), ("top_k", (-1, 1))):
-            if values.get(key, whole[0]) not in whole:
-                return f"--eval-config={run.eval_config}: {name}: {key}={values[key]}"
+            if (value := getattr(each, key)) not in whole:
+                return f"--eval-config={run.eval_config}: {name}: {key}={value}"
     return None
 
 

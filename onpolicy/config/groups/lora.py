@@ -18,12 +18,6 @@ NOT_MERGED = Against(
     "Add --true-on-policy-mode, or ask `onpolicy verify` how far merged weights are apart.",
 )
 
-NOT_RECORDED = Against(
-    lambda run: run.train_backend == "megatron",
-    "what adapters add to Megatron's linears is not recorded",
-    "Use --train-backend fsdp, or ask `onpolicy verify`, which takes it, whether a token differs.",
-)
-
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -114,6 +108,16 @@ class LoraConfig(AdapterShapeConfig):
     ] = ""  # fmt: skip
     """Which of the adapters on servers of --rollout-server-url are this run's: a name of their
     --lora-names. Runs of other names sample there at the same time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedLoraConfig(AdapterShapeConfig):
+    lora_rank: CountOrZero = 0
+    """Rank of the adapters of --lora-name."""
+
+    lora_name: str = ""
+    """Evaluate what a run has pushed under this name to servers of --rollout-server-url: a name of their
+    --lora-names. CHECKPOINT is the base that they hold."""
 
 
 @dataclass(frozen=True, kw_only=True)

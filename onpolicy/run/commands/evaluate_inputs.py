@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from onpolicy.config import TrainConfig
+from onpolicy.config.secrets import reveal
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.size import ModelSize
 from onpolicy.models.tokenizer import load_tokenizer
@@ -13,6 +14,7 @@ from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.flag_check import FlagCheck
 from onpolicy.rollout.prompt_order import PromptSource
+from onpolicy.rollout.server import require_addresses
 from onpolicy.run.launch.classifiers import classifier_memory
 from onpolicy.run.launch.engine_specs import rollout_spec
 from onpolicy.run.launch.input_checks import require_context
@@ -35,6 +37,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     """
     make_rollouter(config)
     path, trust = config.model.hf_checkpoint, config.model.trust_remote_code
+    require_addresses(config.engine, reveal("--rollout-api-key", config.engine.rollout_api_key))
     logger.info("reading %s and the evaluation sets", path)
     hf_config = load_config(path, trust)
     longest, tokenizer = require_context(config, hf_config), load_tokenizer(path, trust)
@@ -71,10 +74,12 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
 
 def _require_fits(config: TrainConfig, inputs: Inputs, spec: EngineSpec) -> None:
     """Raise ConfigError if the servers, and the weights on their way to them, need more than is free."""
-    require_cache(spec)
     size = ModelSize.of(inputs.hf_config, config.model.trust_remote_code)
     run = RunMemory(config, inputs.hf_config, spec, size)
-    processes = [run.server(config.engine.rollout_num_engines), run.push(), *run.agents()]
+    processes = [*run.with_push(0, config.engine.num_started), *run.agents()]
     processes += classifier_memory(config)
-    require_memory(processes, spec.contract.device)
-    require_transport(config, spec.contract)
+    if processes:
+        require_memory(processes, spec.contract.device)
+    if config.engine.num_started:
+        require_cache(spec)
+        require_transport(config, spec.contract)

@@ -38,7 +38,7 @@ def placement_of_servers(
 ) -> Placement:
     """Where each server of a command without a trainer is; raises as `placement_of` does."""
     _require_gpus_if_counted(count, contract, hosts)
-    placement = place_engines(count.rollout_num_engines, per_engine, contract.device, hosts)
+    placement = place_engines(count.num_started, per_engine, contract.device, hosts)
     _require_device(contract, placement.hosts)
     _require_addresses_of_hosts(rollout_host, placement)
     return placement

@@ -70,7 +70,7 @@ def require_run_fits(
     """Say what a run takes. Raises ConfigError, with the sums, if its longest sequence does not fit the
     cache of an engine, or its processes do not fit the memory that is free: of a dry run, which may be
     made on another host, or while something else runs, that is only said."""
-    servers = 0 if config.engine.rollout_server_url else config.engine.rollout_num_engines
+    servers = config.engine.num_started
     if servers:
         require_cache(spec)
     run = RunMemory(config, hf_config, spec, size)

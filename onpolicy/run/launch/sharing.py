@@ -10,6 +10,7 @@ import torch
 
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups.agents import has_agent
+from onpolicy.config.rules import rule_against
 
 
 def fit_sharing(config: TrainConfig) -> TrainConfig:
@@ -22,10 +23,10 @@ def fit_sharing(config: TrainConfig) -> TrainConfig:
 
 def _reason_not_to(config: TrainConfig) -> str:
     """Why `auto` shares nothing; "" if it does."""
+    asked = replace(config, trainer=replace(config.trainer, share_prefixes="on"))
+    if contradiction := rule_against(asked, "share_prefixes"):
+        return contradiction
     reasons = {
-        "operators are not aligned": not config.plan.starts_aligned,
-        "--mismatch-governor may choose stock operators": config.plan.is_governed,
-        "--megatron-cp cuts sequences": config.megatron.megatron_cp > 1,
         "it has not been run on a GPU": torch.cuda.is_available(),
         "a prompt has one sample": config.rollout.n_samples_per_prompt == 1
         and not has_agent(config.agent),

@@ -35,6 +35,32 @@ if TYPE_CHECKING:
     from onpolicy.train.megatron.config import AlignedConfig
 
 
+class PartLowRank(Pair):
+    """What is added to the result of one linear of transformers, which is a part of Megatron's."""
+
+    def __init__(self, a: Tensor, b: Tensor, linear: Any, shape: AdapterShape):
+        super().__init__(a, b, dora=shape.dora)
+        self.config: AlignedConfig = linear.config
+        self.scale = shape.scale
+        self.row_parallel: RowParallel = getattr(linear, "row_parallel", WHOLE)
+        shares_rows = isinstance(linear, ColumnParallelLinear)
+        self.group: dist.ProcessGroup | None = linear.tp_group if shares_rows else None
+        """The ranks that share N."""
+        _note_for_megatron(self, linear)
+
+    def forward(self, x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
+        """[..., K], what the part gives, [..., N], and its bias [N] -> [..., N] in its dtype."""
+        assert self.config.operators is not None
+        return add_low_rank(self.config.operators, x, out, self.factors, self.row_parallel, bias)
+
+    @property
+    def factors(self) -> Factors:
+        a: Tensor = self.A
+        if self.group is not None:
+            a = copy_to_tensor_model_parallel_region(a, self.group)
+        return Factors(a, self.B, self.scale, self.gain)
+
+
 class JoinedLowRank(LowRankModule):
     """What is added to the result of one of Megatron's linears, or to a rank's part of it.
 
@@ -46,12 +72,7 @@ class JoinedLowRank(LowRankModule):
         self, linear: Any, parts: Sequence[str], sizes: Sequence[int], shape: AdapterShape
     ):
         super().__init__(shape.scale)
-        self.config: AlignedConfig = linear.config
         self.parts, self.sizes = tuple(parts), tuple(sizes)
-        self.row_parallel: RowParallel = getattr(linear, "row_parallel", WHOLE)
-        shares_rows = isinstance(linear, ColumnParallelLinear)
-        self.group: dist.ProcessGroup | None = linear.tp_group if shares_rows else None
-        """The ranks that share N."""
         rows, columns = linear.weight.shape
         self.groups = rows // sum(sizes)
         like = linear.weight.detach()
@@ -59,9 +80,7 @@ class JoinedLowRank(LowRankModule):
             if part in shape.targets:
                 a = like.new_zeros(shape.rank, columns)
                 b = like.new_zeros(self.groups * size, shape.rank)
-                pair = Pair(a, b, dora=shape.dora)
-                _note_for_megatron(pair, linear)
-                self.add_module(part, pair)
+                self.add_module(part, PartLowRank(a, b, linear, shape))
 
     def forward(self, x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
         """[..., K], what the linear gives, [..., N], and its bias [N] -> [..., N] in its dtype."""
@@ -80,20 +99,8 @@ class JoinedLowRank(LowRankModule):
 
     def _added(self, name: str, x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
         """[..., K], what one of the linears gives, and its bias -> its sum."""
-        assert self.config.operators is not None
-        if name not in self._modules:
-            return out
-        factors = self.factors(name)
-        return add_low_rank(self.config.operators, x, out, factors, self.row_parallel, bias)
-
-    def factors(self, name: str) -> Factors:
-        """Those of one of the linears."""
-        pair = self.get_submodule(name)
-        assert isinstance(pair, Pair)
-        a: Tensor = pair.A
-        if self.group is not None:
-            a = copy_to_tensor_model_parallel_region(a, self.group)
-        return Factors(a, pair.B, self.scale, pair.gain)
+        part = self._modules.get(name)
+        return out if part is None else part(x, out, bias)
 
 
 def _note_for_megatron(pair: Pair, linear: Any) -> None:
@@ -163,7 +170,9 @@ def factors_of(output_layer: nn.Module) -> Factors | None:
     adapter = output_layer._modules.get(CHILD)
     if not isinstance(adapter, JoinedLowRank) or not adapter.is_on:
         return None
-    return adapter.factors("lm_head")
+    part = adapter.get_submodule("lm_head")
+    assert isinstance(part, PartLowRank)
+    return part.factors
 
 
 def sharded_adapters(model: nn.Module, key_of: Callable[[str], str]) -> dict[str, ShardedTensor]:

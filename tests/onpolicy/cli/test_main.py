@@ -56,7 +56,7 @@ def test_a_dry_run_prints_the_resolved_configuration_and_the_batch_equation(dry_
         ([], "prefixes are shared: 8 responses of at most 8 tokens to a prompt of 2 "
             "have at most 82% distinct tokens"),  # 2 + 8 x 8 of 8 x 10
         (["--share-prefixes", "off"], "prefixes are not shared (--share-prefixes off): 8 responses"),
-        (["--no-true-on-policy-mode"], "prefixes are not shared (operators are not aligned)"),
+        (["--no-true-on-policy-mode"], "prefixes are not shared (operators that are not"),
     ],
 )  # fmt: skip
 def test_a_dry_run_says_whether_prefixes_are_shared_and_what_that_leaves(

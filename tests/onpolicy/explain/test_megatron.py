@@ -2,6 +2,7 @@
 
 import pytest
 
+from onpolicy.contract import AdapterShape
 from tests.onpolicy.models.test_policy import random_sequences
 from tests.support.megatron_ranks import Job, Ranks, asked_for
 from tests.support.recorded_megatron import forced_alike, sources_of_faults
@@ -14,6 +15,9 @@ ROWS = sum(len(s) - 1 for s in SEQUENCES)
 ROWS_OF_THE_HEAD = sum(sum(asked_for(s)) for s in SEQUENCES)
 
 LAYER = "decoder.layers.1"
+LINEARS = (
+    "down_proj", "gate_proj", "k_proj", "lm_head", "o_proj", "q_proj", "up_proj", "v_proj",
+)  # fmt: skip
 ULP, LAST = "one_ulp_in_three_rows", "one_ulp_in_the_last_column"
 DENSE = [
     ("input_layernorm", "rms_norm", ULP, "input_layernorm", "rms_norm"),
@@ -59,6 +63,17 @@ SHARED = [
     ("mlp.router", "linear", ULP, "mlp.gate", "linear"),
     ("mlp.shared_expert", "gated", ULP, "mlp.shared_experts", "gated"),
 ]
+QKV, FC1 = "self_attention.linear_qkv.lora", "mlp.linear_fc1.lora"
+ADAPTED = [
+    (f"{QKV}.k_proj", "row_parallel_linear", ULP, "self_attn.k_proj.lora", "linear"),
+    (f"{QKV}.v_proj", "add_scaled", LAST, "self_attn.v_proj.lora", "add_scaled"),
+    (f"{FC1}.up_proj", "add_scaled", ULP, "mlp.up_proj.lora", "add_scaled"),
+    ("mlp.linear_fc2.lora.down_proj", "row_parallel_linear", ULP, "mlp.down_proj.lora", "linear"),
+]
+ADAPTED_EXPERTS = [
+    ("mlp.experts", "add_scaled", ULP, "mlp.experts", "add_scaled"),
+    ("mlp.experts", "grouped_partial_linear", ULP, "mlp.experts", "grouped_partial_linear"),
+]
 """Of a layer: Megatron's module, the operator, what is done to it; and what is to be named."""
 
 
@@ -79,6 +94,29 @@ def test_a_fault_is_found_where_it_is_and_nothing_else_differs(
     alone, tmp_path, architecture, sites
 ):
     job = Job(path=make_checkpoint(tmp_path / "model", architecture), batches=[SEQUENCES])
+    cases = [(f"{LAYER}.{module}", operator, fault) for module, operator, fault, *_ in sites]
+    ((whole, *found),) = alone.run(sources_of_faults, job, cases)
+    sources, rows, differ, only_in_one = whole
+    assert (sources, differ, only_in_one) == ([], 0, set())
+    assert rows == {ROWS, ROWS_OF_THE_HEAD}
+    assert found == [
+        ("operator", f"layers.1.{module}", name, (0,), "trainer differs")
+        for *_, module, name in sites
+    ]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sites", "targets", "dora"), [
+        ("qwen3", ADAPTED, LINEARS, False), ("qwen3", ADAPTED, LINEARS, True),
+        ("qwen3-moe", ADAPTED_EXPERTS, ("experts",), False),
+    ],
+)  # fmt: skip
+def test_what_an_adapter_computes_is_a_site_of_the_linear_that_it_is_beside(
+    alone, tmp_path, architecture, sites, targets, dora
+):
+    adapter = AdapterShape(rank=4, scale=0.5, targets=targets, dora=dora)
+    path = make_checkpoint(tmp_path / "model", architecture, tie_word_embeddings=False)
+    job = Job(path=path, batches=[SEQUENCES], adapter=adapter)
     cases = [(f"{LAYER}.{module}", operator, fault) for module, operator, fault, *_ in sites]
     ((whole, *found),) = alone.run(sources_of_faults, job, cases)
     sources, rows, differ, only_in_one = whole

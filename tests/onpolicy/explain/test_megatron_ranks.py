@@ -2,6 +2,7 @@
 
 import pytest
 
+from onpolicy.contract import AdapterShape
 from onpolicy.train.megatron.layout import MegatronLayout
 from tests.onpolicy.models.test_policy import random_sequences
 from tests.support.megatron_ranks import Job, Ranks
@@ -93,6 +94,36 @@ def test_a_fault_of_the_last_rank_is_found_and_nothing_else_differs(
     assert found == [
         ("operator", f"layers.1.{module}", name, ranks, "trainer differs")
         for (*_, module, ranks), name in zip(sites, names, strict=True)
+    ]
+
+
+A, B, ADD = "row_parallel_linear", "linear", "add_scaled"
+ADAPTED = [
+    ("self_attention.linear_qkv.lora.q_proj", A, ("self_attn.q_proj.lora", "linear", LAST)),
+    ("self_attention.linear_qkv.lora.k_proj", ADD, ("self_attn.k_proj.lora", "add_scaled", ALL)),
+    ("mlp.linear_fc1.lora.up_proj", ADD, ("mlp.up_proj.lora", "add_scaled", ALL)),
+]
+OF_SUMS = ("mlp.linear_fc2.lora.down_proj", B)
+"""Whose tokens each rank has, or under sequence parallelism its own."""
+
+
+@pytest.mark.parametrize(("sizes", "ranks"), [(TENSOR, LAST), (SEQUENCE, ALL)])
+def test_what_ranks_share_of_an_adapter_is_put_together(two_ranks, tmp_path, sizes, ranks):
+    targets = ("down_proj", "k_proj", "lm_head", "o_proj", "q_proj", "up_proj", "v_proj")
+    job = Job(
+        path=make_checkpoint(tmp_path / "model", "qwen3", tie_word_embeddings=False),
+        batches=[SEQUENCES],
+        blocks=2,
+        layout=MegatronLayout(**sizes),
+        adapter=AdapterShape(rank=4, scale=0.5, targets=targets, dora=True),
+    )
+    sites = [*ADAPTED, (*OF_SUMS, ("mlp.down_proj.lora", "linear", ranks))]
+    cases = [(f"{LAYER}.{module}", operator, "one_ulp_everywhere") for module, operator, _ in sites]
+    ((sources, rows, differ, only_in_one), *found), _ = two_ranks.run(sources_of_faults, job, cases)
+    assert (sources, differ, only_in_one, max(rows)) == ([], 0, set(), ROWS)
+    assert found == [
+        ("operator", f"layers.1.{module}", name, where, "trainer differs")
+        for *_, (module, name, where) in sites
     ]
 
 
