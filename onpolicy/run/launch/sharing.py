@@ -27,7 +27,7 @@ def _reason_not_to(config: TrainConfig) -> str:
     if contradiction := rule_against(asked, "share_prefixes"):
         return contradiction
     reasons = {
-        "it has not been run on a GPU": torch.cuda.is_available(),
+        "on a GPU it was tried once, with triton": torch.cuda.is_available(),
         "a prompt has one sample": config.rollout.n_samples_per_prompt == 1
         and not has_agent(config.agent),
     }
