@@ -150,7 +150,7 @@ def test_the_engines_suite_reads_what_commands_leave_behind(tmp_path, capsys):
         json.dumps({"num_compared_tokens": 8, "num_mismatched_tokens": 1})
     )
     (tmp_path / "train").mkdir()
-    step = {"parity/num_compared_tokens": 8, "parity/num_mismatched_tokens": 1}
+    step = {"step": 0, "parity/num_compared_tokens": 8, "parity/num_mismatched_tokens": 1}
     (tmp_path / "train" / "metrics.jsonl").write_text(f"{json.dumps(step)}\n" * 2 + "{}\n")
     assert [*engines._compared(tmp_path, "verify").values()] == [8, 1]
     assert [*engines._compared(tmp_path, "train").values()] == [16, 2]

@@ -132,15 +132,8 @@ def eval_of(servers, checkpoint, data, monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "tests/e2e"))
 
     def evaluate(*argv, base=checkpoint):
-        flags = (
-            *SHAPE,
-            "--row-parallel-blocks",
-            "2",
-            "--seed",
-            "7",
-            "--rollout-max-response-len",
-            "24",
-        )
+        flags = (*SHAPE, "--row-parallel-blocks", "2", "--seed", "7")
+        flags += ("--rollout-max-response-len", "24")
         reward = ("--custom-rm-path", "own_reward.score", "--eval-prompt-data", str(data))
         given = (*flags, *reward, *servers, "--run-dir", str(tmp_path / "run"), *argv)
         code = main(["eval", str(base), *given])

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from onpolicy.outputs.metrics import read_jsonl
 from tests.support.gpu.machine import describe_machine, write_json
 
 ROOT = Path(__file__).parents[2]
@@ -99,16 +100,12 @@ def run(name: str, command: Sequence[str], folder: Path) -> dict[str, Any]:
 
 def _compared(folder: Path, name: str) -> dict[str, int]:
     """Tokens of both sides, and those that differ: of a run's rollouts, or of `verify`."""
-    keys = ("num_compared_tokens", "num_mismatched_tokens")
     metrics, report = folder / name / "metrics.jsonl", folder / f"{name}.json"
-    records: list[Mapping[str, Any]] = []
-    if metrics.exists():
-        records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    elif report.exists():
-        records = [
-            {f"parity/{key}": value for key, value in json.loads(report.read_text()).items()}
-        ]
-    return {key: sum(record.get(f"parity/{key}", 0) for record in records) for key in keys}
+    records, prefix = (read_jsonl(metrics), "parity/") if metrics.exists() else ([], "")
+    if report.exists():
+        records.append(json.loads(report.read_text()))
+    keys = ("num_compared_tokens", "num_mismatched_tokens")
+    return {key: sum(record.get(prefix + key, 0) for record in records) for key in keys}
 
 
 def summary(result: Mapping[str, Any]) -> str:
@@ -161,8 +158,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = list(pool.map(partial(run, folder=folder), chosen, chosen.values()))
     by_name = dict(zip(chosen, results, strict=True))
     write_json(args.json, {"machine": describe_machine(), "runs": by_name})
-    print("\n".join(failures(by_name)) or "all tokens and hashes are the same")
-    return int(bool(failures(by_name)))
+    failed = failures(by_name)
+    print("\n".join(failed) or "all tokens and hashes are the same")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

@@ -84,6 +84,19 @@ def alone():
     ranks.stop()
 
 
+def assert_faults_are_found(alone, job, sites):
+    """Each where it is, nothing else differs, and without one nothing does."""
+    cases = [(f"{LAYER}.{module}", operator, fault) for module, operator, fault, *_ in sites]
+    ((whole, *found),) = alone.run(sources_of_faults, job, cases)
+    sources, rows, differ, only_in_one = whole
+    assert (sources, differ, only_in_one) == ([], 0, set())
+    assert rows == {ROWS, ROWS_OF_THE_HEAD}
+    assert found == [
+        ("operator", f"layers.1.{module}", name, (0,), "trainer differs")
+        for *_, module, name in sites
+    ]
+
+
 @pytest.mark.parametrize(
     ("architecture", "sites"), [
         ("qwen3", DENSE), ("olmo2", NORMS_AFTER), ("qwen3-moe", EXPERTS),
@@ -94,15 +107,7 @@ def test_a_fault_is_found_where_it_is_and_nothing_else_differs(
     alone, tmp_path, architecture, sites
 ):
     job = Job(path=make_checkpoint(tmp_path / "model", architecture), batches=[SEQUENCES])
-    cases = [(f"{LAYER}.{module}", operator, fault) for module, operator, fault, *_ in sites]
-    ((whole, *found),) = alone.run(sources_of_faults, job, cases)
-    sources, rows, differ, only_in_one = whole
-    assert (sources, differ, only_in_one) == ([], 0, set())
-    assert rows == {ROWS, ROWS_OF_THE_HEAD}
-    assert found == [
-        ("operator", f"layers.1.{module}", name, (0,), "trainer differs")
-        for *_, module, name in sites
-    ]
+    assert_faults_are_found(alone, job, sites)
 
 
 @pytest.mark.parametrize(
@@ -117,15 +122,7 @@ def test_what_an_adapter_computes_is_a_site_of_the_linear_that_it_is_beside(
     adapter = AdapterShape(rank=4, scale=0.5, targets=targets, dora=dora)
     path = make_checkpoint(tmp_path / "model", architecture, tie_word_embeddings=False)
     job = Job(path=path, batches=[SEQUENCES], adapter=adapter)
-    cases = [(f"{LAYER}.{module}", operator, fault) for module, operator, fault, *_ in sites]
-    ((whole, *found),) = alone.run(sources_of_faults, job, cases)
-    sources, rows, differ, only_in_one = whole
-    assert (sources, differ, only_in_one) == ([], 0, set())
-    assert rows == {ROWS, ROWS_OF_THE_HEAD}
-    assert found == [
-        ("operator", f"layers.1.{module}", name, (0,), "trainer differs")
-        for *_, module, name in sites
-    ]
+    assert_faults_are_found(alone, job, sites)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "olmo2"])
