@@ -19,14 +19,16 @@ from onpolicy.ops import Operators
 from sglang_patches import registry
 
 
-def fuse(runner: Any, operators: Operators) -> None:
-    """Fuse what an engine's model runner has loaded, once its modules are aligned."""
+def fuse(runner: Any, operators: Operators) -> list[JointLinear]:
+    """Fuse what an engine's model runner has loaded, once its modules are aligned; returns the linears
+    that became one product."""
     backup = runner.server_args.enable_weights_cpu_backup
     with runner.memory_saver_adapter.region("weights", enable_cpu_backup=backup):
         joint = join_linears(runner.model, operators, is_plain)
     fused = fuse_norms(runner.model, operators)
     runner.model.load_weights = _checked(runner.model.load_weights, joint)
     registry.report["fusion"] = {"joint_linears": len(joint), "fused_norms": fused}
+    return joint
 
 
 def is_plain(linear: Any) -> bool:

@@ -17,7 +17,7 @@ from onpolicy.models.layers import follow_layers, hand_on_keywords
 from onpolicy.ops import Operators
 from onpolicy.ops.checks.self_check import self_check
 from onpolicy.ops.partial import aligned_side
-from sglang_patches import adapters, registry
+from sglang_patches import adapters, packed_weights, registry
 from sglang_patches.fusion import fuse
 from sglang_patches.linear import prepare_linears
 from sglang_patches.own_layers import keep_norms
@@ -37,8 +37,8 @@ def install(operators: Operators, contract: NumericsContract, *, fuses: bool) ->
         hand_on_keywords(runner.model.model)
         checked = self_check(aligned_side(operators), contract, longest_prefill())
         registry.report["self_check"] = checked
-        if fuses and not contract.is_partial:
-            fuse(runner, operators)
+        joint = fuse(runner, operators) if fuses and not contract.is_partial else []
+        packed_weights.pack_weights(runner, contract, joint)
         prepare_linears(runner.model, contract)
         adapters.put_in(runner.model, operators, contract)
         return result

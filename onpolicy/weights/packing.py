@@ -1,8 +1,8 @@
 """Rounded weights as codes of 4 or 8 bits and scales, and back, with not a bit lost.
 
-What `rounding.py` made of a weight says by itself which numbers and scales it was made of: an engine that
-was pushed a rounded weight can keep it in the memory that its format promises. Where several scales give
-the same weight, any of them does.
+What `rounding.py` made of a weight says by itself which numbers and scales it was made of: an engine
+that was pushed a rounded weight can keep it in the memory that its format promises. Where several scales
+give the same weight, any of them does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUDGES = sorted(range(-128, 129), key=abs)
 NUDGE = 2.0**-15
 
 AT_A_TIME = 1 << 16
-"""Weights whose scales are looked for at a time, since they stay in a core's cache."""
+"""Weights that are packed or unpacked at a time, on a CPU, since they stay in a core's cache."""
 
 
 class PackedWeight(NamedTuple):
@@ -84,8 +84,13 @@ def pack(weight: Tensor, weight_format: str) -> PackedWeight:
 
 def unpack(packed: PackedWeight, weight_format: str, out: Tensor) -> None:
     """Write into `out` [N, K] what was packed, in its dtype."""
-    numbers = decode(packed.codes, weight_format)[:, : out.shape[1]]
-    out.copy_(dequantise(numbers, packed.scale, weight_format, out.dtype))
+    high, _ = FORMATS[weight_format].block
+    step = max(1, AT_A_TIME // (high * out.shape[1])) if out.device.type == "cpu" else len(out)
+    for first in range(0, len(packed.scale), step):
+        rows = slice(first * high, (first + step) * high)
+        numbers = decode(packed.codes[rows], weight_format)[:, : out.shape[1]]
+        scale = packed.scale[first : first + step]
+        out[rows].copy_(dequantise(numbers, scale, weight_format, out.dtype))
 
 
 def encode(numbers: Tensor, weight_format: str) -> Tensor:
@@ -146,8 +151,8 @@ def _attempt(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Numbers and scales, if the largest of each row is `top`; and bool [B]: whether they are right.
 
-    A weight was rounded from what lies half way to its neighbours, so each tells between which bounds the
-    scale is: first those that are surely known by the largest alone, then all.
+    A weight was rounded from what lies half way to its neighbours, so each tells between which bounds
+    the scale is: first those that are surely known by the largest alone, then all.
     """
     sizes = rows.abs()
     wide = torch.float64 if rows.dtype == torch.float32 else torch.float32
