@@ -32,6 +32,7 @@ from onpolicy.weights.packing import PackedWeight, pack, unpack
 from onpolicy.weights.rounding import FORMATS, is_rounded, round_weight
 from sglang_patches import named_adapters, registry
 from sglang_patches.experts import held_tensors
+from sglang_patches.fusion import weights_memory
 from sglang_patches.tensor_parallel import num_ranks
 
 APART = 64
@@ -78,8 +79,7 @@ def pack_weights(runner: Any, contract: NumericsContract, joint: Sequence[JointL
     """Pack what an engine's model runner has loaded; `joint`: the linears that became one product."""
     if not (contract.weight_format and are_asked_for()):
         return
-    backup = runner.server_args.enable_weights_cpu_backup
-    with runner.memory_saver_adapter.region("weights", enable_cpu_backup=backup):
+    with weights_memory(runner):
         packed = PackedModel(runner.model, contract.weight_format, joint)
     setattr(runner.model, ATTRIBUTE, packed)
     runner.model.load_weights = partial(packed.load, runner.model.load_weights)

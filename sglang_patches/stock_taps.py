@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from onpolicy.explain.taps.recorder import HEAD, Recorder
 from onpolicy.explain.taps.scope import Scope
+from sglang_patches.tensor_parallel import summed
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -58,6 +59,8 @@ def _watch(name: str, module: Any, recorder: Recorder) -> None:
 
 def _linear(name: str, module: Any, args: Any, out: Tensor) -> list[Record]:
     parent, _, own = name.rpartition(".")
+    if not getattr(module, "reduce_results", True):
+        out = summed(out)  # SGLang adds the ranks' parts up later, between modules
     if own not in FUSED:
         return [(name, "linear", args[:1], (out,))]
     parts = zip(FUSED[own], out.split(list(module.output_partition_sizes), -1), strict=True)

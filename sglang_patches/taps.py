@@ -79,7 +79,9 @@ class Taps(Extension):
 
     def _write(self) -> None:
         calls, self._passes = self.recorder.close(), self._passes + 1
-        process = f"{os.getpid()}_{self._engine}"  # ranks may be forked with the engine's name
+        # Ranks may be forked with the engine's name. Of several engines all ranks are in one order, so
+        # that of a prefix that several computed one engine's rows are the last, on every rank.
+        process = f"{os.getppid()}_{os.getpid()}_{self._engine}"
         write_calls(calls, self.directory / f"{self._passes:08d}_{process}.pass")
         if self.recorder.evidence is not None:
             write_evidence(self.recorder.evidence, self.directory, rank())

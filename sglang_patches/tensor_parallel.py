@@ -45,6 +45,14 @@ def wait_for_all_ranks() -> None:
         dist.barrier(group.cpu_group)
 
 
+def summed(part: torch.Tensor) -> torch.Tensor:
+    """What the parts of all ranks add up to, as stock SGLang adds them. Collective."""
+    total: torch.Tensor = _group().all_reduce(
+        part.clone()
+    )  # SGLang's may write over what it is given
+    return total
+
+
 def shard(tensor: torch.Tensor, like: torch.Tensor, rank: int) -> torch.Tensor:
     """The part of a whole tensor that the parameter `like` of a rank holds.
 

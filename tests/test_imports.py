@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "cluster": GROUND | {"compat", "outputs", "rollout", "train", "weights"},
     "agents": GROUND | {"rollout"},
     "compat": {"contract", "errors"},
-    "ops": {"compat", "contract", "errors"},
+    "ops": {"compat", "contract", "errors", "weights"},
     "weights": GROUND,
     "models": GROUND | {"ops", "weights"},
     "parity": GROUND,

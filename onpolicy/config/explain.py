@@ -53,10 +53,8 @@ def _fixed_contract(run: Facts) -> Iterator[tuple[str, object, str]]:
 
 def _not_shared_out(run: Facts) -> Iterator[tuple[str, object, str]]:
     """(flag, whether it is given, rule) of engines as they are, all of whose rows are wanted."""
-    degree = tensor_parallel_size(run.sglang_args)
     yield f"--case={run.case}", run.case, SEVERAL_PROMPTS
     yield f"--align={run.align}", run.align, "there the server records the aligned kinds alone"
-    yield f"--sglang-tp-size={degree}", degree > 1, "a rank of several has parts of rows"
 
 
 FROM_STOCK = ReadBy(

@@ -6,7 +6,7 @@ The engines run as they are, once to see how much they compute and once to keep 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from onpolicy.errors import ConfigError, EngineError
 from onpolicy.explain.contributions import Contribution, Contributions, ExactModel, contributions
 from onpolicy.explain.inputs import Inputs, Result, told
 from onpolicy.explain.microscope import LOG_SOFTMAX, Microscope, look_through
+from onpolicy.explain.ranks import joined, rows_by_rank
 from onpolicy.explain.shares import table
-from onpolicy.explain.taps.points import Forced, KeptRows, gathered, in_both, kept_rows
+from onpolicy.explain.taps.points import Forced, KeptRows, Point, gathered, in_both, kept_rows
 from onpolicy.explain.taps.recorder import Recorder
 from onpolicy.explain.taps.recording import ALL_ROWS, Recording, Rows, read_calls
 from onpolicy.models.policy import PackedTokens, PolicyModel, empty_policy
@@ -59,11 +60,11 @@ def measure(microscope: Microscope) -> Result:
         (directory / ALL_ROWS).unlink()
     log_probs, recorded = microscope.score(completions, Recorder(keeps_rows=True))
     whole = kept_rows([calls for rank in recorded for calls in rank.passes])
-    rollout, train = in_both(kept_rows(read_calls(directory)), whole)
+    together, differ = joined(rows_by_rank(read_calls(directory)), whole)
+    rollout, train = in_both(together, whole)
     forced_log_probs, forced = microscope.score(completions, Forced(recorded=rollout))
     own = gathered(apart for rank in forced for apart in rank.apart)
     exact = ExactModel(exact_policy(engines))
-    not_recorded = sorted({f"{site[1]} of {site[0]}" for site, _ in whole.keys() - train.keys()})
     result = shares(
         exact,
         list(zip(microscope.requests, completions, strict=True)),
@@ -71,14 +72,21 @@ def measure(microscope: Microscope) -> Result:
         (rollout, train, own),
         (log_probs, forced_log_probs),
     )
-    return {**result, "only_in_one": not_recorded}
+    not_recorded = _names(whole.keys() - train.keys())
+    return {**result, "only_in_one": not_recorded, "ranks_differ": _names(differ)}
+
+
+def _names(points: Iterable[Point]) -> list[str]:
+    return sorted({f"{site[1]} of {site[0]}" for site, _ in points})
 
 
 def exact_policy(engines: EnginePair) -> PolicyModel:
     """The trainer's model in float64, of the weights that it computes with: 8 bytes for each."""
     weights, *_ = engines.trainer.on_each_rank(_whole_weights)
     trust = engines.config.model.trust_remote_code
-    policy = empty_policy(engines.hf_config, StockOperators(torch.get_num_threads()), trust)
+    operators = StockOperators(torch.get_num_threads())
+    blocks = engines.contract.row_parallel_blocks  # they name its linears
+    policy = empty_policy(engines.hf_config, operators, trust, row_parallel_blocks=blocks)
     policy.causal_lm.load_state_dict(weights, strict=False, assign=True)
     policy.causal_lm.tie_weights()
     if missing := [name for name, x in policy.named_parameters() if x.is_meta]:

@@ -124,6 +124,11 @@ def _lines(result: Result) -> Iterator[str]:
     yield f"k3 of the sampled tokens: {result['k3_kl_mean']:.2g}"
     if missing := result["only_in_one"]:
         yield f"Not recorded in the rollout, so part of what comes after: {', '.join(missing)}."
+    if differ := result.get("ranks_differ"):
+        yield (
+            "Ranks of the rollout have other numbers in the same rows, and the first one's are taken: "
+            f"{', '.join(differ)}."
+        )
     if not kl:
         yield "Every operator contributes exactly 0." if _is_zero(result) else "All logits agree."
         return

@@ -1,15 +1,15 @@
 """The interface of the aligned operators: what both engines must compute to the same bits.
 
-An implementation promises *row invariance*: a row of the result depends on the same row of the
-input alone, not on how many rows share the call, their order, their padding, how a sequence was
-cut into chunks or found in a cache, or how many threads ran. That is what makes a token's
-log-probability the same in a batch of decoding requests and in a packed training micro-batch.
+An implementation promises *row invariance*: a row of the result depends on the same row of the input
+alone, not on how many rows share the call, their order, their padding, how a sequence was cut into
+chunks or found in a cache, or how many threads ran. So a token's log-probability is the same in a batch
+of decoding requests and in a packed training micro-batch.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,6 +34,14 @@ class Operators(ABC):
     logits_per_chunk: int = CPU_LOGITS
     """See `rows_per_chunk`."""
 
+    @property
+    def of_rounded(self) -> Operators:
+        """Those of linears whose inputs and weights are both rounded (`models/rounded_inputs.py`)."""
+        return self
+
+    def hold(self, weights: Iterable[Tensor]) -> None:
+        """Make now what `linear` makes of these weights in every call; and again when they changed."""
+
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x @ weight.T + bias`: [..., K], [N, K], [N] -> [..., N], in the dtype of `x`."""
@@ -46,12 +54,7 @@ class Operators(ABC):
         """
 
     def linear_gradients(
-        self,
-        out: Tensor,
-        x: Tensor,
-        head: Sequence[Tensor],
-        grad: Tensor,
-        sums: Sequence[Tensor],
+        self, out: Tensor, x: Tensor, head: Sequence[Tensor], grad: Tensor, sums: Sequence[Tensor]
     ) -> Tensor:
         """The gradient of x in `out = linear(x, *head)`; those of the head are added to `sums`.
 
@@ -70,7 +73,7 @@ class Operators(ABC):
 
     def blockwise_linear(self, x: Tensor, weight: Tensor, blocks: int) -> Tensor:
         """`partial_linear` of equal blocks of K, a power of two, added along a binary tree."""
-        pairs = zip(x.chunk(blocks, dim=-1), weight.chunk(blocks, dim=-1), strict=True)
+        pairs = zip(x.chunk(blocks, -1), weight.chunk(blocks, -1), strict=True)
         return tree_sum([self.partial_linear(*pair) for pair in pairs])
 
     def row_parallel_linear(

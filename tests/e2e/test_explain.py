@@ -179,14 +179,15 @@ def test_stock_engines_are_explained_by_a_command(checkpoint, tmp_path, capsys):
     assert "tokens differ" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("weights", ["", "int4"])
+@pytest.mark.parametrize(("weights", "ranks"), [("", 1), ("int4", 2)])
 def test_operators_of_stock_engines_share_their_mismatch_by_a_command(
-    checkpoint, tmp_path, capsys, weights
+    checkpoint, tmp_path, capsys, weights, ranks
 ):
     file, page = tmp_path / "result.json", tmp_path / "page.html"
     code = main([
         "explain", "--hf-checkpoint", str(checkpoint), "--no-true-on-policy-mode",
         "--attribution", "operators", "--rollout-weight-format", weights,
+        "--sglang-tp-size", str(ranks),
         "--num-prompts", "4", "--max-new-tokens", "8", "--json", str(file), "--html", str(page),
         "--run-dir", str(tmp_path / "run"), "--cpu-threads", "1",
     ])  # fmt: skip
@@ -194,6 +195,7 @@ def test_operators_of_stock_engines_share_their_mismatch_by_a_command(
     assert code == (result["num_mismatched_tokens"] > 0)
     assert (result["num_sequences"], result["num_compared_tokens"]) == (4, 4 * 8)
     assert abs(result["kl_remainder"]) <= 0.05 * result["kl"][0]
+    assert result["only_in_one"] == result["ranks_differ"] == []
     assert "95 %" in capsys.readouterr().out and "<td class=bar" in page.read_text()
     kinds = {row["name"]: row["own_kl"][0] for row in result["kinds"]}
     if weights:  # whatever kernels do, rounded weights are most of it

@@ -8,6 +8,7 @@ What a stand-in computes is the plain mathematics in float32.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -18,6 +19,14 @@ BF16_GEMM_NT = {
     "0.1.5.post1": "(a, b, d, c=None, compiled_dims='')",
     "0.2.0": "(a, b, d, c=None, compiled_dims='', alpha=None)",
     "0.2.5": "(a, b, d, c=None, compiled_dims='', alpha=None, epilogue=None)",
+}
+
+# The same file; read in the first and the last of these versions.
+FP8_GEMM_NT = {
+    "0.1.5.post1": "(a, b, d, c=None, recipe=None, recipe_a=None, recipe_b=None, compiled_dims='', "
+    "disable_ue8m0_cast=False)",
+    "0.2.5": "(a, b, d, c=None, recipe=None, recipe_a=None, recipe_b=None, compiled_dims='', "
+    "disable_ue8m0_cast=False, alpha=None, epilogue=None)",
 }
 
 # sglang-kernel 0.4.5 and 0.4.7, sgl_kernel/flash_attn.py.
@@ -81,9 +90,59 @@ def deep_gemm(version: str, calls: list[SimpleNamespace]) -> SimpleNamespace:
         calls.append(call)
 
     module = SimpleNamespace(bf16_gemm_nt=bf16_gemm_nt, deterministic=False)
+    if version in FP8_GEMM_NT:
+        module.fp8_gemm_nt = _fp8_gemm_nt(signature(FP8_GEMM_NT[version]), calls)
     if version.startswith("0.2"):
         module.use_deterministic_algorithms = lambda on: setattr(module, "deterministic", on)
     return module
+
+
+def _fp8_gemm_nt(
+    parameters: inspect.Signature, calls: list[SimpleNamespace]
+) -> Callable[..., None]:
+    """On compute capability 9.0: csrc/apis/gemm.hpp, layout.hpp and sm90_fp8_gemm_1d{1,2}d.hpp."""
+
+    def fp8_gemm_nt(*args: object, **kwargs: object) -> None:
+        call = SimpleNamespace(**parameters.bind(*args, **kwargs).arguments)
+        assert type(call.a) is type(call.b) is tuple  # deep_gemm/__init__.py asks so
+        for numbers, _ in (call.a, call.b):
+            assert numbers.dtype == torch.float8_e4m3fn
+            assert numbers.stride() == (numbers.shape[1], 1)
+            assert numbers.shape[1] % 16 == numbers.data_ptr() % 16 == 0
+        (x, of_x), (weight, of_weight) = call.a, call.b
+        (M, K), N = x.shape, len(weight)
+        assert N % 8 == 0 and call.d.shape == (M, N) and call.d.is_contiguous()
+        _check_scales_by_column(of_x, M, K)
+        if call.recipe == (1, 128, 128):
+            assert call.d.dtype == torch.bfloat16 and not hasattr(call, "c")
+            assert of_weight.dtype == torch.float32 and of_weight.is_contiguous()
+            assert of_weight.shape == (-(-N // 128), -(-K // 128))
+            of_weight = of_weight.repeat_interleave(128, 0)[:N]
+            call.d.copy_(_sum_of_blocks(x, of_x, weight, of_weight))
+        else:
+            assert call.recipe == (1, 1, 128)
+            assert call.d.dtype == torch.float32 and call.c is call.d
+            _check_scales_by_column(of_weight, N, K)
+            call.d.add_(_sum_of_blocks(x, of_x, weight, of_weight))
+        calls.append(call)
+
+    return fp8_gemm_nt
+
+
+def _check_scales_by_column(scales: Tensor, rows: int, K: int) -> None:
+    """What the library takes as it is: get_mn_major_tma_aligned_tensor."""
+    assert scales.dtype == torch.float32 and scales.shape == (rows, -(-K // 128))
+    assert scales.stride() == (1, -(-rows // 4) * 4) and scales.data_ptr() % 16 == 0
+
+
+def _sum_of_blocks(x: Tensor, of_x: Tensor, weight: Tensor, of_weight: Tensor) -> Tensor:
+    """float32 [M, N], blocks of K in ascending order. What a block sums to is exact in float64, so no
+    number of rows has bits of its own."""
+    total = torch.zeros(len(x), len(weight))
+    blocks = x.double().split(128, 1), weight.double().split(128, 1)
+    for scale_x, scale_weight, left, right in zip(of_x.t(), of_weight.t(), *blocks, strict=True):
+        total += scale_x[:, None] * scale_weight * (left @ right.t()).float()
+    return total
 
 
 _LIBRARY = library.Library("recorded", "DEF")

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from onpolicy.explain.taps.recorder import Recorder
+from onpolicy.explain.taps.recorder import Call, Recorder
 from onpolicy.explain.taps.recording import Recording
 from onpolicy.models.align import AlignedLinear
 from onpolicy.models.experts import AlignedExperts
@@ -52,8 +52,12 @@ def record_ranks(
     break_: Break = lambda rank, policy: CpuOperators(1),
     on_pass: Callable[..., None] = lambda rank, spans, store: None,
     recorders: Sequence[Recorder] = (),
+    passes: list[list[Call]] | None = None,
 ) -> Recording:
-    """What the ranks of a rollout compute of the sequences."""
+    """What the ranks of a rollout compute of the sequences.
+
+    passes: grows by the calls of each pass of each rank.
+    """
     recorders = recorders or [Recorder(rank) for rank in range(RANKS)]
     policies = [load_in_blocks(path) for _ in range(RANKS)]
 
@@ -61,7 +65,7 @@ def record_ranks(
         _cut(policies[rank], rank)
         operators = break_(rank, policies[rank])
         own = policies[rank], operators, sequences, recorders[rank], partial(on_pass, rank)
-        return record_rollout(*own)
+        return record_rollout(*own, passes)
 
     recording = Recording()
     for outcome in on_ranks(RANKS, run):

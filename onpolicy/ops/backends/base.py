@@ -12,6 +12,9 @@ from onpolicy.ops.machine import Machine
 GEMM_COLUMNS = 16
 """DeepGEMM multiplies by weights whose out features are a multiple of this, its narrowest tile."""
 
+FP8_BLOCK = 128
+"""Output and input channels of a weight that share a scale in DeepGEMM's products of bytes."""
+
 MAX_HEAD_DIM = 224
 """Numbers of a query, key or value that portable operators multiply in a known order: two of the blocks
 in which MKL sums under MKL_CBWR=COMPATIBLE (`onpolicy/ops/portable.py`)."""
@@ -48,6 +51,9 @@ class Backend:
 
     modules: tuple[str, ...] = ()
     """What its kernels are imported from; of `machine.DISTRIBUTIONS`."""
+
+    multiplies_bytes: bool = False
+    """Whether linears that read rounded inputs multiply bytes (`ops/hopper/fp8.py`)."""
 
     engine_modules: tuple[str, ...] = ()
     """What SGLang imports besides, whose server runs these operators; of `machine.DISTRIBUTIONS`."""

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onpolicy.contract import NumericsContract
+from onpolicy.contract import NumericsContract, OperatorShapes
+from onpolicy.ops.backends.base import FP8_BLOCK
 from onpolicy.ops.base import Operators
 from onpolicy.ops.checks.attention_check import (
     AttentionInputs,
@@ -102,6 +103,24 @@ def _products(operators: Operators, contract: NumericsContract, longest: int = 0
         yield inputs.name("paged_attention"), inputs.shape, paged
     for sizes in shapes.experts:
         yield "experts", sizes, _check_experts(operators, contract, sizes)
+    if (of_rounded := operators.of_rounded) is not operators:
+        narrow = replace(contract, shapes=shapes_in_blocks(shapes, row_parallel.blocks))
+        for name, shape, result in _products(of_rounded, narrow, longest):
+            yield f"{name} of bytes", shape, result
+
+
+def shapes_in_blocks(shapes: OperatorShapes, blocks: int) -> OperatorShapes:
+    """The linears of a model whose parts on any rank are whole blocks of bytes; nothing else."""
+    most = FP8_BLOCK * blocks
+    return replace(
+        shapes,
+        linear=tuple((n, k, b) for n, k, b in shapes.linear if n % most == k % FP8_BLOCK == 0),
+        row_linear=tuple(
+            (n, k, b) for n, k, b in shapes.row_linear if n % FP8_BLOCK == k % most == 0
+        ),
+        attention=(),
+        experts=(),
+    )
 
 
 def _check_linear(

@@ -32,8 +32,10 @@ def test_ranks_are_taken_however_they_share_the_model_and_on_any_hosts(argv):
     check(*argv)
 
 
-@pytest.mark.parametrize("argv", [(), ("--train-backend", "megatron"), TWO_RANKS])
-def test_operators_share_the_mismatch_of_any_trainer(argv):
+@pytest.mark.parametrize(
+    "argv", [(), ("--train-backend", "megatron"), TWO_RANKS, ("--sglang-tp-size", "2")]
+)
+def test_operators_share_the_mismatch_of_any_engines(argv):
     check("--attribution", "operators", "--no-true-on-policy-mode", *argv)
 
 
@@ -79,10 +81,9 @@ def test_an_attribution_of_what_cannot_be_aligned_in_part_is_refused():
     [
         (("--case", "c.json"), "an interval needs"),
         (("--align", "norm", "--no-true-on-policy-mode"), "the aligned kinds alone"),
-        (("--sglang-tp-size", "2"), "parts of rows"),
     ],
 )
-def test_operators_share_the_mismatch_of_a_rollout_of_one_rank_as_it_is(argv, rule):
+def test_operators_share_the_mismatch_of_a_rollout_as_it_is(argv, rule):
     check("--attribution", "operators")
     with pytest.raises(ConfigError, match=rule):
         check("--attribution", "operators", *argv)

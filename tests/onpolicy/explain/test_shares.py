@@ -29,7 +29,8 @@ def contributions(tokens, **kl):
 
 FOUND = [contributions(3, norm=0.6, before=0.2, head=-0.1), contributions(1, norm=0.1, head=0.0)]
 COUNTS = {
-    "num_mismatched_tokens": 4, "num_compared_tokens": 4, "k3_kl_mean": 0.2, "only_in_one": []
+    "num_mismatched_tokens": 4, "num_compared_tokens": 4, "k3_kl_mean": 0.2, "only_in_one": [],
+    "ranks_differ": [],
 }  # fmt: skip
 
 
@@ -66,6 +67,9 @@ def test_the_text_says_which_kind_to_align_and_the_page_has_a_bar_for_each_row()
     aligned = {**COUNTS, **table([contributions(3, norm=0.0)])}
     aligned["kl"] = [0.0, 0.0, 0.0]
     assert "Every operator contributes exactly 0." in shares_text(aligned)
+    differ = shares_text({**result, "ranks_differ": ["rms_norm of norm"]})
+    assert "Ranks of the rollout have other numbers in the same rows" in differ
+    assert "are taken: rms_norm of norm." in differ and "Ranks" not in shares_text(result)
     missing = shares_text({**result, "only_in_one": ["layer_norm of norm"]})
     assert (
         "Not recorded in the rollout, so part of what comes after: layer_norm of norm." in missing

@@ -157,6 +157,9 @@ def test_weights_are_packed_by_servers_that_a_command_starts_of_rounded_ones_on_
                 tool(packs, *none)
     with pytest.raises(ConfigError, match=r"--rollout-pack-weights=True: aligned servers alone"):
         TOOLS["verify"](packs, *int4, *STOCK)
+    of_bytes = ("--operators", "hopper_fp8", "--rollout-activation-format", "fp8_e4m3")
+    with pytest.raises(ConfigError, match=r"--rollout-pack-weights=True: .* share a place"):
+        TOOLS["verify"](packs, "--rollout-weight-format", "fp8_e4m3_block128", *of_bytes)
     with pytest.raises(ConfigError, match=r"--rollout-pack-weights=True: .*--rollout-server-url"):
         TOOLS["verify"](packs, *int4, "--rollout-server-url", "http://127.0.0.1:1")
 

@@ -94,6 +94,7 @@ def test_the_checks_at_start_up_call_every_operator(dtype):
     # Or tried where they are put in, and where sums have one block.
     of_a_trainer = {"run_pieces", "add_rms_norm", "norm_rotary", "mix_few"}
     whole_numbers = {"uniform"}  # of integers, with one result everywhere
+    of_a_trainer.add("hold")  # or of an engine
     members = {name: member for name, member in vars(Operators).items() if name[0] != "_"}
     public = {name for name, member in members.items() if not isinstance(member, int | None)}
     assert public - called == of_a_backward_pass | of_a_trainer | whole_numbers
@@ -134,6 +135,34 @@ def test_sums_are_checked_before_bfloat16_rounds_their_differences_away():
     self_check(CpuOperators(), contract)
     with pytest.raises(ContractError, match="operator=linear"):
         self_check(Hidden(), contract)
+
+
+class WithBytes(CpuOperators):
+    """Operators whose linears of rounded inputs are others."""
+
+    def __init__(self, of_rounded):
+        super().__init__()
+        self._of_rounded = of_rounded
+
+    @property
+    def of_rounded(self):
+        return self._of_rounded
+
+
+@pytest.mark.parametrize("broken", ["linear", "partial_linear"])
+def test_linears_of_bytes_are_checked_at_the_shapes_that_are_whole_blocks(broken):
+    shapes = dataclasses.replace(
+        SHARED.shapes,
+        linear=((256, 128, False), (137, 128, False), (128, 96, True)),
+        row_linear=((128, 512, False), (96, 512, False)),
+    )
+    contract = dataclasses.replace(SHARED, shapes=shapes, row_parallel_blocks=2)
+    digests = self_check(WithBytes(CpuOperators()), contract)
+    found = {name for name in digests if "of bytes" in name}
+    assert found == {"linear of bytes 256x128", "row-parallel linear of bytes 128x512"}
+    assert not [name for name in self_check(CpuOperators(), contract) if "of bytes" in name]
+    with pytest.raises(ContractError, match=r"linear, shape=\(.*not row-invariant"):
+        self_check(WithBytes(break_operator(CpuOperators(), broken)), contract)
 
 
 def test_probe_is_the_same_whatever_is_asked_after():

@@ -1,0 +1,153 @@
+"""Linear by DeepGEMM's FP8 product, of an input and a weight that were rounded to FP8.
+
+Both come as what their numbers and scales amount to in bfloat16. Rounding that again gives these
+numbers and scales, bit for bit, so whoever holds the rounded weight needs nothing else to multiply
+bytes: a scale for each row of the input, and for each 128 x 128 of the weight.
+
+Row invariance, by reading: the kernels walk K in ascending blocks of 128. The tensor cores sum a block
+in four steps of 32, and that sum, times the product of both scales, is added to one float32
+accumulator; K is never split. The number of rows chooses the size of tiles and what they load together,
+not the order of a sum. There are two kernels, and the dtype of the result chooses between them: one can
+write bfloat16 alone; the other can only add to float32, here to zeros, and wants scales for each row of
+the weight.
+Sources: csrc/apis/gemm.hpp, csrc/apis/layout.hpp and csrc/jit_kernels/heuristics/sm90.hpp of
+sgl-project/DeepGEMM; sm90_fp8_gemm_1d1d.cuh and sm90_fp8_gemm_1d2d.cuh of sgl-deep-gemm 0.1.5.post1 and
+0.2.5. None of this has run on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from onpolicy.ops.backends.base import FP8_BLOCK as BLOCK
+from onpolicy.ops.base import Operators
+from onpolicy.ops.hopper import gemm
+from onpolicy.ops.triton.linear import TritonLinear
+from onpolicy.weights.rounding import FP8, quantise
+
+ROWS_AT_A_TIME = 32 * BLOCK
+"""Rows of a weight that are float32 numbers at once, while bytes are made of it; decides no bit."""
+
+ALIGNED_SCALES = 4
+"""float32 numbers in 16 bytes, of which TMA wants columns of scales to be multiples."""
+
+
+class Bytes(NamedTuple):
+    """A matrix as FP8 numbers and their scales."""
+
+    numbers: Tensor
+    """float8_e4m3fn [R, K], contiguous"""
+
+    scales: Tensor
+    """float32: of an input [R, K / 128], by column; of a weight [R / 128, K / 128]"""
+
+
+def input_in_bytes(x: Tensor) -> Bytes:
+    """[M, K], each row rounded by a scale of its own, which its blocks of K all get."""
+    numbers, scales = quantise(x, "fp8_e4m3")
+    return Bytes(numbers.to(FP8), by_column(scales.expand(-1, x.shape[1] // BLOCK)))
+
+
+def weight_in_bytes(weight: Tensor) -> Bytes:
+    """[N, K], rounded in blocks of 128 x 128; both are multiples of 128."""
+    parts = []
+    for rows in weight.split(ROWS_AT_A_TIME):
+        numbers, scales = quantise(rows, "fp8_e4m3_block128")
+        parts.append((numbers.to(FP8), scales))
+    return Bytes(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def by_column(scales: Tensor) -> Tensor:
+    """[R, C] -> the same, one column after the other, each from a 16-byte boundary on, as TMA wants it.
+
+    DeepGEMM takes this as it is; of other layouts it makes copies, by kernels that it chooses by them.
+    """
+    rows, columns = scales.shape
+    out = scales.new_zeros(columns, rows + -rows % ALIGNED_SCALES)
+    out[:, :rows] = scales.t()
+    return out.t()[:rows]
+
+
+def multiply(x: Bytes, weight: Bytes, out_dtype: torch.dtype) -> Tensor:
+    """The product of what both amount to: [M, K], [N, K] -> bfloat16 or float32 [M, N]."""
+    shape, product = (len(x.numbers), len(weight.numbers)), gemm.loaded().fp8_gemm_nt
+    # It takes plain tuples alone.
+    if out_dtype == torch.bfloat16:
+        out = x.scales.new_empty(shape, dtype=out_dtype)
+        product(tuple(x), tuple(weight), out, recipe=(1, BLOCK, BLOCK))
+        return out
+    out = x.scales.new_zeros(shape)
+    of_rows = weight.scales[:, None].expand(-1, BLOCK, -1).flatten(0, 1)
+    product(tuple(x), (weight.numbers, by_column(of_rows)), out, c=out, recipe=(1, 1, BLOCK))
+    return out
+
+
+def fp8_linear(x: Tensor, weight: Bytes, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Row-invariant `x @ weight.T + bias`: [M, K], [N, K], [N] -> [M, N]; no autograd.
+
+    With a bias the product is left in float32 until the bias is in, as `gemm.deep_gemm_linear` does it.
+    """
+    of_x = input_in_bytes(x)
+    if bias is None:
+        return multiply(of_x, weight, out_dtype)
+    return multiply(of_x, weight, torch.float32).add_(bias.float()).to(out_dtype)
+
+
+class Fp8Linear(TritonLinear):
+    """The forward above; the backward is that of the Triton operators, of what the bytes amount to."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return fp8_linear(x, weight_in_bytes(weight), bias, out_dtype)
+
+
+class Fp8Linears(Operators):
+    """Operators whose linears multiply bytes.
+
+    Every row that a linear is given was rounded by one scale, and its weight, whose sizes are multiples
+    of 128, by one for each 128 x 128 numbers.
+    """
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._held: dict[tuple[int, torch.Size], Bytes] = {}
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._product(x, weight, bias, x.dtype)
+
+    def partial_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self._product(x, weight, None, torch.float32)
+
+    def blockwise_linear(self, x: Tensor, weight: Tensor, blocks: int) -> Tensor:
+        return Operators.blockwise_linear(self, x, weight, blocks)
+
+    @torch.no_grad()
+    def hold(self, weights: Iterable[Tensor]) -> None:
+        for weight in weights:
+            made, key = weight_in_bytes(weight), _place(weight)
+            held = self._held.setdefault(key, made)
+            for into, new in zip(held, made, strict=True):  # where CUDA graphs read
+                into.copy_(new)
+
+    def _product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if torch.is_grad_enabled():
+            out: Tensor = Fp8Linear.apply(rows, weight, bias, out_dtype)
+        else:
+            in_bytes = self._held.get(_place(weight)) or weight_in_bytes(weight)
+            out = fp8_linear(rows, in_bytes, bias, out_dtype)
+        return out.view(*x.shape[:-1], len(weight))
+
+
+def _place(weight: Tensor) -> tuple[int, torch.Size]:
+    return weight.data_ptr(), weight.shape
