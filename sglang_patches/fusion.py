@@ -11,6 +11,7 @@ Source: load_model_with_memory_saver (sglang/srt/model_executor), replace_linear
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from onpolicy.models.fused_norms import fuse_norms
@@ -19,14 +20,24 @@ from onpolicy.ops import Operators
 from sglang_patches import registry
 
 
-def fuse(runner: Any, operators: Operators) -> None:
-    """Fuse what an engine's model runner has loaded, once its modules are aligned."""
-    backup = runner.server_args.enable_weights_cpu_backup
-    with runner.memory_saver_adapter.region("weights", enable_cpu_backup=backup):
+def fuse(runner: Any, operators: Operators) -> list[JointLinear]:
+    """Fuse what an engine's model runner has loaded, once its modules are aligned; returns the joint
+    products."""
+    with weights_memory(runner):
         joint = join_linears(runner.model, operators, is_plain)
     fused = fuse_norms(runner.model, operators)
     runner.model.load_weights = _checked(runner.model.load_weights, joint)
     registry.report["fusion"] = {"joint_linears": len(joint), "fused_norms": fused}
+    return joint
+
+
+def weights_memory(runner: Any) -> AbstractContextManager[None]:
+    """What is made inside lies where SGLang keeps weights."""
+    backup = runner.server_args.enable_weights_cpu_backup
+    memory: AbstractContextManager[None] = runner.memory_saver_adapter.region(
+        "weights", enable_cpu_backup=backup
+    )
+    return memory
 
 
 def is_plain(linear: Any) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from onpolicy.contract import NumericsContract
-from onpolicy.models.rounded_inputs import round_inputs
+from onpolicy.models.rounded_inputs import operators_of, round_inputs
 from onpolicy.models.tensor_parallel import engine_style
 from onpolicy.ops import Operators
 from sglang_patches import own_layers, registry
@@ -33,14 +33,14 @@ def install(operators: Operators, contract: NumericsContract) -> None:
     def apply(
         self: object, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return operators.linear(x, layer.weight, bias)
+        return operators_of(layer, operators).linear(x, layer.weight, bias)
 
     def row_forward(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         x = own_part(x, layer.input_size_per_partition)
         apart = layer.bias if layer.skip_bias_add else None
         bias = None if layer.skip_bias_add else layer.bias
-        out = operators.row_parallel_linear(x, layer.weight, bias, row_parallel(contract))
-        return out, apart
+        own = operators_of(layer, operators)
+        return own.row_parallel_linear(x, layer.weight, bias, row_parallel(contract)), apart
 
     if contract.aligns("linear"):
         own_layers.replace(TARGET, apply, operators)

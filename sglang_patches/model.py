@@ -15,10 +15,12 @@ from onpolicy.contract import KINDS, NumericsContract
 from onpolicy.models.align import align_modules
 from onpolicy.models.layers import follow_layers, hand_on_keywords
 from onpolicy.ops import Operators
+from onpolicy.ops.backends import backend_of
 from onpolicy.ops.checks.self_check import self_check
 from onpolicy.ops.partial import aligned_side
 from sglang_patches import adapters, registry
 from sglang_patches.fusion import fuse
+from sglang_patches.held_bytes import HeldBytes
 from sglang_patches.linear import prepare_linears
 from sglang_patches.own_layers import keep_norms
 from sglang_patches.tensor_parallel import row_parallel
@@ -37,12 +39,14 @@ def install(operators: Operators, contract: NumericsContract, *, fuses: bool) ->
         hand_on_keywords(runner.model.model)
         checked = self_check(aligned_side(operators), contract, longest_prefill())
         registry.report["self_check"] = checked
-        if fuses and not contract.is_partial:
-            fuse(runner, operators)
+        joint = fuse(runner, operators) if fuses and not contract.is_partial else []
         prepare_linears(runner.model, contract)
+        if held is not None:
+            held.take(runner, joint)
         adapters.put_in(runner.model, operators, contract)
         return result
 
+    held = HeldBytes(operators) if backend_of(contract.backend).multiplies_bytes else None
     own_norms = keep_norms(contract) if contract.aligns("norm") else set()
     registry.hook(LOAD_TARGET, after_load, "after")
 

@@ -110,7 +110,7 @@ for name in map(str, names):
 
 def test_commands_of_the_engines_suite_are_valid_on_one_gpu(tmp_path, checkpoints):
     """One of each sort; SGLang reads the flags of each for seconds."""
-    names = ["train_hopper", "lora_hopper", "train_drafts"]
+    names = ["train_hopper", "verify_fp8", "lora_hopper", "train_drafts"]
     (tmp_path / "quickstart").mkdir()
     for link in ("quickstart/model", "qwen3-0.6b"):
         (tmp_path / link).symlink_to(checkpoints["qwen3"])

@@ -38,6 +38,7 @@ from onpolicy.models.experts import (
 from onpolicy.models.gated_mlp import gate_by_operators, is_gated_mlp
 from onpolicy.models.norms import AlignedLayerNorm, AlignedRMSNorm, aligned_norm, is_norm
 from onpolicy.models.rotary import rotate_by_operators
+from onpolicy.models.rounded_inputs import operators_of
 from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops.base import Operators
 from onpolicy.ops.checks.probe import probe
@@ -57,7 +58,8 @@ class AlignedLinear(nn.Linear):
         self.operators, self.row_parallel = operators, row_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.operators.row_parallel_linear(x, self.weight, self.bias, self.row_parallel)
+        operators = operators_of(self, self.operators)
+        return operators.row_parallel_linear(x, self.weight, self.bias, self.row_parallel)
 
 
 class AlignedActivation(nn.Module):

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from onpolicy.errors import ContractError
+from onpolicy.models.rounded_inputs import operators_of
+from onpolicy.ops.backends.base import FP8_BLOCK
 from onpolicy.ops.base import Operators
 from onpolicy.ops.checks.probe import probe
 from onpolicy.ops.checks.rowwise_check import FEW_ROW_COUNTS as ROW_COUNTS
@@ -48,7 +50,8 @@ class JointLinear:
         """[..., K] -> [..., N_i]: the first of the linears that is called computes all of them."""
         if x is not self._x or self._parts[number] is None:
             self._x = x
-            product = self.operators.linear(x, self.weight, self.bias)
+            operators = operators_of(self.linears[0], self.operators)
+            product = operators.linear(x, self.weight, self.bias)
             self._parts = list(product.split(self.sizes, dim=-1))
         part, self._parts[number] = self._parts[number], None
         if all(part is None for part in self._parts):
@@ -126,7 +129,10 @@ def _keeps_bits(operators: Operators, linears: Sequence[Any]) -> bool:
     """
     device, dtype = linears[0].weight.device, linears[0].weight.dtype
     dtypes = {dtype} | ({torch.float32} if device.type == "cpu" else set())
-    return all(_keeps_bits_in(each, operators, linears) for each in dtypes)
+    ways = [operators]
+    if all(size % FP8_BLOCK == 0 for linear in linears for size in linear.weight.shape):
+        ways += {operators.of_rounded} - {operators}
+    return all(_keeps_bits_in(each, way, linears) for way in ways for each in dtypes)
 
 
 def _keeps_bits_in(dtype: torch.dtype, operators: Operators, linears: Sequence[Any]) -> bool:

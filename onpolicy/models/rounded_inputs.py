@@ -1,9 +1,10 @@
 """What linears read, in 8 bits a number with a scale for each token, as where one multiplies in 8 bits.
 
 Both engines round what a linear, or an expert, reads by the same function, and multiply what numbers and
-scales come to in their own dtype. Where tensor-parallel ranks may share K, each block of
-`row_parallel_blocks` has a scale of its own, so that no rank asks another. Output projections, routers
-and the second factor of an adapter read what they always do. A gradient passes straight through.
+scales come to in their own dtype; in linears, operators may multiply bytes (`Operators.of_rounded`).
+Where tensor-parallel ranks may share K, each block of `row_parallel_blocks` has a scale of its own, so
+that no rank asks another. Output projections, routers and the second factor of an adapter read what they
+always do. A gradient passes straight through.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onpolicy.ops.base import Operators
 from onpolicy.ops.experts import Gate
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 from onpolicy.weights.rounding import is_rounded, round_weight, straight_through
@@ -59,6 +61,16 @@ class InputRounding:
         self._last = None
 
 
+def reads_rounded(linear: Any) -> bool:
+    """Whether `round_inputs` was told of this linear."""
+    return getattr(linear, "reads_rounded", False)
+
+
+def operators_of(linear: Any, operators: Operators) -> Operators:
+    """Those of `operators` that a linear computes by."""
+    return operators.of_rounded if reads_rounded(linear) else operators
+
+
 def round_inputs(model: nn.Module, activation_format: str, linears: tuple[type[Any], ...]) -> None:
     """Have the linears of `model`, modules of these classes, and its experts, modules with a `rounding`,
     read rounded inputs from now on: those whose weights formats are for. An empty one rounds nothing."""
@@ -72,5 +84,6 @@ def round_inputs(model: nn.Module, activation_format: str, linears: tuple[type[A
         children: list[tuple[str, Any]] = list(module.named_children())
         for leaf, child in children:
             if isinstance(child, linears) and is_rounded(f"{name}.{leaf}.weight", child.weight):
+                child.reads_rounded = True
                 child.register_forward_pre_hook(rounding.of_linear)
                 module.register_forward_hook(rounding.forget)

@@ -23,7 +23,7 @@ from tests.gpu.summary import Summary
 from tests.gpu.tally import Tally
 from tests.support.gpu.launches import watch_launches
 from tests.support.gpu.machine import describe_machine
-from tests.support.gpu.operators import BACKENDS
+from tests.support.gpu.operators import BACKENDS, make_linears_of_bytes, missing_part
 from tests.support.violations import few_rows_differ
 
 
@@ -122,6 +122,19 @@ def operators(backend: str, setting: Setting, request: pytest.FixtureRequest) ->
     if setting.device == "cuda" and (problem := obstacle(backend, file)):
         pytest.skip(f"{backend} operators: {problem}")
     return make_for(backend, file, setting)
+
+
+@pytest.fixture
+def of_bytes(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> Operators:
+    """Operators whose linears multiply bytes; in a rehearsal by a stand-in for DeepGEMM."""
+    if setting.device != "cuda":
+        from tests.support.bytes_on_cpu import OfRounded, stand_in  # which defines what a GPU has
+
+        stand_in(monkeypatch)
+        return OfRounded(1)
+    if problem := missing_part("deep_gemm"):
+        pytest.skip(f"deep_gemm: {problem}")
+    return make_linears_of_bytes()
 
 
 @pytest.fixture

@@ -31,6 +31,11 @@ SHARED = ("--colocate", "--sglang-mem-fraction-static", "0.2", "--sglang-max-tot
 
 DRAFTS = ("--sglang-speculative-algorithm", "NGRAM")
 
+IN_BYTES = (
+    *("--rollout-weight-format", "fp8_e4m3_block128"),
+    *("--rollout-activation-format", "fp8_e4m3"),
+)
+
 SAME = ("train", "train_again", "train_drafts")
 """Runs that have one hash."""
 
@@ -63,6 +68,7 @@ def commands(inputs: Path, folder: Path) -> dict[str, list[str]]:
         "train_hopper": long_answers,
         "verify_triton": verify(real, "triton"),
         "verify_hopper": verify(real, "hopper", "--rollout-activation-format", "fp8_e4m3"),
+        "verify_fp8": verify(real, "hopper_fp8", *IN_BYTES),
         "lora_hopper": verify(real, "hopper", "--lora-rank", "16"),
         "dora_triton": verify(small, "triton", "--lora-rank", "16", "--lora-dora"),
         "verify_drafts": verify(small, "triton", *DRAFTS),

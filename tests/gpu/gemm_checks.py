@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onpolicy.ops import Operators
+from onpolicy.ops.backends.base import FP8_BLOCK
 from tests.gpu.row_checks import Numbers, check_gradients, check_rows
 from tests.gpu.tally import Tally
+from tests.support.gpu.shapes import ModelShape
 
 Gemm = Callable[[Tensor, Tensor], Tensor]
 """`Operators.linear` or `partial_linear`: [M, K], [N, K] -> [M, N]"""
@@ -19,6 +21,13 @@ GroupedGemm = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 DEGREES = (2, 4, 8)
 """Tensor-parallel degrees whose shards are compared with the whole."""
+
+
+def linears_of_bytes(model: ModelShape) -> dict[str, tuple[int, int]]:
+    """Those of a model that are rounded, and whole blocks; some small ones if it has none."""
+    rounded = {n: s for n, s in model.linears().items() if n not in ("lm_head", "router")}
+    whole = {n: s for n, s in rounded.items() if s[0] % FP8_BLOCK == s[1] % FP8_BLOCK == 0}
+    return whole or {"small": (2 * FP8_BLOCK, 3 * FP8_BLOCK)}
 
 
 def make_weight(numbers: Numbers, *shape: int) -> Tensor:

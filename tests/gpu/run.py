@@ -24,6 +24,7 @@ from tests.support.gpu.machine import write_json
 FILES = (
     "test_libraries",
     "test_gemm",
+    "test_fp8",
     "test_rows",
     "test_attention",
     "test_end_to_end",

@@ -9,6 +9,7 @@ from onpolicy.errors import ContractError
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.operator_shapes import operator_shapes
 from onpolicy.ops.checks.self_check import self_check
+from onpolicy.ops.hopper import fp8
 from tests.gpu import attention_checks, gemm_checks
 from tests.gpu.attention_checks import Heads
 from tests.gpu.backends import make_contract
@@ -29,6 +30,24 @@ def test_cublas_rows_depend_on_the_number_of_rows(stock, model, setting, tally):
             gemm_checks.check_row_counts(
                 stock.linear, n, k, setting.row_counts, numbers, tally, f"{name} {n}x{k}"
             )
+    tally.require_some()
+
+
+def test_an_input_scale_that_the_batch_shares_is_seen(
+    of_bytes, model, setting, numbers, tally, monkeypatch
+):
+    """Of products of bytes."""
+    right = fp8.input_in_bytes
+
+    def shared(x):
+        made = right(x)
+        return made._replace(scales=made.scales.fill_(float(made.scales.max())))
+
+    monkeypatch.setattr(fp8, "input_in_bytes", shared)
+    with torch.no_grad():
+        for name, (n, k) in gemm_checks.linears_of_bytes(model).items():
+            counts = setting.three_row_counts
+            gemm_checks.check_row_counts(of_bytes.linear, n, k, counts, numbers, tally, name)
     tally.require_some()
 
 

@@ -28,9 +28,16 @@ def tapped(operators: Operators, recorder: Recorder) -> Operators:
 
 class _Tapped:
     def __init__(self, operators: Operators, recorder: Recorder):
-        self._operators = operators
+        self._operators, self._recorder = operators, recorder
         for name in INPUTS:
             setattr(self, name, partial(recorder.run, name, getattr(operators, name)))
+
+    @property
+    def of_rounded(self) -> Operators:
+        others = self._operators.of_rounded
+        return (
+            cast(Operators, self) if others is self._operators else tapped(others, self._recorder)
+        )
 
     def mix_few(self, *_: Any) -> None:
         """Nothing is computed in fewer kernels than there are operators to record."""

@@ -12,7 +12,7 @@ from onpolicy.contract import OperatorShapes
 from onpolicy.errors import ConfigError, ContractError
 from onpolicy.ops.backends.base import Backend, Demand
 from onpolicy.ops.backends.cpu import CPU, ONEDNN, PORTABLE, STOCK
-from onpolicy.ops.backends.gpu import HOPPER, TRITON
+from onpolicy.ops.backends.gpu import HOPPER, HOPPER_FP8, TRITON
 from onpolicy.ops.machine import DISTRIBUTIONS, INSTALL, Machine
 
 __all__ = [
@@ -33,8 +33,9 @@ CPU_BACKENDS = (CPU, ONEDNN, PORTABLE)
 """In the order in which `--operators auto` asks them. The one that every CPU keeps comes first, so that
 a run has the same bits on a CPU with bfloat16 instructions and on one without."""
 
-GPU_BACKENDS = (HOPPER, TRITON)
-"""Tried in order, the most particular first."""
+GPU_BACKENDS = (HOPPER, HOPPER_FP8, TRITON)
+"""Tried in order, the most particular first. Products of bytes fit where HOPPER does, so they are chosen
+by their name alone."""
 
 BACKENDS = (*CPU_BACKENDS, *GPU_BACKENDS, STOCK)
 

@@ -52,6 +52,9 @@ class Backend:
     modules: tuple[str, ...] = ()
     """What its kernels are imported from; of `machine.DISTRIBUTIONS`."""
 
+    multiplies_bytes: bool = False
+    """Whether linears that read rounded inputs multiply bytes (`ops/hopper/fp8.py`)."""
+
     engine_modules: tuple[str, ...] = ()
     """What SGLang imports besides, whose server runs these operators; of `machine.DISTRIBUTIONS`."""
 

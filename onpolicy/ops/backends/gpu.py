@@ -1,6 +1,8 @@
-"""The entries of a GPU's operators: Triton's, for every model and dtype, and Hopper's."""
+"""The entries of a GPU's operators: Triton's, for every model and dtype, and Hopper's, of two kinds."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
@@ -89,3 +91,15 @@ HOPPER = Backend(
     engine_attention="sglang_patches.flash_attention:install",
 )
 """Compute capability 9.0, bfloat16, and shapes that its kernels fit."""
+
+
+def _make_hopper_fp8(num_threads: int) -> Operators:
+    from onpolicy.ops.hopper import HopperFp8Operators
+
+    exact_float32()
+    return HopperFp8Operators()
+
+
+HOPPER_FP8 = replace(HOPPER, name="hopper_fp8", make=_make_hopper_fp8, multiplies_bytes=True)
+"""The same, with products of bytes; which linears it takes is asked where names are known
+(`onpolicy/run/launch/contracts.py`)."""

@@ -12,7 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from onpolicy.ops.base import Operators
 from onpolicy.ops.hopper import flash_attention, gemm
+from onpolicy.ops.hopper.fp8 import Fp8Linears
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.triton import TritonOperators
 
@@ -86,3 +88,22 @@ class FlashAttention(TritonOperators):
 
 class HopperOperators(DeepGemmLinears, FlashAttention):
     """Row-invariant operators; creating them loads both libraries, or raises ContractError."""
+
+
+class HopperFp8Operators(HopperOperators):
+    """The same, with DeepGEMM's products of bytes for linears that read rounded inputs.
+
+    Experts that read such multiply what numbers and scales come to, as under `HopperOperators`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of_rounded = _OfRounded()
+
+    @property
+    def of_rounded(self) -> Operators:
+        return self._of_rounded
+
+
+class _OfRounded(Fp8Linears, HopperOperators):
+    pass

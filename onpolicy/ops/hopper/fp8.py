@@ -126,6 +126,9 @@ class Fp8Linears(Operators):
     def partial_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._product(x, weight, None, torch.float32)
 
+    def blockwise_linear(self, x: Tensor, weight: Tensor, blocks: int) -> Tensor:
+        return Operators.blockwise_linear(self, x, weight, blocks)
+
     @torch.no_grad()
     def hold(self, weights: Iterable[Tensor]) -> None:
         for weight in weights:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig
@@ -23,11 +24,13 @@ from onpolicy.models.llama4 import require_context
 from onpolicy.models.operator_shapes import operator_shapes
 from onpolicy.models.rotary_factors import choose_factors, follows_context
 from onpolicy.models.stored import stored_tensors
-from onpolicy.models.tensor_parallel import require_shardable
+from onpolicy.models.tensor_parallel import require_shardable, row_parallel_linears
 from onpolicy.ops.backends import backend_of, choose_backend
+from onpolicy.ops.backends.base import FP8_BLOCK
 from onpolicy.ops.environment import require_exact
 from onpolicy.ops.machine import Machine
 from onpolicy.run.launch.adapters import adapter_of
+from onpolicy.weights.rounding import is_rounded
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +70,14 @@ def contract_for(
     kv_format = _servers(config).rollout_kv_format
     if kv_format:
         require_cached(facts, backend, kv_format)
+    activation_format = _servers(config).rollout_activation_format
+    if backend_of(backend).multiplies_bytes:
+        require_bytes(facts, backend, (weight_format, activation_format), blocks)
     return NumericsContract(
         backend=backend,
         weight_format=weight_format,
         kv_format=kv_format,
-        activation_format=_servers(config).rollout_activation_format,
+        activation_format=activation_format,
         device="cuda" if torch.cuda.is_available() else "cpu",
         dtype=model.dtype,
         shapes=shapes,
@@ -114,6 +120,31 @@ def require_roundable(facts: ModelFacts, weight_format: str) -> None:
                 raise ConfigError(
                     f"--rollout-weight-format={weight_format}: the checkpoint has all experts of a "
                     f"layer in one tensor ({stored}), and only matrices are rounded. Leave the flag out."
+                )
+
+
+def require_bytes(
+    facts: ModelFacts, backend: str, formats: tuple[str, str], row_parallel_blocks: int
+) -> None:
+    """Raise ConfigError if these operators had no bytes to multiply, or a rank no whole blocks."""
+    if formats != ("fp8_e4m3_block128", "fp8_e4m3"):
+        raise ConfigError(
+            f"--operators={backend}: multiplies bytes of weights and inputs that both engines round. "
+            "Add --rollout-weight-format fp8_e4m3_block128 and --rollout-activation-format fp8_e4m3, or "
+            "choose --operators hopper."
+        )
+    shared = row_parallel_linears(facts.model)
+    for name, linear in facts.model.named_modules():
+        if not isinstance(linear, nn.Linear) or not is_rounded(f"{name}.weight", linear.weight):
+            continue
+        over = (1, row_parallel_blocks) if linear in shared else (row_parallel_blocks, 1)
+        for kind, size, ranks in zip(("output", "input"), linear.weight.shape, over, strict=True):
+            if size % (FP8_BLOCK * ranks):
+                whose = f" on each of up to {ranks} tensor-parallel ranks" if ranks > 1 else ""
+                raise ConfigError(
+                    f"--operators={backend}: {name} has {size} {kind} channels, and {FP8_BLOCK} "
+                    f"share a scale{whose}, so they must be a multiple of {FP8_BLOCK * ranks}. Choose "
+                    "--operators hopper, which multiplies what bytes and scales come to."
                 )
 
 

@@ -130,10 +130,11 @@ def server_memory(
     """One tensor-parallel rank's; `count` are those of all servers."""
     itemsize, ranks = getattr(torch, spec.contract.dtype).itemsize, spec.tp_size
     tokens, others = spec.cache_tokens or spec.needed_tokens, len(spec.adapter_names[1:])
+    each = itemsize + backend_of(spec.contract.backend).multiplies_bytes
     return ProcessMemory(
         "SGLang server" if ranks == 1 else "rank of an SGLang server",
         {
-            "weights": itemsize * (size.parameters + others * size.adapters) // ranks,
+            "weights": (each * size.parameters + itemsize * others * size.adapters) // ranks,
             f"cache of {tokens} tokens": tokens * token_bytes(hf_config, spec.contract) // ranks,
             "logits": FLOAT32 * LOGITS_COPIES * size.vocab * spec.max_concurrency,
             "libraries": SERVER_LIBRARIES,

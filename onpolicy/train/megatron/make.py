@@ -18,6 +18,8 @@ from onpolicy.config.groups import MegatronConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, ContractError
 from onpolicy.models.hf_config import load_config
+from onpolicy.ops.backends import backend_of
+from onpolicy.ops.backends.base import FP8_BLOCK
 from onpolicy.train import distributed
 from onpolicy.train.engine import recomputes_activations
 from onpolicy.train.megatron.layout import MegatronLayout
@@ -52,9 +54,23 @@ def require_megatron() -> None:
         )
 
 
+def _require_blocks_of_heads(operators: str, hf_config: PretrainedConfig) -> None:
+    """Queries, keys and values are one weight here, head by head, whose blocks must be theirs."""
+    head_dim = getattr(hf_config, "head_dim", None) or (
+        hf_config.hidden_size // hf_config.num_attention_heads
+    )
+    if operators != "auto" and backend_of(operators).multiplies_bytes and head_dim % FP8_BLOCK:
+        raise ConfigError(
+            f"--operators={operators}: head_dim={head_dim}, and with --train-backend megatron it must "
+            f"be a multiple of the {FP8_BLOCK} rows that share a scale. Use --train-backend fsdp, or "
+            "--operators hopper."
+        )
+
+
 def check(config: TrainConfig, hf_config: PretrainedConfig, contract: NumericsContract) -> None:
     """Raise ConfigError if this model cannot be laid out so over the run's ranks; starts nothing."""
     require_megatron()
+    _require_blocks_of_heads(config.operators.operators, hf_config)
     _layout(config, hf_config).check(hf_config, contract, config.cluster.num_ranks)
 
 

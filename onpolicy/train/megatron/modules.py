@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor, nn
 
+from onpolicy.models.rounded_inputs import operators_of
 from onpolicy.ops.row_parallel import RowParallel, tree_sum
 from onpolicy.train.megatron.adapters import JoinedLowRank
 from onpolicy.train.megatron.collectives import gather_rows, tree_sum_rows
@@ -86,7 +87,7 @@ class AlignedColumnLinear(ColumnParallelLinear):
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, tp_group)
         assert self.config.operators is not None
-        out = self.config.operators.linear(input, weight, bias)
+        out = operators_of(self, self.config.operators).linear(input, weight, bias)
         return out if self.lora is None else self.lora(input, out, bias)
 
 
@@ -103,9 +104,8 @@ class AlignedRowLinear(RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         assert self.config.operators is not None
-        out = self.config.operators.row_parallel_linear(
-            input_, self.weight, self.bias, self.row_parallel
-        )
+        operators = operators_of(self, self.config.operators)
+        out = operators.row_parallel_linear(input_, self.weight, self.bias, self.row_parallel)
         return out if self.lora is None else self.lora(input_, out, self.bias), None
 
 
@@ -123,7 +123,7 @@ class WholeLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.config.operators is not None
-        out = self.config.operators.linear(x, self.weight)
+        out = operators_of(self, self.config.operators).linear(x, self.weight)
         return out if self.lora is None else self.lora(x, out, None)
 
 

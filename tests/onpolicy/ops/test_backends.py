@@ -75,6 +75,7 @@ def without(machine, *modules):
         ("auto", "bfloat16", 128, L40, "triton"),
         ("triton", "bfloat16", 128, H200, "triton"),
         ("hopper", "bfloat16", 128, H200, "hopper"),
+        ("hopper_fp8", "bfloat16", 128, H200, "hopper_fp8"),
         ("auto", "bfloat16", 128, without(A100, "sgl_kernel", "deep_gemm"), "triton"),
     ],
 )
@@ -113,7 +114,7 @@ def test_a_matrix_whose_parts_deep_gemm_does_not_take_is_left_to_triton():
     ("operators", "dtype", "head_dim", "machine", "message"),
     [
         ("triton", "bfloat16", 128, CPU, r"--operators=triton: this machine has no GPU.*cpu or"),
-        ("cpu", "bfloat16", 128, H200, r"--operators=cpu: this machine has a GPU.*hopper or triton"),
+        ("cpu", "bfloat16", 128, H200, r"--operators=cpu: this machine has a GPU.*hopper.* or triton"),
         ("onednn", "bfloat16", 128, CPU, r"no bfloat16 instructions.*--operators cpu"),
         ("onednn", "float32", 128, CPU_BFLOAT16, r"dtype=float32: .*--operators cpu"),
         ("portable", "bfloat16", 128, CPU, r"MKL_CBWR=None: .*COMPATIBLE.*use_portable_kernels"),
@@ -125,6 +126,7 @@ def test_a_matrix_whose_parts_deep_gemm_does_not_take_is_left_to_triton():
         ("hopper", "bfloat16", 128, A100, r"capability=8.0: .*9.0 \(H100.*--operators triton"),
         ("hopper", "float32", 128, H200, r"dtype=float32: .*bfloat16 only.*--operators triton"),
         ("hopper", "bfloat16", 64, H200, r"head_dim=64: .*96, 128, 192, 256 only"),
+        ("hopper_fp8", "bfloat16", 128, A100, r"capability=8.0: .*9.0 \(H100.*--operators triton"),
         ("auto", "bfloat16", 128, B200, r"--operators=auto: compute capability=10.0: .*8.0.*9.0"),
         ("triton", "bfloat16", 128, B200, r"compute capability=10.0"),
         ("auto", "bfloat16", 128, without(H200, "deep_gemm"), r"deep_gemm .*sgl-deep-gemm.*\[gpu\]"),
@@ -166,7 +168,7 @@ def test_this_machine_is_described_as_it_is():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may keep these contracts")
-@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("backend", ["triton", "hopper", "hopper_fp8"])
 def test_a_process_that_cannot_keep_its_contract_does_not_start(backend):
     contract = NumericsContract(backend=backend, device="cuda", dtype="bfloat16", shapes=shapes())
     with pytest.raises(ContractError, match=rf"backend={backend}: compute capability=none"):
@@ -176,7 +178,8 @@ def test_a_process_that_cannot_keep_its_contract_does_not_start(backend):
 def test_an_unknown_backend_is_refused_by_name():
     contract = NumericsContract(backend="tpu", device="cpu", dtype="bfloat16", shapes=shapes())
     with pytest.raises(
-        ContractError, match=r"backend='tpu'.*cpu, onednn, portable, hopper, triton, stock.*version"
+        ContractError,
+        match=r"backend='tpu'.*cpu, onednn, portable, hopper, hopper_fp8, triton, stock.*version",
     ):
         make_operators(contract)
 

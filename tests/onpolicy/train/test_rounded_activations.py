@@ -5,7 +5,11 @@ import torch
 
 from onpolicy.errors import ParityError
 from onpolicy.models import kv_cache, rounded_inputs
+from onpolicy.ops.hopper import fp8
+from onpolicy.train import policy_trainer
+from tests.support.bytes_on_cpu import FORMATS, SIZES, BytesOnCpu, stand_in
 from tests.support.megatron_training import Job, make, make_samples, weights
+from tests.support.tiny import make_checkpoint
 
 
 def trainer_of(checkpoint, **engine):
@@ -64,3 +68,68 @@ def test_whoever_rounds_no_keys_computes_other_log_probs(checkpoint):
     rounded, whole = trainer_of(checkpoint, rollout_kv_format="int8"), trainer_of(checkpoint)
     log_probs = [[s.sample.rollout_log_probs for s in make_samples(x)] for x in (rounded, whole)]
     assert log_probs[0] != log_probs[1]
+
+
+@pytest.fixture(scope="module")
+def whole_blocks(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", **SIZES)
+
+
+@pytest.fixture
+def make_of_bytes(whole_blocks, monkeypatch):
+    """Makes trainers whose linears multiply bytes."""
+    stand_in(monkeypatch)
+    checked = BytesOnCpu(), {}
+    monkeypatch.setattr(policy_trainer, "checked_operators", lambda *_: checked)
+
+    def make_one(backend, **trainer):
+        changes = {"engine": FORMATS, "trainer": trainer}
+        return make(Job(path=whole_blocks, backend=backend, dtype="bfloat16", changes=changes))
+
+    return make_one
+
+
+def test_both_trainers_multiply_the_same_bytes_and_those_of_their_weights_after_a_step(
+    make_of_bytes, whole_blocks, monkeypatch
+):
+    log_probs = []
+    for backend in ("fsdp", "megatron"):
+        trainer, steps = make_of_bytes(backend), []
+        for step in range(2):
+            samples = make_samples(trainer)
+            metrics = trainer.train(samples, step, [1e-3]).metrics
+            assert metrics["parity/num_mismatched_tokens"] == 0
+            assert metrics["parity/num_compared_tokens"] > 0
+            steps.append([s.sample.rollout_log_probs for s in samples])
+        assert steps[0] != steps[1]
+        log_probs.append(steps[0])
+    assert log_probs[0] == log_probs[1]
+    monkeypatch.undo()
+    job = Job(path=whole_blocks, backend="fsdp", dtype="bfloat16", changes={"engine": FORMATS})
+    in_bfloat16 = make(job)
+    assert [s.sample.rollout_log_probs for s in make_samples(in_bfloat16)] != log_probs[0]
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_two_rows_with_each_others_scales_are_a_mismatch(make_of_bytes, monkeypatch, backend):
+    trainer = make_of_bytes(backend)
+    samples, right = make_samples(trainer), fp8.input_in_bytes
+
+    def swapped(x):
+        made = right(x)
+        made.scales[[0, 1]] = made.scales[[1, 0]]
+        return made
+
+    monkeypatch.setattr(fp8, "input_in_bytes", swapped)
+    with pytest.raises(ParityError):
+        trainer.train(samples, 0, [0.0])
+
+
+def test_activations_of_bytes_that_are_computed_again_are_alike(make_of_bytes):
+    def step(**trainer):
+        made = make_of_bytes("fsdp", **trainer)
+        made.train(make_samples(made), 0, [1e-3])
+        return weights(made)
+
+    kept, again = step(), step(activation_checkpointing=True)
+    assert all(torch.equal(kept[name], again[name]) for name in kept)

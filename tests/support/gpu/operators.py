@@ -45,3 +45,16 @@ def make_part(part: str) -> Operators:
 
     exact_float32()
     return DeepGemmLinears() if part == "deep_gemm" else FlashAttention()
+
+
+def make_linears_of_bytes() -> Operators:
+    """What `hopper_fp8` computes linears of rounded inputs by; raises ContractError."""
+    from onpolicy.ops.backends.gpu import exact_float32
+    from onpolicy.ops.hopper import DeepGemmLinears
+    from onpolicy.ops.hopper.fp8 import Fp8Linears
+
+    class LinearsOfBytes(Fp8Linears, DeepGemmLinears):
+        pass
+
+    exact_float32()
+    return LinearsOfBytes()

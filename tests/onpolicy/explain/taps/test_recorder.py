@@ -79,8 +79,11 @@ def test_every_operator_is_recorded_or_is_part_of_another():
     others = {"partial_linear", "blockwise_linear", "log_softmax", "gather_log_probs", "sample"}
     # Made of those that are recorded; an engine that is recorded does not call them.
     others |= {"add_rms_norm", "norm_rotary", "mix_few"}
+    # Those of linears of bytes are recorded themselves: tests/onpolicy/models/test_rounded_inputs.py.
+    others |= {"of_rounded"}
     # No part of a forward pass.
     others |= {
+        "hold",
         "whole",
         "linear_gradients",
         "grad_logits",

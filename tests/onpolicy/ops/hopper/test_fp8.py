@@ -5,32 +5,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onpolicy.ops.cpu import CpuOperators
-from onpolicy.ops.hopper import fp8, gemm
-from onpolicy.ops.hopper.fp8 import Bytes, Fp8Linears, input_in_bytes, weight_in_bytes
+from onpolicy.ops.hopper import fp8
+from onpolicy.ops.hopper.fp8 import Bytes, input_in_bytes, weight_in_bytes
 from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.weights.rounding import FP8, quantise, round_weight
-from tests.support.recorded_kernels import FP8_GEMM_NT, deep_gemm
+from tests.support.bytes_on_cpu import OfRounded, stand_in
+from tests.support.recorded_kernels import FP8_GEMM_NT
 
 M, N, K = 9, 256, 512
 WEIGHTS, INPUTS = "fp8_e4m3_block128", "fp8_e4m3"
 
 
-class Operators(Fp8Linears, CpuOperators):
-    """As those of a GPU, on a CPU."""
-
-
 @pytest.fixture(params=FP8_GEMM_NT)
 def calls(request, monkeypatch):
-    made = []
-    module = deep_gemm(request.param, made)
-    monkeypatch.setattr(gemm, "loaded", lambda: module)
-    return made
+    return stand_in(monkeypatch, request.param)
 
 
 @pytest.fixture
 def operators(calls):
-    return Operators(1)
+    return OfRounded(1)
 
 
 def numbers(*shape, seed=0):

@@ -15,6 +15,7 @@ from onpolicy.run.commands import verify_inputs
 from onpolicy.run.launch import contracts
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.memory_model import token_bytes
+from tests.support.bytes_on_cpu import SIZES
 from tests.support.tiny import make_checkpoint
 
 
@@ -60,6 +61,52 @@ def test_a_cache_in_eight_bits_is_for_what_reads_it(checkpoint, tmp_path, monkey
     monkeypatch.setattr(contracts, "choose_backend", lambda *_: "triton")
     with pytest.raises(ConfigError, match=r"--rollout-kv-format=int8: --operators triton read"):
         contract_for(config, hf_config, aligned=True)
+
+
+def of_bytes(path, weights="fp8_e4m3_block128", inputs="fp8_e4m3", blocks=1):
+    config = TrainConfig(
+        parity=groups.ParityConfig(true_on_policy_mode=True),
+        engine=groups.EngineConfig(rollout_weight_format=weights, rollout_activation_format=inputs),
+        operators=groups.OperatorsConfig(row_parallel_blocks=blocks),
+    )
+    return contract_for(config, load_config(str(path)), aligned=True)
+
+
+def test_products_of_bytes_are_told_apart_by_the_contract(checkpoint, tmp_path, monkeypatch):
+    whole = make_checkpoint(tmp_path, "qwen3", **SIZES)
+    in_bfloat16 = of_bytes(whole)
+    monkeypatch.setattr(contracts, "choose_backend", lambda *_: "hopper_fp8")
+    made = of_bytes(whole)
+    assert made.backend == "hopper_fp8"
+    assert made.fingerprint != in_bfloat16.fingerprint
+    assert of_bytes(whole, blocks=2).row_parallel_blocks == 2
+
+
+@pytest.mark.parametrize(
+    ("formats", "blocks", "changes", "message"),
+    [
+        ({"inputs": "int8"}, 1, {}, r"bytes of weights and inputs.*Add --rollout-weight"),
+        ({"weights": "fp8_e4m3"}, 1, {}, r"=hopper_fp8: .*fp8_e4m3_block128.*hopper\."),
+        ({}, 4, {}, r"q_proj has 256 output .*up to 4 .*multiple of 512.*--operators hopper,"),
+        ({}, 2, {"intermediate_size": 384}, r"gate_proj has 384 output .*up to 2"),
+        ({}, 1, {"hidden_size": 192}, r"q_proj has 192 input channels, and 128 share a scale,"),
+    ],
+)  # fmt: skip
+def test_what_has_no_whole_blocks_of_bytes_is_refused(
+    formats, blocks, changes, message, tmp_path, monkeypatch
+):
+    path = make_checkpoint(tmp_path, "qwen3", **{**SIZES, **changes})
+    monkeypatch.setattr(contracts, "choose_backend", lambda *_: "hopper_fp8")
+    with pytest.raises(ConfigError, match=message):
+        of_bytes(path, blocks=blocks, **formats)
+
+
+def test_what_stays_in_bfloat16_needs_no_whole_blocks(tmp_path, monkeypatch):
+    """The output projection, routers and experts."""
+    sizes = {**SIZES, "vocab_size": 137, "moe_intermediate_size": 72, "num_experts": 6}
+    path = make_checkpoint(tmp_path, "qwen3-moe", **sizes)
+    monkeypatch.setattr(contracts, "choose_backend", lambda *_: "hopper_fp8")
+    assert of_bytes(path).shapes.experts
 
 
 def test_a_list_of_kinds_makes_a_part_and_without_one_a_stock_run_stays_stock(checkpoint):

@@ -161,6 +161,10 @@ def test_a_server_is_its_weights_and_its_cache(checkpoint):
         2 * 2 * hf_config.num_hidden_layers * hf_config.num_key_value_heads * 48 * spec.cache_tokens
     )
     assert process.bytes == 2 * sum(process.parts.values())
+    of_bytes = dataclasses.replace(spec.contract, backend="hopper_fp8")
+    spec = dataclasses.replace(spec, contract=of_bytes)
+    process = server_memory(spec, size, hf_config, servers=2)
+    assert process.parts["weights"] == 3 * size.parameters
 
 
 def test_the_longest_sequence_is_a_training_or_an_evaluation_prompts(tmp_path):

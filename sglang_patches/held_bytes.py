@@ -1,0 +1,65 @@
+"""Keeps the bytes that linears multiply beside the rounded weights that they are made of.
+
+Diverges in stock SGLang: it is given bytes and scales. Here rounded weights are pushed and proved, and
+bytes and scales follow from them. They are made once after a push, before the first forward pass, where
+CUDA graphs read them; and they lie in the memory that SGLang keeps weights in, with which it gives them
+back.
+Source: ModelRunner.forward, sglang/srt/model_executor/model_runner.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+from onpolicy.models.joint_linears import JointLinear
+from onpolicy.models.rounded_inputs import reads_rounded
+from onpolicy.ops import Operators
+from onpolicy.ops.row_parallel import WHOLE, RowParallel
+from sglang_patches import registry
+from sglang_patches.fusion import weights_memory
+
+FORWARD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
+
+
+class HeldBytes:
+    """Those of one model runner."""
+
+    def __init__(self, operators: Operators):
+        self._operators = operators.of_rounded
+        self._weights: list[Tensor] = []
+        self._is_old = False
+        registry.hook(FORWARD_TARGET, self._renew, "before")
+
+    def take(self, runner: Any, joint: list[JointLinear]) -> None:
+        """Make them of what is loaded, and again of all that is loaded from now on."""
+        self._weights = list(multiplied(runner.model, joint))
+        with weights_memory(runner):
+            self._operators.hold(self._weights)
+        runner.model.load_weights = self._noticed(runner.model.load_weights)
+
+    def _noticed(self, load_weights: Callable[..., Any]) -> Callable[..., Any]:
+        def load(*args: Any, **kwargs: Any) -> Any:
+            self._is_old = True
+            return load_weights(*args, **kwargs)
+
+        return load
+
+    def _renew(self, *_: Any, **__: Any) -> None:
+        if self._is_old:
+            self._operators.hold(self._weights)
+            self._is_old = False
+
+
+def multiplied(model: Any, joint: list[JointLinear]) -> Iterator[Tensor]:
+    """The matrices by which linears of `model` multiply rounded inputs: a block of a row-parallel one is
+    one of its own."""
+    yield from (each.weight for each in joint if reads_rounded(each.linears[0]))
+    joined = set(chain.from_iterable(each.linears for each in joint))
+    for module in model.modules():
+        if reads_rounded(module) and module not in joined:
+            row_parallel: RowParallel = getattr(module, "row_parallel", WHOLE)
+            yield from row_parallel.split(module.weight)

@@ -1,0 +1,45 @@
+"""Operators whose linears of rounded inputs multiply bytes, on a CPU: by the stand-in for DeepGEMM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from onpolicy.ops.base import Operators
+from onpolicy.ops.cpu import CpuOperators
+from onpolicy.ops.hopper import gemm
+from onpolicy.ops.hopper.fp8 import Fp8Linears
+from tests.support.recorded_kernels import deep_gemm
+
+FORMATS = {
+    "rollout_weight_format": "fp8_e4m3_block128",
+    "rollout_activation_format": "fp8_e4m3",
+}
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "num_attention_heads": 2}
+"""Of a model whose linears are whole blocks on up to two tensor-parallel ranks."""
+
+
+class OfRounded(Fp8Linears, CpuOperators):
+    """Its linears multiply bytes."""
+
+
+class BytesOnCpu(CpuOperators):
+    """Its linears of rounded inputs do."""
+
+    def __init__(self, num_threads: int = 1):
+        super().__init__(num_threads)
+        self._of_rounded = OfRounded(num_threads)
+
+    @property
+    def of_rounded(self) -> Operators:
+        return self._of_rounded
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, version: str = "0.2.5") -> list[SimpleNamespace]:
+    """Put it in DeepGEMM's place; returns what grows by its calls."""
+    calls: list[SimpleNamespace] = []
+    module = deep_gemm(version, calls)
+    monkeypatch.setattr(gemm, "loaded", lambda: module)
+    return calls
