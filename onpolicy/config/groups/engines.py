@@ -144,7 +144,7 @@ class RoundingConfig:
             "aligned servers alone keep weights packed",
             "Add --true-on-policy-mode without --mismatch-governor, or leave the flag out."),
         Against(lambda run: run.operators == "hopper_fp8",
-            "its servers keep the bytes of each weight by where that lies, and packed ones share a place"),
+            "its servers keep the bytes of a weight by where that lies, and packed ones share a place"),
     ] = False  # fmt: skip
     """Keep the weights of --rollout-weight-format in the servers' memory as codes of 4 or 8 bits and
     scales, and unpack those of a layer while it computes: a server takes less memory and more time.
