@@ -34,6 +34,8 @@ NUDGES = sorted(range(-128, 129), key=abs)
 
 NUDGE = 2.0**-15
 
+NOT_ROUNDED = "the weight is not one that was rounded to this format"
+
 AT_A_TIME = 1 << 16
 """Weights that are packed or unpacked at a time, on a CPU, since they stay in a core's cache."""
 
@@ -68,7 +70,7 @@ def pack(weight: Tensor, weight_format: str) -> PackedWeight:
 
     Raises ValueError if it is anything else.
     """
-    asked = FORMATS[weight_format]
+    asked, weight = FORMATS[weight_format], weight.contiguous()
     blocks = in_blocks(weight, asked.block).transpose(1, 2)
     (down, across, *size), rows = blocks.shape, blocks.flatten(0, 1).flatten(1)
     known = magnitudes(weight_format).tolist()
@@ -79,7 +81,11 @@ def pack(weight: Tensor, weight_format: str) -> PackedWeight:
     numbers, scale = map(torch.cat, zip(*found, strict=True))
     whole = numbers.view(down, across, *size).transpose(1, 2)
     codes = encode(from_blocks(whole, weight.shape), weight_format)
-    return PackedWeight(codes, scale.view(down, across))
+    packed = PackedWeight(codes, scale.view(down, across))
+    unpack(packed, weight_format, again := torch.empty_like(weight))
+    if not torch.equal(again.view(torch.uint8), weight.view(torch.uint8)):
+        raise ValueError(NOT_ROUNDED)
+    return packed
 
 
 def unpack(packed: PackedWeight, weight_format: str, out: Tensor) -> None:
@@ -143,7 +149,7 @@ def _numbers_and_scales(
         if nudge and len(left) == len(rows):
             break
         numbers[left], scale[left], exact[left] = _attempt(rows[left], asked, top, nudge)
-    raise ValueError("the weight is not one that was rounded to this format")
+    raise ValueError(NOT_ROUNDED)
 
 
 def _attempt(
@@ -172,4 +178,5 @@ def _attempt(
         scale = scale.float()
     scale = (scale.view(torch.int32) + nudge).view(torch.float32)
     made = (numbers * scale).to(rows.dtype)
-    return numbers, scale[:, 0], (made.view(words) == rows.view(words)).all(1)
+    exact = (made.view(words) == rows.view(words)) & (numbers.abs() <= asked.largest)
+    return numbers, scale[:, 0], exact.all(1)
