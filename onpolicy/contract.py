@@ -18,6 +18,7 @@ CONTRACT_VARIABLE = "ONPOLICY_CONTRACT"
 """Environment variable that carries the contract, as JSON, into an engine's processes."""
 
 THREADS_VARIABLE = "ONPOLICY_CPU_THREADS"
+PACKED_VARIABLE = "ONPOLICY_PACKED_WEIGHTS"
 """Environment variable with the number of threads of an engine's operators; changes no bits."""
 
 NAMES_VARIABLE = "ONPOLICY_ADAPTER_NAMES"

@@ -33,6 +33,7 @@ from sglang_patches import (
     model_names,
     named_adapters,
     named_weights,
+    packed_weights,
     prefill_once,
     prompt_answers,
     prompt_log_probs,
@@ -108,5 +109,6 @@ def _share_model(contract: NumericsContract, operators: Operators, *, fuses: boo
         prompt_answers.install()
         request_seeds.install()
         speculation.install(contract)
+    packed_weights.install(contract)
     trainers_model.install(contract)
     model.install(operators, contract, fuses=fuses)

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from onpolicy.explain.taps.recorder import HEAD, Recorder
+from onpolicy.explain.taps.experts import EXPERTS, ROUTING, by_number
+from onpolicy.explain.taps.recorder import CHOSEN_EXPERTS, HEAD, Recorder
 from onpolicy.explain.taps.scope import Scope
 from sglang_patches.tensor_parallel import summed
 
@@ -23,6 +24,8 @@ FUSED = {
 }
 """SGLang's name of layers that it computes at once, and Hugging Face's."""
 
+MIXTRAL = "block_sparse_moe"
+"""SGLang's name of what transformers 5 calls `mlp` there, too."""
 
 Record = tuple[str, str, Sequence[Tensor], Sequence[Tensor]]
 """What `Recorder.add` is given of a site."""
@@ -31,40 +34,62 @@ Describe = Callable[[Any, Any], list[Record]]
 """(arguments, output) of a pass of a module -> what is recorded of it."""
 
 
-def watch(model: Any, recorder: Recorder) -> None:
-    """Record `model` from now on; a module of an unknown kind is left out."""
+def watch(model: Any, recorder: Recorder, blocks: int) -> None:
+    """Record `model` from now on; a module of an unknown kind is left out.
+
+    blocks: those of the trainer's sums, by which it names the linears that make them.
+    """
     for name, module in model.named_modules():
         if (known := name.removeprefix("model.")) != name:
-            _watch(known, module, recorder)
+            _watch(known.replace(MIXTRAL, "mlp"), module, recorder, blocks)
     _watch_head(model, recorder)
 
 
-def _watch(name: str, module: Any, recorder: Recorder) -> None:
+def _watch(name: str, module: Any, recorder: Recorder, blocks: int) -> None:
     parent, _, own = name.rpartition(".")
     if own == "self_attn":
         recorder.scoped(module, lambda *_: Scope(module=name))
+    kinds = {base.__name__ for base in type(module).__mro__}
+    shares_sum = blocks > 1 and "RowParallelLinear" in kinds
+    linear = "row_parallel_linear" if shares_sum else "linear"
     # One rotary module serves all layers, so the running layer's attention is asked for its name.
     by_kind: dict[str, Describe] = {
         "VocabParallelEmbedding": lambda args, out: [("embed_tokens", "embedding", (), (out,))],
-        "LinearBase": lambda args, out: _linear(name, module, args, out[0]),
+        "LinearBase": lambda args, out: _linear(name, linear, module, args, out[0]),
         "RMSNorm": lambda args, out: [_norm(name, args, out)],
         "SiluAndMul": lambda args, out: [(parent, "gated", args[0].chunk(2, -1), (out,))],
         "RotaryEmbedding": lambda args, out: [(recorder.module, "rotary", args[1:3], out)],
+        "FusedMoE": lambda args, out: _experts(name, module, args, out, recorder),
         "RadixAttention": lambda args, out: [(parent, "attention", args[:1], (out,))],
     }
-    kinds = {base.__name__ for base in type(module).__mro__}
     for describe in (describe for kind, describe in by_kind.items() if kind in kinds):
         _on_output(module, recorder, describe)
 
 
-def _linear(name: str, module: Any, args: Any, out: Tensor) -> list[Record]:
+def _linear(name: str, operator: str, module: Any, args: Any, out: Tensor) -> list[Record]:
     parent, _, own = name.rpartition(".")
-    if not getattr(module, "reduce_results", True):
-        out = summed(out)  # SGLang adds the ranks' parts up later, between modules
+    out = _whole_sum(module, out)
     if own not in FUSED:
-        return [(name, "linear", args[:1], (out,))]
+        return [(name, operator, args[:1], (out,))]
     parts = zip(FUSED[own], out.split(list(module.output_partition_sizes), -1), strict=True)
     return [(f"{parent}.{site}", "linear", args[:1], (part,)) for site, part in parts]
+
+
+def _experts(name: str, module: Any, args: Any, out: Tensor, recorder: Recorder) -> list[Record]:
+    """As `onpolicy.explain.taps.experts` has them."""
+    if not (recorder.takes_experts_whole and hasattr(args[1], "topk_ids")):
+        return []
+    chosen, weights, _ = by_number(args[1].topk_ids, args[1].topk_weights)
+    return [
+        (name, CHOSEN_EXPERTS, (), (chosen,)),
+        (name, ROUTING, (), (weights,)),
+        (name, EXPERTS, args[:1], (_whole_sum(module, out),)),
+    ]
+
+
+def _whole_sum(module: Any, out: Tensor) -> Tensor:
+    """What ranks' parts of a sum add up to, which SGLang may do later, between modules."""
+    return out if getattr(module, "reduce_results", True) else summed(out)
 
 
 def _norm(name: str, args: Any, out: Any) -> Record:

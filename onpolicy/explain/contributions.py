@@ -14,18 +14,19 @@ points and tokens; what is missing is reported.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 import torch
 from numpy.polynomial.legendre import leggauss
 from torch import Tensor
 
 from onpolicy.errors import EngineError
-from onpolicy.explain.taps.points import Added, Changing, Forced, KeptRows, Point
-from onpolicy.explain.taps.policy import packed_keys, scopes, tapped
+from onpolicy.explain.choices import chosen_experts
+from onpolicy.explain.exact import ExactModel
+from onpolicy.explain.taps.points import Added, Forced, KeptRows, Point
+from onpolicy.explain.taps.policy import packed_keys
 from onpolicy.explain.taps.recorder import HEAD
-from onpolicy.models.policy import PackedTokens, PolicyModel
+from onpolicy.models.policy import PackedTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,27 +71,6 @@ NODES = 4
 LOGITS: Point = ((HEAD, "linear", 0), "made")
 
 
-class ExactModel:
-    """A policy in float64, whose operators are PyTorch's."""
-
-    def __init__(self, policy: PolicyModel):
-        self.policy = policy.requires_grad_(False)
-
-    def log_probs(self, batch: PackedTokens, recorder: Changing) -> Tensor:
-        """float64 [R, V]: of every token in place of each that is asked for."""
-        policy = self.policy
-        hooks = scopes(policy.causal_lm.base_model, recorder)
-        recorder.open(packed_keys(batch.tokens, batch.layout), batch.rows)
-        try:
-            with policy.around_operators(partial(tapped, recorder=recorder)):
-                logits = policy.head().logits(policy.hidden_states(batch))
-        finally:
-            recorder.close()
-            for hook in hooks:
-                hook.remove()
-        return torch.log_softmax(logits / batch.temperature[:, None].double(), dim=-1)
-
-
 def contributions(
     exact: ExactModel,
     batch: PackedTokens,
@@ -98,13 +78,14 @@ def contributions(
     train: KeptRows,
     own: KeptRows,
 ) -> Contributions:
-    """Those of one sequence, whose rows both engines have.
+    """Those of one sequence, whose rows both engines have, and in which both chose the same experts.
 
     own: what the rollout's operators made less what the trainer's make of the same rows. Raises
     EngineError if there are no logits of a token.
     """
     keys = packed_keys(batch.tokens, batch.layout)
     _require_logits(rollout, keys[batch.rows])
+    batch = replace(batch, routed_experts=chosen_experts(rollout, keys, len(exact.policy.layers)))
     (theirs, apart), (ours, errors) = (
         _errors(exact, batch, recorded) for recorded in (rollout, train)
     )

@@ -11,10 +11,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from onpolicy.config.explain import ExplainConfig
+from onpolicy.config.explain import SEVERAL_PROMPTS, ExplainConfig
 from onpolicy.contract import NumericsContract
-from onpolicy.errors import ConfigError, EngineError
-from onpolicy.explain.contributions import Contribution, Contributions, ExactModel, contributions
+from onpolicy.errors import ConfigError
+from onpolicy.explain.choices import count_before, other_choices, require_choices
+from onpolicy.explain.contributions import Contribution, Contributions, contributions
+from onpolicy.explain.exact import ExactModel, exact_policy
 from onpolicy.explain.inputs import Inputs, Result, told
 from onpolicy.explain.microscope import LOG_SOFTMAX, Microscope, look_through
 from onpolicy.explain.ranks import joined, rows_by_rank
@@ -22,12 +24,11 @@ from onpolicy.explain.shares import table
 from onpolicy.explain.taps.points import Forced, KeptRows, Point, gathered, in_both, kept_rows
 from onpolicy.explain.taps.recorder import Recorder
 from onpolicy.explain.taps.recording import ALL_ROWS, Recording, Rows, read_calls
-from onpolicy.models.policy import PackedTokens, PolicyModel, empty_policy
-from onpolicy.ops.stock import StockOperators
+from onpolicy.explain.taps.rows import prefix_keys
+from onpolicy.models.policy import PackedTokens
 from onpolicy.parity import ParityCounts, compare_log_probs
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.cluster_engines import MakeEngines
-from onpolicy.train.policy_trainer import PolicyTrainer
 from onpolicy.trajectory import Completion
 from onpolicy.types import Request
 
@@ -36,14 +37,12 @@ logger = logging.getLogger(__name__)
 MOST_BYTES = 1 << 31
 """Rows that are kept of each engine."""
 
-_BUCKET = 1 << 30
-
 
 def attribute_to_operators(config: ExplainConfig, make_engines: MakeEngines = EnginePair) -> Result:
     """Start both engines, keep what every operator was given and made, and share out the mismatch."""
     inputs = Inputs.of(config)
     contract = inputs.contract(aligned=config.plan.starts_aligned)
-    _require_smooth(contract)
+    _require_recorded(contract, config.train_backend)
     with look_through(config, inputs, contract, make_engines) as microscope:
         return {"by": "operators", **measure(microscope), **told(contract)}
 
@@ -62,6 +61,7 @@ def measure(microscope: Microscope) -> Result:
     whole = kept_rows([calls for rank in recorded for calls in rank.passes])
     together, differ = joined(rows_by_rank(read_calls(directory)), whole)
     rollout, train = in_both(together, whole)
+    require_choices(rollout, whole)
     forced_log_probs, forced = microscope.score(completions, Forced(recorded=rollout))
     own = gathered(apart for rank in forced for apart in rank.apart)
     exact = ExactModel(exact_policy(engines))
@@ -80,29 +80,6 @@ def _names(points: Iterable[Point]) -> list[str]:
     return sorted({f"{site[1]} of {site[0]}" for site, _ in points})
 
 
-def exact_policy(engines: EnginePair) -> PolicyModel:
-    """The trainer's model in float64, of the weights that it computes with: 8 bytes for each."""
-    weights, *_ = engines.trainer.on_each_rank(_whole_weights)
-    trust = engines.config.model.trust_remote_code
-    operators = StockOperators(torch.get_num_threads())
-    blocks = engines.contract.row_parallel_blocks  # they name its linears
-    policy = empty_policy(engines.hf_config, operators, trust, row_parallel_blocks=blocks)
-    policy.causal_lm.load_state_dict(weights, strict=False, assign=True)
-    policy.causal_lm.tie_weights()
-    if missing := [name for name, x in policy.named_parameters() if x.is_meta]:
-        raise EngineError(
-            f"the trainer has no weights named {', '.join(missing)}, so there is no model in float64. "
-            "Explain without --attribution operators."
-        )
-    return policy.double()
-
-
-def _whole_weights(trainer: PolicyTrainer) -> dict[str, Tensor]:
-    """What it computes with, by Hugging Face's names: the first rank's answer has all. Collective."""
-    buckets = trainer.policy.weight_buckets(_BUCKET)
-    return {name: tensor.detach().clone() for bucket in buckets for name, tensor in bucket}
-
-
 def shares(
     exact: ExactModel,
     answers: Sequence[tuple[Request, Completion]],
@@ -112,22 +89,29 @@ def shares(
 ) -> Result:
     """What every point has of the mismatch, sequence by sequence, and the table of it.
 
+    A token for which a router chose other experts ends its sequence, in all but the counts.
     rows: of the rollout and the trainer, and `own` of `contributions`. log_probs: float32 [R] of each
     response, the trainer's, and those that it gives to the rollout's logits.
     """
     found: list[Contributions] = []
-    counts = ParityCounts()
+    counts, others = ParityCounts(), other_choices(*rows[:2])
     for number, (request, completion) in enumerate(answers):
         logger.info("sharing out the mismatch of sequence %d of %d", number + 1, len(answers))
         tokens, prompt_len = request.prompt_ids + completion.response_ids, len(request.prompt_ids)
-        batch = PackedTokens.after_prompts([tokens], [prompt_len], temperature)
-        own = contributions(exact, batch, *rows)
+        end = count_before(others, torch.tensor(prefix_keys(tokens)))
         theirs = torch.tensor(completion.rollout_log_probs)
         ours, forced = (scores[number] for scores in log_probs)
         counts += compare_log_probs(ours, theirs)[0]
+        if end <= prompt_len:
+            continue
+        batch = PackedTokens.after_prompts([tokens[:end]], [prompt_len], temperature)
+        own = contributions(exact, batch, *rows)
+        theirs, ours, forced = (x[: own.tokens] for x in (theirs, ours, forced))
         own.points[(LOG_SOFTMAX, "made")] = _of_log_softmax(own, theirs, ours, forced)
         found.append(own)
-    return {**counts.report(), **table(found)}
+    _require_several(len(found), len(answers), len(others))
+    told = {"num_other_choices": len(others), "num_left_out": len(answers) - len(found)}
+    return {**counts.report(), **told, **table(found)}
 
 
 def _of_log_softmax(
@@ -140,9 +124,21 @@ def _of_log_softmax(
     return Contribution(kl=0.0, own_kl=0.0, shift=shift, own_shift=own_shift)
 
 
-def _require_smooth(contract: NumericsContract) -> None:
+def _require_several(count: int, of: int, others: int) -> None:
+    if count < min(of, 2):
+        raise ConfigError(
+            f"--attribution=operators: routers chose other experts for {others} tokens, and before "
+            f"these {count} of {of} sequences have sampled one; {SEVERAL_PROMPTS}. Raise "
+            "--num-prompts, or lower --max-prompt-len."
+        )
+
+
+def _require_recorded(contract: NumericsContract, train_backend: str) -> None:
     for found, rule in (
-        (contract.shapes.experts, "a router that chooses another expert is no small difference"),
+        (
+            contract.shapes.experts and train_backend == "megatron",
+            "of mixtures it has the rows of --train-backend fsdp alone",
+        ),
         (contract.device != "cpu", "it has not run on a GPU"),
     ):
         if found:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from onpolicy.contract import OUTSIDE
 from onpolicy.explain.contributions import Contributions
+from onpolicy.explain.taps.experts import EXPERTS, ROUTING
 from onpolicy.explain.taps.points import Point
 from onpolicy.ops.partial import OPERATORS
 
@@ -32,6 +33,8 @@ def kind_of(point: Point) -> str:
     (_, operator, _), side = point
     if side == "given" or operator == "embedding":
         return BETWEEN
+    if operator in (EXPERTS, ROUTING):
+        return "experts"
     return next(kind for kind, names in OPERATORS.items() if operator in names)
 
 
@@ -66,7 +69,7 @@ def table(found: Sequence[Contributions]) -> Result:
     tokens = _float64(one.tokens for one in found)
     totals = {name: _float64([getattr(one, name)] for one in found) for name in ("kl", "shift")}
     whole = {name: intervals(values, tokens)[0] for name, values in totals.items()}
-    result: Result = {"num_sequences": len(found), **whole}
+    result: Result = {"num_sequences": len(found), "num_tokens": int(tokens.sum()), **whole}
     for name in totals:
         result[f"{name}_remainder"] = whole[name][0] - float(columns[name].sum() / tokens.sum())
     result["own_kl"] = intervals(columns["own_kl"].sum(1, keepdim=True), tokens)[0]
@@ -113,10 +116,16 @@ def shares_text(result: Result) -> str:
 
 def _lines(result: Result) -> Iterator[str]:
     kl, own = result["kl"][0], result["own_kl"][0]
+    left_out = result.get("num_left_out", 0)
     yield (
         f"{result['num_mismatched_tokens']} of {result['num_compared_tokens']} tokens differ, in "
-        f"{result['num_sequences']} sequences."
+        f"{result['num_sequences'] + left_out} sequences."
     )
+    if others := result.get("num_other_choices"):
+        yield (
+            f"Routers chose other experts for {others} tokens, and what follows is of those before: "
+            f"{result['num_tokens']} sampled tokens, in {result['num_sequences']} sequences."
+        )
     yield (
         f"KL of the rollout from the trainer, over the whole vocabulary: {_number(result['kl'])} nats "
         "a token"

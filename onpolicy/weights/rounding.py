@@ -124,17 +124,17 @@ def round_weight(weight: Tensor, weight_format: str) -> Tensor:
 def quantise(weight: Tensor, weight_format: str) -> tuple[Tensor, Tensor]:
     """[N, K] -> numbers of the format, float32 [N, K], and scales, float32 [blocks of N, of K]."""
     asked = FORMATS[weight_format]
-    blocks = _in_blocks(weight.float(), asked.block)
+    blocks = in_blocks(weight.float(), asked.block)
     scale = asked.scale(blocks.abs().amax((1, 3), keepdim=True), asked.largest)
     scale = torch.where(scale == 0, 1, scale)  # what is not finite stays so
-    numbers = _from_blocks(asked.nearest(blocks / scale), weight.shape)
+    numbers = from_blocks(asked.nearest(blocks / scale), weight.shape)
     return numbers, scale[:, 0, :, 0]
 
 
 def dequantise(numbers: Tensor, scale: Tensor, weight_format: str, dtype: torch.dtype) -> Tensor:
     """What `quantise` gave -> [N, K], each product rounded once."""
-    blocks = _in_blocks(numbers, FORMATS[weight_format].block) * scale[:, None, :, None]
-    return _from_blocks(blocks, numbers.shape).to(dtype)
+    blocks = in_blocks(numbers, FORMATS[weight_format].block) * scale[:, None, :, None]
+    return from_blocks(blocks, numbers.shape).to(dtype)
 
 
 def straight_through(x: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
@@ -153,12 +153,12 @@ class _StraightThrough(torch.autograd.Function):
         return grad, None
 
 
-def _in_blocks(whole: Tensor, block: tuple[int, int]) -> Tensor:
+def in_blocks(whole: Tensor, block: tuple[int, int]) -> Tensor:
     """[N, K] -> [blocks of N, rows, blocks of K, columns], filled up with zeros."""
     rows, columns = (asked or size for asked, size in zip(block, whole.shape, strict=True))
     padded = F.pad(whole, (0, -whole.shape[1] % columns, 0, -whole.shape[0] % rows))
     return padded.view(-1, rows, padded.shape[1] // columns, columns)
 
 
-def _from_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:
+def from_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:
     return blocks.flatten(2, 3).flatten(0, 1)[: shape[0], : shape[1]].contiguous()

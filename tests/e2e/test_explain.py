@@ -32,6 +32,13 @@ def architecture(request):
 
 
 @pytest.fixture(scope="module")
+def architectures(tmp_path_factory):
+    """Makes the checkpoint of an architecture, once."""
+    directory = tmp_path_factory.mktemp("architectures")
+    return cache(lambda name: str(make_checkpoint(directory / name, name)))
+
+
+@pytest.fixture(scope="module")
 def breaking(architecture, tmp_path_factory):
     """The file that breaks one operator of the server, while it is there."""
     with breakable_engines(architecture, tmp_path_factory.mktemp("broken")) as file:
@@ -91,8 +98,6 @@ def test_a_broken_operator_of_the_server_is_named_and_proven(microscope, archite
 def test_operators_of_aligned_engines_contribute_exactly_0_and_a_broken_one_has_it_all(
     microscope, architecture, breaking
 ):
-    if architecture != "qwen3":
-        pytest.skip("of mixtures there is no such table")
     whole = measure(microscope)
     assert whole["kl"] == whole["shift"] == [0, 0, 0]
     for row in (*whole["kinds"], *whole["layers"], *whole["operators"]):
@@ -104,14 +109,15 @@ def test_operators_of_aligned_engines_contribute_exactly_0_and_a_broken_one_has_
         breaking.unlink()
     kl, shares = broken["kl"][0], {row["name"]: row["own_kl"][0] for row in broken["operators"]}
     assert kl > 0 and abs(broken["kl_remainder"]) < 0.01 * kl
-    assert shares.pop(f"linear of {PLACES[architecture][0]}") == pytest.approx(kl, rel=0.02)
+    operator = "experts" if architecture == "qwen3-moe" else "linear"
+    assert shares.pop(f"{operator} of {PLACES[architecture][0]}") == pytest.approx(kl, rel=0.02)
     assert set(shares.values()) == {0}
     assert (len(whole["operators"]), whole["only_in_one"]) == (len(broken["operators"]), [])
 
 
 def test_stale_weights_of_one_projection_have_nearly_all_of_the_mismatch(microscope, architecture):
     if architecture != "qwen3":
-        pytest.skip("of mixtures there is no such table")
+        pytest.skip("other values may choose other experts")
     layer = microscope.engines.trainer.policy.module.layers[0]
     weight = layer.self_attn.v_proj.weight.to_local().detach()
     before = weight.clone()
@@ -179,25 +185,27 @@ def test_stock_engines_are_explained_by_a_command(checkpoint, tmp_path, capsys):
     assert "tokens differ" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("weights", "ranks"), [("", 1), ("int4", 2)])
+@pytest.mark.parametrize(("name", "weights", "ranks"), [("qwen3-moe", "", 1), ("qwen3", "int4", 2)])
 def test_operators_of_stock_engines_share_their_mismatch_by_a_command(
-    checkpoint, tmp_path, capsys, weights, ranks
+    architectures, tmp_path, capsys, name, weights, ranks
 ):
     file, page = tmp_path / "result.json", tmp_path / "page.html"
     code = main([
-        "explain", "--hf-checkpoint", str(checkpoint), "--no-true-on-policy-mode",
+        "explain", "--hf-checkpoint", architectures(name), "--no-true-on-policy-mode",
         "--attribution", "operators", "--rollout-weight-format", weights,
-        "--sglang-tp-size", str(ranks),
+        "--sglang-tp-size", str(ranks), "--dtype", "float32", "--max-prompt-len", "16",
         "--num-prompts", "4", "--max-new-tokens", "8", "--json", str(file), "--html", str(page),
         "--run-dir", str(tmp_path / "run"), "--cpu-threads", "1",
     ])  # fmt: skip
     result = json.loads(file.read_text())
     assert code == (result["num_mismatched_tokens"] > 0)
-    assert (result["num_sequences"], result["num_compared_tokens"]) == (4, 4 * 8)
+    sequences = result["num_sequences"] + result["num_left_out"]
+    assert (sequences, result["num_compared_tokens"]) == (4, 4 * 8)
     assert abs(result["kl_remainder"]) <= 0.05 * result["kl"][0]
     assert result["only_in_one"] == result["ranks_differ"] == []
     assert "95 %" in capsys.readouterr().out and "<td class=bar" in page.read_text()
     kinds = {row["name"]: row["own_kl"][0] for row in result["kinds"]}
+    assert ("experts" in kinds) == (name == "qwen3-moe")
     if weights:  # whatever kernels do, rounded weights are most of it
         assert kinds["linear"] > 0.9 * result["kl"][0] > 0
 
@@ -282,13 +290,6 @@ TRAINERS = [
     pytest.param("qwen3-moe", EXPERT, EXPERTS_ARE_BROKEN, EXPERTS, id="broken expert"),
 ]
 """In tests/onpolicy/explain, ranks without servers have faults in more layouts."""
-
-
-@pytest.fixture(scope="module")
-def architectures(tmp_path_factory):
-    """Makes the checkpoint of an architecture, once."""
-    directory = tmp_path_factory.mktemp("architectures")
-    return cache(lambda name: str(make_checkpoint(directory / name, name)))
 
 
 @pytest.mark.parametrize(("name", "layout", "code", "faulty"), TRAINERS)

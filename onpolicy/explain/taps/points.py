@@ -52,14 +52,14 @@ def gathered(parts: Iterable[tuple[Point, Tensor, Sequence[Tensor]]]) -> KeptRow
     """All rows of (point, keys, rows) by points, in the order in which points first come."""
     found: dict[Point, list[tuple[Tensor, Sequence[Tensor]]]] = {}
     for point, keys, rows in parts:
-        found.setdefault(point, []).append((keys, rows))
+        if rows:  # an embedding is given none
+            found.setdefault(point, []).append((keys, rows))
     return {
         point: Kept.of(
             torch.cat([keys for keys, _ in calls]),
             [torch.cat(each) for each in zip(*(rows for _, rows in calls), strict=True)],
         )
         for point, calls in found.items()
-        if calls[0][1]  # an embedding is given no rows
     }
 
 
@@ -118,7 +118,7 @@ class Changing(Recorder):
         raise NotImplementedError
 
     def run(self, name: str, right: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._pass is None:
+        if self._pass is None or self._is_of_experts(name):
             return right(*args, **kwargs)
         scope = self._running(name)
         operator, where = common_name(name, args), INPUTS[name]
@@ -138,11 +138,16 @@ class Changing(Recorder):
         return tuple(found) if isinstance(out, tuple) else found[0]
 
     def add_embedding(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        if self._pass is None:
-            return out
-        sites = {("embed_tokens", "embedding", 0): None}
-        call = _Changed("embedding", sites, self._pass.keys, ALL_HERE)
-        return self._others(call, "made", (out,), (out,))[0]
+        return out if self._pass is None else self.passing("embed_tokens", "embedding", "made", out)
+
+    def passing(self, module: str, operator: str, end: End, x: Tensor) -> Tensor:
+        assert self._pass is not None
+        call = _Changed(operator, {(module, operator, 0): None}, self._pass.keys, ALL_HERE)
+        return self._others(call, end, (x,), (x,))[0]
+
+    @property
+    def takes_experts_whole(self) -> bool:
+        return self.is_open
 
     def _others(
         self, call: _Changed, end: End, whole: Sequence[Tensor], parts: Sequence[Tensor]
@@ -182,7 +187,8 @@ class Forced(Changing):
         apart = [
             torch.where(found, other.double() - own.detach().double(), 0) for other, own in pairs
         ]
-        self.apart.append((point, keys, apart))
+        if rows[0].is_floating_point():  # a choice is the recorded one, or not
+            self.apart.append((point, keys, apart))
         return [torch.where(found, other.to(own.dtype), own) for other, own in pairs]
 
 

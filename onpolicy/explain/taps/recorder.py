@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from onpolicy.explain.taps.evidence import ATTENTION, Evidence
-from onpolicy.explain.taps.rows import Part, Store, Tensors, Widths
-from onpolicy.explain.taps.scope import ALL_HERE, Scope, Together
+from onpolicy.explain.taps.rows import Part, Store, Tensors, Widths, rows_of_token
+from onpolicy.explain.taps.scope import ALL_HERE, End, Scope, Together
 from onpolicy.ops.row_parallel import RowParallel
 
 HEAD = "lm_head"
@@ -155,7 +155,7 @@ class Recorder:
 
     def run(self, name: str, right: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `right` returns, recorded as the operator `name`."""
-        if self._pass is None:
+        if self._pass is None or self._is_of_experts(name):
             return right(*args, **kwargs)
         scope = self._running(name)
         whole = scope.together.given(name, args)
@@ -174,13 +174,28 @@ class Recorder:
         if self._pass is None:
             return
         scope = Scope(module=module)
-        keys = self._rows(operator, outputs[0], scope)
+        keys = self._rows(operator, (*inputs, *outputs)[0], scope)
         self._end(self._begin(operator, tuple(inputs), inputs, scope, keys), tuple(outputs))
 
     def add_embedding(self, module: nn.Module, args: Any, out: Tensor) -> Tensor | None:
         """A forward hook of the input embedding."""
         self.add("embed_tokens", "embedding", (), (out,))
         return None
+
+    def passing(self, module: str, operator: str, end: End, x: Tensor) -> Tensor:
+        """What goes on in the place of `x`, of a module that is one operator: itself, recorded."""
+        inputs, outputs = ((x,), ()) if end == "given" else ((), (x,))
+        self.add(module, operator, inputs, outputs)
+        return x
+
+    @property
+    def takes_experts_whole(self) -> bool:
+        """Whether experts are one operator (`experts.py`) and not those that they call."""
+        return self.keeps_rows and self.is_open
+
+    def _is_of_experts(self, name: str) -> bool:
+        own = name in ("softmax", "topk") or any(x.expert_order is not None for x in self._scopes)
+        return own and self.takes_experts_whole
 
     @property
     def is_open(self) -> bool:
@@ -267,7 +282,7 @@ class Recorder:
         if bool((found := call.keys == self.suspect[1]).any()):
             where, rows = [int(found.nonzero()[-1])], len(call.keys)
             if (order := begun.scope.expert_order) is not None:
-                where, rows = _rows_of_token(order, where[0], len(order) // rows), len(order)
+                where, rows = rows_of_token(order, where[0], len(order) // rows), len(order)
             self.evidence = Evidence.of(begun.name, args, out, where, rows, columns)
 
 
@@ -275,13 +290,6 @@ def _choice(topk: Call, indices: Tensor) -> Call:
     module, _, number = topk.site
     chosen = Tensors((indices,), len(topk.keys)).digest()
     return replace(topk, site=(module, CHOSEN_EXPERTS, number), outputs=chosen)
-
-
-def _rows_of_token(order: Tensor, token: int, chosen: int) -> list[int]:
-    """Where the rows of a token are that experts sorted, in the order in which it chose them."""
-    where = (order // chosen == token).nonzero()[:, 0]
-    rows: list[int] = where[order[where].argsort()].tolist()
-    return rows
 
 
 def common_name(name: str, args: tuple[Any, ...]) -> str:

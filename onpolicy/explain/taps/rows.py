@@ -197,6 +197,13 @@ class Tensors:
         )
 
 
+def rows_of_token(order: Tensor, token: int, chosen: int) -> list[int]:
+    """Where the rows of a token are that experts sorted, in the order in which it chose them."""
+    where = (order // chosen == token).nonzero()[:, 0]
+    rows: list[int] = where[order[where].argsort()].tolist()
+    return rows
+
+
 class Store:
     """The keys and values of a call of attention."""
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from onpolicy.errors import EngineError
-from onpolicy.explain.contributions import LOGITS, ExactModel, contributions
+from onpolicy.explain.contributions import LOGITS, contributions
+from onpolicy.explain.exact import ExactModel, ExactOperators
 from onpolicy.explain.shares import kind_of
 from onpolicy.explain.taps.points import Forced, Kept, gathered, in_both, kept_rows
 from onpolicy.explain.taps.policy import packed_keys
@@ -28,7 +29,7 @@ class Engines:
     def __init__(self, path, ours=CpuOperators, dtype=torch.float32):
         self.trainer = load_policy(path, ours(1), dtype)
         self.rollout = load_policy(path, dtype=dtype)
-        self.exact = ExactModel(load_policy(path, StockOperators(1), dtype).double())
+        self.exact = ExactModel(load_policy(path, ExactOperators(1), dtype).double())
 
     def scored(self, recorder):
         """(passes, log-probabilities) of the trainer."""

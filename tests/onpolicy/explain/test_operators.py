@@ -17,12 +17,21 @@ from tests.support.tiny_contract import CONTRACT
 DENSE = dataclasses.replace(CONTRACT, shapes=dataclasses.replace(CONTRACT.shapes, experts=()))
 
 
-def test_mixtures_and_gpus_are_refused():
-    operators._require_smooth(DENSE)
-    with pytest.raises(ConfigError, match="--attribution=operators: a router that chooses another"):
-        operators._require_smooth(CONTRACT)
+def test_megatrons_mixtures_and_gpus_are_refused():
+    operators._require_recorded(CONTRACT, "fsdp")
+    operators._require_recorded(DENSE, "megatron")
+    with pytest.raises(
+        ConfigError, match="--attribution=operators: of mixtures it has the rows of"
+    ):
+        operators._require_recorded(CONTRACT, "megatron")
     with pytest.raises(ConfigError, match="--attribution=operators: it has not run on a GPU"):
-        operators._require_smooth(dataclasses.replace(DENSE, device="cuda"))
+        operators._require_recorded(dataclasses.replace(DENSE, device="cuda"), "fsdp")
+
+
+def test_sequences_of_which_routers_leave_too_few_are_refused():
+    operators._require_several(2, 8, others=6)
+    with pytest.raises(ConfigError, match="other experts for 6 tokens, and before these 1 of 8"):
+        operators._require_several(1, 8, others=6)
 
 
 def test_the_room_that_rows_take_is_known_from_their_digests(checkpoint, monkeypatch):

@@ -67,6 +67,11 @@ def test_the_text_says_which_kind_to_align_and_the_page_has_a_bar_for_each_row()
     aligned = {**COUNTS, **table([contributions(3, norm=0.0)])}
     aligned["kl"] = [0.0, 0.0, 0.0]
     assert "Every operator contributes exactly 0." in shares_text(aligned)
+    others = shares_text({**result, "num_other_choices": 5, "num_left_out": 1})
+    assert others.startswith(
+        "4 of 4 tokens differ, in 3 sequences.\nRouters chose other experts for 5"
+    )
+    assert "of those before: 4 sampled tokens, in 2 sequences." in others
     differ = shares_text({**result, "ranks_differ": ["rms_norm of norm"]})
     assert "Ranks of the rollout have other numbers in the same rows" in differ
     assert "are taken: rms_norm of norm." in differ and "Ranks" not in shares_text(result)
