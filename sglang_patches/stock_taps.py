@@ -34,38 +34,43 @@ Describe = Callable[[Any, Any], list[Record]]
 """(arguments, output) of a pass of a module -> what is recorded of it."""
 
 
-def watch(model: Any, recorder: Recorder) -> None:
-    """Record `model` from now on; a module of an unknown kind is left out."""
+def watch(model: Any, recorder: Recorder, blocks: int) -> None:
+    """Record `model` from now on; a module of an unknown kind is left out.
+
+    blocks: those of the trainer's sums, by which it names the linears that make them.
+    """
     for name, module in model.named_modules():
         if (known := name.removeprefix("model.")) != name:
-            _watch(known.replace(MIXTRAL, "mlp"), module, recorder)
+            _watch(known.replace(MIXTRAL, "mlp"), module, recorder, blocks)
     _watch_head(model, recorder)
 
 
-def _watch(name: str, module: Any, recorder: Recorder) -> None:
+def _watch(name: str, module: Any, recorder: Recorder, blocks: int) -> None:
     parent, _, own = name.rpartition(".")
     if own == "self_attn":
         recorder.scoped(module, lambda *_: Scope(module=name))
+    kinds = {base.__name__ for base in type(module).__mro__}
+    shares_sum = blocks > 1 and "RowParallelLinear" in kinds
+    linear = "row_parallel_linear" if shares_sum else "linear"
     # One rotary module serves all layers, so the running layer's attention is asked for its name.
     by_kind: dict[str, Describe] = {
         "VocabParallelEmbedding": lambda args, out: [("embed_tokens", "embedding", (), (out,))],
-        "LinearBase": lambda args, out: _linear(name, module, args, out[0]),
+        "LinearBase": lambda args, out: _linear(name, linear, module, args, out[0]),
         "RMSNorm": lambda args, out: [_norm(name, args, out)],
         "SiluAndMul": lambda args, out: [(parent, "gated", args[0].chunk(2, -1), (out,))],
         "RotaryEmbedding": lambda args, out: [(recorder.module, "rotary", args[1:3], out)],
         "FusedMoE": lambda args, out: _experts(name, module, args, out, recorder),
         "RadixAttention": lambda args, out: [(parent, "attention", args[:1], (out,))],
     }
-    kinds = {base.__name__ for base in type(module).__mro__}
     for describe in (describe for kind, describe in by_kind.items() if kind in kinds):
         _on_output(module, recorder, describe)
 
 
-def _linear(name: str, module: Any, args: Any, out: Tensor) -> list[Record]:
+def _linear(name: str, operator: str, module: Any, args: Any, out: Tensor) -> list[Record]:
     parent, _, own = name.rpartition(".")
     out = _whole_sum(module, out)
     if own not in FUSED:
-        return [(name, "linear", args[:1], (out,))]
+        return [(name, operator, args[:1], (out,))]
     parts = zip(FUSED[own], out.split(list(module.output_partition_sizes), -1), strict=True)
     return [(f"{parent}.{site}", "linear", args[:1], (part,)) for site, part in parts]
 

@@ -51,7 +51,7 @@ class Taps(Extension):
             if contract.shares_model:
                 scopes(runner.model.model, self.recorder)
             else:
-                stock_taps.watch(runner.model, self.recorder)
+                stock_taps.watch(runner.model, self.recorder, contract.row_parallel_blocks)
             return result
 
         registry.hook(LOAD_TARGET, after_load, "after")

@@ -14,6 +14,8 @@ from onpolicy.run.commands.verify import passes, verify
 from onpolicy.train.policy_trainer import PolicyTrainer
 from tests.onpolicy.train.fsdp.test_peft import drawn
 from tests.onpolicy.train.fsdp.test_trainer import maker_of
+from tests.support.bytes_on_cpu import FORMATS, SIZES
+from tests.support.engines_of_bytes import engines_of_bytes
 from tests.support.tiny import ARCHITECTURES, make_checkpoint
 from tests.support.train_runs import TWO_RANKS
 
@@ -84,6 +86,24 @@ def test_no_token_differs_where_both_engines_round(tmp_path):
     assert report["contract"]["kv_format"] == "int8"
     assert report["contract"]["activation_format"] == "fp8_e4m3"
     assert passes(report, config)
+
+
+def test_no_token_differs_where_both_engines_multiply_bytes(tmp_path):
+    """By a stand-in: two ranks of a server, which makes its bytes anew after a push."""
+    path = make_checkpoint(tmp_path / "model", "qwen3", **SIZES)
+    config = VerifyConfig(
+        model=ModelConfig(hf_checkpoint=str(path)),
+        servers=ServersConfig(**FORMATS),
+        sglang_args=("--tp-size", "2"),
+        num_prompts=4,
+        max_new_tokens=12,
+        run_dir=str(tmp_path / "run"),
+    )
+    with engines_of_bytes(tmp_path) as multiplied:
+        report = verify(config)
+    assert report["num_compared_tokens"] == 2 * 4 * 12
+    assert passes(report, config)
+    assert len([*multiplied.iterdir()]) == 3
 
 
 @pytest.mark.runs

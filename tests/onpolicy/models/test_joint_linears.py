@@ -70,6 +70,31 @@ def test_linears_whose_product_has_other_bits_stay_apart(caplog):
     assert "stay apart" in caplog.text and torch.equal(log_probs(model), apart)
 
 
+class WithBytes(CpuOperators):
+    """Its products of bytes are the violation above, or are right."""
+
+    def __init__(self, of_rounded):
+        super().__init__(1)
+        self._of_rounded = of_rounded
+
+    @property
+    def of_rounded(self):
+        return self._of_rounded
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+@pytest.mark.parametrize("width", [128, 120])
+def test_joint_products_of_bytes_are_tried_too_where_they_may_be(is_right, width):
+    """Only whole blocks of 128 are ever multiplied so."""
+    operators = WithBytes(CpuOperators(1) if is_right else WideProductsRoundTwice(1))
+    model = torch.nn.Module()
+    for name in ("q_proj", "k_proj", "v_proj"):
+        linear = torch.nn.Linear(128, width, bias=False)
+        setattr(model, name, AlignedLinear(linear, operators, WHOLE))
+    joint = join_linears(model, operators, is_plain)
+    assert len(joint) == (is_right or width % 128 > 0)
+
+
 def three():
     linears = [torch.nn.Linear(12, n) for n in (8, 4, 4)]
     return [AlignedLinear(linear, CpuOperators(1), WHOLE) for linear in linears]
