@@ -3,8 +3,9 @@
     python -m benchmarks.rounding_cost --hf-checkpoint runs/quickstart/inputs/model [--json FILE]
 
 A step is timed in processor seconds, since neighbours of a shared machine take none of them; servers,
-side by side, by what they sample a second. An aligned engine holds rounded weights in bfloat16: a weight
-format changes neither its time nor its memory. What it holds of a token is in `cache_bytes`.
+side by side, by what they sample a second. A server holds rounded weights in bfloat16, with neither
+time nor memory changed, unless it packs them: `weight_bytes` are those that a format is for. What it
+holds of a token is in `cache_bytes`.
 """
 
 # ruff: noqa: E402
@@ -12,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from onpolicy.compat.process import prepare_process
 
@@ -48,15 +50,19 @@ PLAIN = "bfloat16"
 CACHES = {f"{name} cache": {"rollout_kv_format": name} for name in NUMBERS}
 INPUTS = {f"{name} inputs": {"rollout_activation_format": name} for name in NUMBERS}
 WEIGHTS = {f"{name} weights": {"rollout_weight_format": name} for name in FORMATS}
+PACKED = {
+    f"{name} packed": {"rollout_weight_format": name, "rollout_pack_weights": True}
+    for name in ("int8", "int4_group128", "fp8_e4m3_block128", "mxfp4")
+}
 
 Setting = tuple[TrainConfig, NumericsContract]
 
 
-def settings_of(bench: BenchConfig, chosen: dict[str, dict[str, str]]) -> dict[str, Setting]:
+def settings_of(bench: BenchConfig, chosen: Mapping[str, Mapping[str, Any]]) -> dict[str, Setting]:
     hf_config = load_config(bench.model.hf_checkpoint)
     configs = {
         name: with_flags(make_train_config(bench, "aligned"), flags)
-        for name, flags in ({PLAIN: {}} | chosen).items()
+        for name, flags in {PLAIN: {}, **chosen}.items()
     }
     return {
         name: (config, contract_for(config, hf_config, aligned=True))
@@ -86,20 +92,24 @@ def times_of_plain(runs: dict[str, list[float]]) -> dict[str, float]:
     }
 
 
-def rollouts(bench: BenchConfig, repetitions: int) -> dict[str, list[float]]:
-    """Tokens a second of servers with each cache, and with each format of inputs."""
+def rollouts(bench: BenchConfig, repetitions: int) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Tokens a second of servers with each cache, with each format of inputs, and with packed weights;
+    and the bytes of weights that formats are for."""
     hf_config = load_config(bench.model.hf_checkpoint)
     requests = random_requests(bench, hf_config.vocab_size)
     longest, measures = bench.prompt_len + bench.max_new_tokens, dict[str, Measure]()
+    weight_bytes: dict[str, int] = {}
     with ExitStack() as on_exit:
-        for name, (config, contract) in settings_of(bench, CACHES | INPUTS).items():
+        for name, (config, contract) in settings_of(bench, {**CACHES, **INPUTS, **PACKED}).items():
             logs = Path(bench.run_dir) / name
             group = make_rollout_group(config, hf_config, contract, logs, longest)
             on_exit.callback(group.stop)
             group.launch()
             group.connect({})
             measures[name] = rollout_measure(group, requests)
-        return take_turns(measures, 1, repetitions)
+            if told := group.clients[0].report().get("packed_weights"):
+                weight_bytes |= {PLAIN: told["bytes_unpacked"], name: told["bytes"]}
+        return take_turns(measures, 1, repetitions), weight_bytes
 
 
 def main() -> None:
@@ -108,6 +118,7 @@ def main() -> None:
     parser.add_argument("--num-tokens", type=int, default=4096)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--run-dir", default="runs/rounding_cost")
+    parser.add_argument("--servers-only", action="store_true")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     bench = partial(
@@ -118,20 +129,25 @@ def main() -> None:
         max_new_tokens=96,
         run_dir=args.run_dir,
     )
-    sampled = rollouts(bench(what="rollout"), args.repetitions)
-    of_steps = settings_of(bench(what="step"), WEIGHTS | CACHES | INPUTS)
-    steps = {name: step_of(setting, bench(what="step")) for name, setting in of_steps.items()}
+    sampled, weight_bytes = rollouts(bench(what="rollout"), args.repetitions)
+    settings = settings_of(bench(what="step"), {**WEIGHTS, **CACHES, **INPUTS})
+    timed = {} if args.servers_only else settings
+    steps = {name: step_of(setting, bench(what="step")) for name, setting in timed.items()}
     spent = take_turns(steps, 1, args.repetitions)
     hf_config = load_config(args.hf_checkpoint)
-    result = {
-        "what": "rounding",
+    of_steps = {
         "tokens": args.num_tokens,
         "processor_seconds_of_a_step": median(spent[PLAIN]),
         "step": times_of_plain(spent),
+    } if steps else {}  # fmt: skip
+    result = {
+        "what": "rounding",
+        **of_steps,
         "tokens_per_second": median(sampled[PLAIN]),
         "rollout": times_of_plain(sampled),
+        "weight_bytes": weight_bytes,
         "cache_bytes": {
-            name: token_bytes(hf_config, of_steps[name][1]) for name in (PLAIN, *CACHES)
+            name: token_bytes(hf_config, settings[name][1]) for name in (PLAIN, *CACHES)
         },
         "versions": versions(),
     }
