@@ -36,6 +36,8 @@ IN_BYTES = (
     *("--rollout-activation-format", "fp8_e4m3"),
 )
 
+PACKED = ("--rollout-weight-format", "int4_group128", "--rollout-pack-weights")
+
 SAME = ("train", "train_again", "train_drafts")
 """Runs that have one hash."""
 
@@ -69,6 +71,7 @@ def commands(inputs: Path, folder: Path) -> dict[str, list[str]]:
         "verify_triton": verify(real, "triton"),
         "verify_hopper": verify(real, "hopper", "--rollout-activation-format", "fp8_e4m3"),
         "verify_fp8": verify(real, "hopper_fp8", *IN_BYTES),
+        "verify_packed": verify(real, "triton", *PACKED),
         "lora_hopper": verify(real, "hopper", "--lora-rank", "16"),
         "dora_triton": verify(small, "triton", "--lora-rank", "16", "--lora-dora"),
         "verify_drafts": verify(small, "triton", *DRAFTS),
