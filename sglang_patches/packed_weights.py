@@ -28,6 +28,7 @@ from onpolicy.contract import PACKED_VARIABLE, NumericsContract
 from onpolicy.errors import ContractError, WeightSyncError
 from onpolicy.models.experts import AlignedExperts
 from onpolicy.models.joint_linears import JointLinear
+from onpolicy.weights.digest import WeightBucket
 from onpolicy.weights.packing import PackedWeight, pack, unpack
 from onpolicy.weights.rounding import FORMATS, is_rounded, round_weight
 from sglang_patches import named_adapters, registry
@@ -142,20 +143,16 @@ class PackedModel:
         Raises WeightSyncError for one that is not rounded as it should be, or that nobody knows.
         """
         loaded: set[str] = set()
-        others: list[tuple[str, Tensor]] = []
+        others: WeightBucket = []
         for place, group in itertools.groupby(weights, lambda pair: self._place_of.get(pair[0])):
-            arrived = list(group)
             if place is None:
-                others += arrived
+                others += group
                 continue
-            self._unpacked, self._loading = None, place
-            loaded |= load_weights(arrived)
-            self._require_shared(name for name, _ in arrived)
-            for name, _ in arrived:  # into the same memory, which a CUDA graph knows
-                new = self._pack(name, self._held[name])
-                for old, tensor in zip(place.packed[name], new, strict=True):
-                    old.copy_(tensor)
-            self._loading = None
+            try:
+                loaded |= self._load_into(place, load_weights, list(group))
+            finally:
+                self._loading = None
+                self._forget()
         for name, weight in others:
             if is_rounded(name, weight) and name not in self._kept:
                 raise WeightSyncError(
@@ -163,6 +160,26 @@ class PackedModel:
                     "Start it without --rollout-pack-weights, and report this."
                 )
         return loaded | load_weights(others)
+
+    def _load_into(
+        self, place: Place, load_weights: Callable[..., set[str]], arrived: WeightBucket
+    ) -> set[str]:
+        self._forget()
+        self._unpack(place)  # a base that several names share is compared and not loaded
+        self._loading = place
+        loaded = load_weights(arrived)
+        now = held_tensors(self._model)
+        for name, _ in arrived:
+            if now[name].data_ptr() != self._held[name].data_ptr():
+                raise WeightSyncError(
+                    f"parameter={name}: SGLang's loader put it into memory of its own, where a packed "
+                    "weight is not looked for. Start the engine without --rollout-pack-weights, and "
+                    "report this."
+                )
+            new = self._pack(name, self._held[name])
+            for old, tensor in zip(place.packed[name], new, strict=True):
+                old.copy_(tensor)  # in the memory that a CUDA graph knows
+        return loaded
 
     def show(self, name: str) -> None:
         """Have the parameter of this name hold its weight."""
@@ -193,16 +210,6 @@ class PackedModel:
     def _forget(self, *_: Any) -> None:
         """What is unpacked: nobody knows after a CUDA graph ran, or something else was shown."""
         self._unpacked = None
-
-    def _require_shared(self, names: Iterable[str]) -> None:
-        now = held_tensors(self._model)
-        for name in names:
-            if now[name].data_ptr() != self._held[name].data_ptr():
-                raise WeightSyncError(
-                    f"parameter={name}: SGLang's loader put it into memory of its own, where a packed "
-                    "weight is not looked for. Start the engine without --rollout-pack-weights, and "
-                    "report this."
-                )
 
     def _pack(self, name: str, weight: Tensor) -> PackedWeight:
         try:

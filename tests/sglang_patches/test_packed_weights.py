@@ -21,7 +21,7 @@ from tests.support.tiny import make_checkpoint
 from tests.support.tiny_contract import CONTRACT
 
 UP, DOWN = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight"
-ROUTER = "model.layers.1.mlp.gate.weight"
+OUT = "model.layers.1.self_attn.o_proj.weight"
 IDS = torch.arange(24).view(2, 12)
 
 
@@ -31,7 +31,7 @@ class Engine(nn.Module):
     def __init__(self, path, weight_format):
         super().__init__()
         self.model = AutoModel.from_pretrained(path, dtype=torch.bfloat16).eval()
-        self.format, self.in_place = weight_format, True
+        self.format, self.in_place, self.compares = weight_format, True, False
         operators = CpuOperators(1)
         align_modules(self.model, operators)
         self.joint = join_linears(self.model, operators, lambda x: isinstance(x, AlignedLinear))
@@ -47,7 +47,10 @@ class Engine(nn.Module):
     def load_weights(self, pushed):
         held, names = experts.held_tensors(self), set()
         for name, tensor in pushed:
-            if self.in_place:
+            packed_weights.show(self, name)
+            if self.compares:
+                assert torch.equal(held[name], tensor), name
+            elif self.in_place:
                 held[name].copy_(tensor)
             else:
                 self.get_parameter(name).data = tensor.clone()
@@ -139,9 +142,23 @@ def test_a_push_is_proved_and_so_is_what_stays_from_an_earlier_one(path):
     engine.load_weights(some)
     assert proof() == expected.hexdigest()
     engine.load_weights(some)
-    kept = engine.packed_weights._place_of["model.layers.1.self_attn.o_proj.weight"].packed
-    kept["model.layers.1.self_attn.o_proj.weight"].codes[0, 0] ^= 1
-    assert proof() == "changed since it was pushed: model.layers.1.self_attn.o_proj.weight"
+    kept = engine.packed_weights._place_of[OUT].packed
+    kept[OUT].codes[0, 0] ^= 1
+    assert proof() == f"changed since it was pushed: {OUT}"
+
+
+def test_a_loader_that_compares_finds_what_was_packed(path):
+    """As one does whose base several names share."""
+    engine = packed(path)
+    before = engine.run()
+    engine.compares = True
+    engine.load_weights(engine.as_pushed(1.0))
+    with pytest.raises(AssertionError):
+        engine.load_weights(engine.as_pushed(0.7))
+    assert torch.equal(engine.run(), before)
+    packed_weights.show(engine, OUT)
+    held = experts.held_tensors(engine)[OUT]
+    assert torch.equal(held, dict(engine.as_pushed(1.0))[OUT])
 
 
 def test_weights_that_are_not_rounded_so_are_refused_by_name(dense):
