@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from onpolicy.contract import KINDS, OUTSIDE
+from onpolicy.contract import KINDS, OUTSIDE, PACKED_VARIABLE
 from onpolicy.ops.cpu import CpuOperators
-from sglang_patches import attention, determinism, plugin, registry, sampler
+from sglang_patches import attention, determinism, experts, plugin, registry, sampler
 from tests.support.tiny_contract import CONTRACT, LATENT
 
 WHOLE = dataclasses.replace(
@@ -92,6 +92,19 @@ def test_layers_have_the_patches_of_the_whole_contract_less_those_of_no_layer(in
     every = installed(dataclasses.replace(WHOLE, layers=("0", "1", OUTSIDE)))
     assert every == installed(WHOLE) | finds_norms
     assert every - installed(dataclasses.replace(WHOLE, layers=("0", "1"))) == OF_NO_LAYER
+
+
+def test_whole_tensors_are_rounded_before_experts_take_theirs(installed, monkeypatch):
+    """SGLang calls the hook that was registered last first."""
+    monkeypatch.setenv(PACKED_VARIABLE, "1")
+    registered = []
+    installed(WHOLE)
+    monkeypatch.setattr(registry, "hook", lambda *given: registered.append(given))
+    plugin._share_model(
+        dataclasses.replace(WHOLE, weight_format="int4"), CpuOperators(1), fuses=True
+    )
+    around = [function for target, function, _ in registered if target == experts.LOAD_TARGET]
+    assert len(around) == 2 and around[0] is experts._load
 
 
 @pytest.mark.parametrize("kind", KINDS)
