@@ -108,8 +108,11 @@ def test_plans_that_gather_columns_and_split_inputs_are_shared_out(architecture)
 
 def test_a_layer_of_an_unknown_style_is_whole_on_one_rank_and_refused_on_more():
     config = config_of("llama")
-    config.base_model_tp_plan["layers.*.mlp.up_proj"] = "packed_colwise"
-    config.base_model_tp_plan["layers.*.self_attn.k_proj"] = "mla_kv_a_proj"
+    unknown = {
+        "layers.*.mlp.up_proj": "packed_colwise",
+        "layers.*.self_attn.k_proj": "mla_kv_a_proj",
+    }
+    config.base_model_tp_plan = config.base_model_tp_plan | unknown  # not the class's own
     require(config, 1, 1)
     with pytest.raises(ConfigError, match="calls layers mla_kv_a_proj, packed_colwise, and SGLang"):
         require(config, 2, 2)
