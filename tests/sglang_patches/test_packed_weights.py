@@ -147,6 +147,14 @@ def test_a_push_is_proved_and_so_is_what_stays_from_an_earlier_one(path):
     assert proof() == f"changed since it was pushed: {OUT}"
 
 
+def test_what_a_cuda_graph_may_have_left_is_not_computed_with(dense):
+    engine = packed(dense)
+    before, own = engine.run(), engine.packed_weights
+    own._unpacked = own._place_of["model.layers.0.self_attn.q_proj.weight"]
+    own._memory.zero_()
+    assert torch.equal(engine.run(), before)
+
+
 def test_a_loader_that_compares_finds_what_was_packed(path):
     """As one does whose base several names share."""
     engine = packed(path)

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onpolicy.weights.packing import bits_of, pack, unpack
+from onpolicy.weights import packing
+from onpolicy.weights.packing import bits_of, encode, pack, unpack
 from onpolicy.weights.rounding import FORMATS, round_weight
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -84,6 +85,12 @@ def test_a_matrix_may_lie_in_memory_by_column(weight_format):
         assert torch.equal(one, other)
     unpack(pack(weight, weight_format), weight_format, turned.zero_())
     assert same_bits(turned.contiguous(), weight)
+
+
+def test_codes_that_would_not_give_the_weight_again_are_refused(monkeypatch):
+    monkeypatch.setattr(packing, "encode", lambda *given: encode(*given) ^ 1)
+    with pytest.raises(ValueError, match="not one that was rounded"):
+        pack(round_weight(draw(2, 64, 3, torch.bfloat16), "int4"), "int4")
 
 
 def test_numbers_that_are_not_finite_are_refused():
