@@ -47,9 +47,8 @@ def wait_for_all_ranks() -> None:
 
 def summed(part: torch.Tensor) -> torch.Tensor:
     """What the parts of all ranks add up to, as stock SGLang adds them. Collective."""
-    total: torch.Tensor = _group().all_reduce(
-        part.clone()
-    )  # SGLang's may write over what it is given
+    own = part.clone()  # SGLang may write over what it is given
+    total: torch.Tensor = _group().all_reduce(own)
     return total
 
 

@@ -23,6 +23,7 @@ from onpolicy.models.export import export_checkpoint
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.weight_files import stored_shapes, weight_files
 from onpolicy.weights.digest import WeightBucket
+from onpolicy.weights.packing import encode
 from onpolicy.weights.rounding import FORMATS, FP8, is_rounded, outer_scale, quantise
 
 BITS = {"int3": 3, "int3_group128": 3, "int4": 4, "int4_group128": 4, "int8": 8}
@@ -33,9 +34,6 @@ FLOATS = {
     "nvfp4": "nvfp4-pack",
 }
 """Formats of floating-point numbers, and what compressed-tensors calls theirs."""
-
-FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-"""E2M1's numbers in the order of their codes; a fourth bit is the sign."""
 
 
 def export_quantised(
@@ -101,21 +99,15 @@ def _stored(name: str, weight: Tensor, weight_format: str) -> WeightBucket:
             found = {"": numbers.to(FP8), "_scale": scale}
         case "mxfp4":
             exponents = torch.frexp(scale).exponent + 126
-            found = {"_packed": _packed_fp4(numbers), "_scale": exponents.to(torch.uint8)}
+            found = {"_packed": encode(numbers, weight_format), "_scale": exponents.to(torch.uint8)}
         case "nvfp4":
             outer = outer_scale(weight).view(1)
-            found = {"_packed": _packed_fp4(numbers), "_scale": (scale * outer).to(FP8)}
+            found = {"_packed": encode(numbers, weight_format), "_scale": (scale * outer).to(FP8)}
             found["_global_scale"] = outer
         case _:
             packed = _packed(numbers, BITS[weight_format])
             found = {"_packed": packed, "_shape": torch.tensor(weight.shape), "_scale": scale}
     return [(f"{name}{what}", tensor.contiguous()) for what, tensor in found.items()]
-
-
-def _packed_fp4(numbers: Tensor) -> Tensor:
-    """E2M1, float32 [N, K] -> uint8 [N, K / 2]: two codes a byte, the lower one first."""
-    codes = torch.bucketize(numbers.abs(), FP4) | (numbers.signbit() << 3)
-    return (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
 
 
 def _packed(numbers: Tensor, bits: int) -> Tensor:

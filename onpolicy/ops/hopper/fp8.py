@@ -18,6 +18,7 @@ sgl-project/DeepGEMM; sm90_fp8_gemm_1d1d.cuh and sm90_fp8_gemm_1d2d.cuh of sgl-d
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -88,14 +89,8 @@ def multiply(x: Bytes, weight: Bytes, out_dtype: torch.dtype) -> Tensor:
 
 
 def fp8_linear(x: Tensor, weight: Bytes, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Row-invariant `x @ weight.T + bias`: [M, K], [N, K], [N] -> [M, N]; no autograd.
-
-    With a bias the product is left in float32 until the bias is in, as `gemm.deep_gemm_linear` does it.
-    """
-    of_x = input_in_bytes(x)
-    if bias is None:
-        return multiply(of_x, weight, out_dtype)
-    return multiply(of_x, weight, torch.float32).add_(bias.float()).to(out_dtype)
+    """Row-invariant `x @ weight.T + bias`: [M, K], [N, K], [N] -> [M, N]; no autograd."""
+    return gemm.with_bias(partial(multiply, input_in_bytes(x), weight), bias, out_dtype)
 
 
 class Fp8Linear(TritonLinear):

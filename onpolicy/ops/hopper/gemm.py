@@ -13,7 +13,8 @@ engines (`compat/process.py`).
 from __future__ import annotations
 
 import os
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from types import ModuleType
 
 import torch
@@ -97,14 +98,21 @@ def readable(matrix: Tensor) -> Tensor:
 def deep_gemm_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """Row-invariant `x @ weight.T + bias`: [M, K], [N, K], [N] -> [M, N]; no autograd.
+    """Row-invariant `x @ weight.T + bias`: [M, K], [N, K], [N] -> [M, N]; no autograd."""
+    return with_bias(partial(multiply, x, weight), bias, out_dtype)
+
+
+def with_bias(
+    product: Callable[[torch.dtype], Tensor], bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """`product` in a dtype, plus [N]: [M, N].
 
     With a bias the product is left in float32 until the bias is in, as the Triton operators and
     `Operators.row_parallel_linear` do it. (SGLang's own operators round before and after.)
     """
     if bias is None:
-        return multiply(x, weight, out_dtype)
-    return multiply(x, weight, torch.float32).add_(bias.float()).to(out_dtype)
+        return product(out_dtype)
+    return product(torch.float32).add_(bias.float()).to(out_dtype)
 
 
 class HopperLinear(TritonLinear):
