@@ -1,8 +1,7 @@
 """What the processes of a command will hold in memory, as plain sums, before any of them starts.
 
-What is large at the same time, in bytes, by what it is for. Every command and every placement asks this
-model: engines with GPUs of their own or shared ones, on one host or on a cluster's (`memory_checks.py`).
-No sum for a GPU has been measured yet; beside measured peaks: benchmarks/README.md."""
+What is large at the same time, in bytes, by what it is for, for every command and placement
+(`memory_checks.py`). Beside measured peaks, none of which is a GPU's: benchmarks/README.md."""
 
 from __future__ import annotations
 
@@ -132,7 +131,7 @@ def server_memory(
 ) -> ProcessMemory:
     """One tensor-parallel rank's; `count` are those of all servers."""
     itemsize, ranks = getattr(torch, spec.contract.dtype).itemsize, spec.tp_size
-    tokens, others = spec.cache_tokens or spec.needed_tokens, len(spec.adapter_names[1:])
+    tokens, others = spec.cache_tokens or spec.needed_tokens, spec.more_adapters
     each = itemsize + backend_of(spec.contract.backend).multiplies_bytes
     return ProcessMemory(
         "SGLang server" if ranks == 1 else "rank of an SGLang server",
@@ -192,10 +191,11 @@ class RunMemory:
         """Weights on their way from each rank that sends: gathered, in shared memory or a file, and in
         the server; and those that are gathered meanwhile. Where adapters are merged, all of them too."""
         itemsize, size = getattr(torch, self.config.model.dtype).itemsize, self.size
-        buffer = self.config.sync.update_weight_buffer_size * MIB
-        bucket = max(min(buffer, itemsize * size.parameters), itemsize * size.largest_parameter)
+        most = min(self.config.sync.update_weight_buffer_size * MIB, itemsize * size.parameters)
+        at_once = size.adapters if self.spec.served_adapter else size.largest_parameter
+        bucket = max(most, itemsize * at_once)
         parts = {"4 copies of a bucket": 4 * bucket}
-        if size.adapters and (self.config.plan.is_governed or not self.spec.contract.is_aligned):
+        if size.adapters and (self.config.plan.is_governed or self.spec.contract.adapter is None):
             parts["merging"] = bucket + itemsize * size.adapters + FLOAT32 * size.merging
         return ProcessMemory("a push", parts, senders)
 
