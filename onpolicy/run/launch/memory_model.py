@@ -15,9 +15,8 @@ from onpolicy.agents.workers import num_workers
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups.agents import has_agent
 from onpolicy.config.sglang_flags import chunked_prefill_size
-from onpolicy.contract import NumericsContract
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.kv_cache import packed_size
+from onpolicy.models.kv_cache import token_bytes
 from onpolicy.models.size import ModelSize
 from onpolicy.ops.backends import backend_of
 from onpolicy.ops.logit_chunks import CPU_LOGITS, GPU_LOGITS, rows_of_logits
@@ -26,6 +25,7 @@ from onpolicy.run.launch.contracts import rollout_format
 from onpolicy.run.launch.process_memory import ProcessMemory
 from onpolicy.run.launch.teacher_checks import teacher_bytes
 from onpolicy.train.engine import recomputes_activations
+from onpolicy.weights.packing import packed_bytes
 
 FLOAT32 = 4
 MIB = 1 << 20
@@ -60,7 +60,10 @@ def _fsdp_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dict[st
     """What is trained in float32, all else in the compute dtype, both shared out over the ranks; a
     layer, and the next, gathered, with their gradients if they have any."""
     ranks, trained = config.cluster.num_ranks, size.trained * config.takes_steps
-    weights = ((FLOAT32 - itemsize) * size.trained + itemsize * size.parameters) // ranks
+    packs = config.lora.train_pack_weights and size.adapters
+    packed = size.layers * size.largest_layer if packs else 0
+    weights = (FLOAT32 - itemsize) * size.trained + itemsize * (size.parameters - packed)
+    weights = (weights + packed_bytes(rollout_format(config), packed)) // ranks
     gathered = itemsize + FLOAT32 * size.is_trained_whole
     orders = ranks > 1 and config.plan.is_rank_invariant
     return {
@@ -141,14 +144,6 @@ def server_memory(
         servers * ranks,
         {"libraries": SERVER_LIBRARIES} if spec.contract.device == "cuda" else {},
     )
-
-
-def token_bytes(hf_config: PretrainedConfig, contract: NumericsContract) -> int:
-    """Bytes of a token's keys and values in all layers."""
-    itemsize, kinds = getattr(torch, contract.dtype).itemsize, contract.shapes.attention
-    head = packed_size if contract.kv_format else lambda numbers: itemsize * numbers
-    per_layer = max(kind.kv_heads * (head(kind.head_dim) + head(kind.value_dim)) for kind in kinds)
-    return int(hf_config.num_hidden_layers * per_layer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from onpolicy.config import TrainConfig, groups
 from onpolicy.config.tools import BenchConfig, ServeConfig, VerifyConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.kv_cache import token_bytes
 from onpolicy.run.commands import verify_inputs
 from onpolicy.run.launch import contracts
 from onpolicy.run.launch.contracts import contract_for
-from onpolicy.run.launch.memory_model import token_bytes
 from tests.support.bytes_on_cpu import SIZES
 from tests.support.tiny import make_checkpoint
 
