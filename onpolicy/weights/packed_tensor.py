@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from onpolicy.weights.packing import PackedWeight, bits_of, encode, unpack
-from onpolicy.weights.rounding import FORMATS, quantise
+from onpolicy.weights.rounding import FORMATS, dequantise, quantise
 
 _aten = torch.ops.aten
 
@@ -97,10 +97,15 @@ class PackedTensor(Tensor):
 
 def pack_groups(weight: Tensor, weight_format: str) -> Tensor:
     """[N, K] -> uint8 [groups, bytes], of which `unpack_groups` makes what `round_weight` does of the
-    weight. N is a multiple of the rows that share scales."""
+    weight. N is a multiple of the rows that share scales. Raises ValueError if a bit would be lost."""
     numbers, scale = quantise(weight, weight_format)
     codes = encode(numbers, weight_format).view(len(scale), -1)
-    return torch.cat([codes, scale.contiguous().view(torch.uint8)], 1)
+    held = torch.cat([codes, scale.contiguous().view(torch.uint8)], 1)
+    unpack_groups(held, weight_format, again := torch.empty_like(weight))
+    rounded = dequantise(numbers, scale, weight_format, weight.dtype)
+    if not torch.equal(again.view(torch.uint8), rounded.view(torch.uint8)):
+        raise ValueError(f"weight_format={weight_format}: its codes and scales do not come back")
+    return held
 
 
 def unpack_groups(held: Tensor, weight_format: str, out: Tensor) -> None:

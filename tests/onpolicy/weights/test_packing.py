@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onpolicy.weights import packing
-from onpolicy.weights.packing import bits_of, encode, pack, unpack
+from onpolicy.weights.packing import bits_of, decode, encode, magnitudes, pack, unpack
 from onpolicy.weights.rounding import FORMATS, round_weight
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -106,3 +106,11 @@ def test_memory_is_what_the_format_promises(weight_format):
     taken = sum(tensor.nbytes for tensor in pack(weight, weight_format))
     of_scales = 64 * 4 * (1024 // 32 if weight_format == "mxfp4" else 1)
     assert taken == weight.numel() * bits_of(weight_format) // 8 + of_scales
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_every_number_of_a_format_comes_back_from_its_code(weight_format):
+    known = magnitudes(weight_format)
+    numbers = torch.cat([known, -known])[None]
+    found = decode(encode(numbers, weight_format), weight_format)
+    assert torch.equal(found.view(torch.int32), numbers.view(torch.int32))

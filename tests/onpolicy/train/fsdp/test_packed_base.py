@@ -5,7 +5,8 @@ import torch
 
 from onpolicy.errors import ConfigError
 from onpolicy.train.fsdp.packed_base import is_packed
-from onpolicy.weights.packed_tensor import memory_of
+from onpolicy.weights import packing
+from onpolicy.weights.packed_tensor import memory_of, pack_groups
 from onpolicy.weights.rounding import FORMATS
 from tests.support.megatron_training import Job, equal, make, make_samples, train, weights
 from tests.support.tiny import make_checkpoint
@@ -116,3 +117,10 @@ def test_rows_that_are_no_whole_blocks_are_refused_by_name(checkpoint):
     )
     with pytest.raises(ConfigError, match=says):
         make(job(checkpoint, "fp8_e4m3_block128"))
+
+
+def test_codes_that_would_not_give_the_weight_again_are_refused(monkeypatch):
+    decode = packing.decode
+    monkeypatch.setattr(packing, "decode", lambda *args: decode(*args) * (1 + 2**-20))
+    with pytest.raises(ValueError, match=r"weight_format=int4: .* do not come back"):
+        pack_groups(torch.randn(4, 8), "int4")
