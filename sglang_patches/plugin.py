@@ -16,6 +16,7 @@ from onpolicy.ops import Operators, make_operators
 from onpolicy.ops.backends import backend_of
 from sglang_patches import (
     classifier,
+    compressed,
     configurations,
     cpu,
     determinism,
@@ -62,6 +63,7 @@ def load() -> None:
     harmful_requests.install()
     model_names.install()
     status.install()
+    compressed.install()
     weights.install(contract, named_weights.watch_loads if named_adapters.names() else None)
     named_weights.install(contract)
     named_adapters.install()
