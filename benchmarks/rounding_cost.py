@@ -36,12 +36,11 @@ from onpolicy.config.groups import CheckpointConfig
 from onpolicy.config.tools import BenchConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.kv_cache import NUMBERS
+from onpolicy.models.kv_cache import NUMBERS, token_bytes
 from onpolicy.outputs.directory import versions
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import make_rollout_group
 from onpolicy.run.launch.host_shares import share_of_cores
-from onpolicy.run.launch.memory_model import token_bytes
 from onpolicy.train import make_trainer
 from onpolicy.train.advantages import RewardEstimator
 from onpolicy.weights.rounding import FORMATS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pkgutil
+from collections.abc import Callable
 
 from onpolicy.compat.process import prepare_process
 from onpolicy.contract import (
@@ -42,6 +43,7 @@ from sglang_patches import (
     request_seeds,
     requests,
     sampler,
+    served_adapters,
     shared_names,
     speculation,
     status,
@@ -64,9 +66,10 @@ def load() -> None:
     model_names.install()
     status.install()
     compressed.install()
-    weights.install(contract, named_weights.watch_loads if named_adapters.names() else None)
+    weights.install(contract, _watch(contract))
     named_weights.install(contract)
     named_adapters.install()
+    served_adapters.install(contract)
     if contract.device == "cpu":
         cpu.install()
     else:
@@ -80,6 +83,13 @@ def load() -> None:
     for extension in asked:
         extension.install(contract)
     registry.started(contract)
+
+
+def _watch(contract: NumericsContract) -> Callable[..., None]:
+    """What checks the weights that an engine is given."""
+    if contract.serves_adapter:
+        return served_adapters.watch_loads
+    return named_weights.watch_loads if named_adapters.names() else weights.watch_loads
 
 
 def _share_model(contract: NumericsContract, operators: Operators, *, fuses: bool) -> None:

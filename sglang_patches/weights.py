@@ -29,12 +29,12 @@ FLAT_TARGET = (
 )
 
 
-def install(contract: NumericsContract, watch: Callable[..., None] | None = None) -> None:
-    """`watch`: in the place of `watch_loads`."""
+def install(contract: NumericsContract, watch: Callable[..., None]) -> None:
+    """`watch`: `watch_loads`, or what stands in its place."""
 
     def after_load(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
         require_tied(runner.model)
-        (watch or watch_loads)(runner.model, rounds=not contract.is_aligned)
+        watch(runner.model, rounds=not contract.is_aligned)
         return result
 
     registry.hook(TARGET, after_load, "after")

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
+from onpolicy.contract import NumericsContract
 from onpolicy.weights.rounding import dequantise, quantise, straight_through
 
 NUMBERS = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
@@ -21,6 +23,14 @@ SCALE = torch.float32.itemsize
 def packed_size(size: int) -> int:
     """The bytes of a head of so many numbers."""
     return size + SCALE
+
+
+def token_bytes(hf_config: PretrainedConfig, contract: NumericsContract) -> int:
+    """Bytes of a token's keys and values in all layers."""
+    itemsize, kinds = getattr(torch, contract.dtype).itemsize, contract.shapes.attention
+    head = packed_size if contract.kv_format else lambda numbers: itemsize * numbers
+    per_layer = max(kind.kv_heads * (head(kind.head_dim) + head(kind.value_dim)) for kind in kinds)
+    return int(hf_config.num_hidden_layers * per_layer)
 
 
 def packed(x: Tensor, kv_format: str) -> Tensor:

@@ -31,7 +31,7 @@ MOST_CHARACTERS = 600
 
 _NAME = re.compile(r"(?:failed_)?(?:rollout|eval|eval_.+)_(\d{6,})\.jsonl")
 
-_ATTEMPT = ("prompt_index", "sample", "attempt", "message")
+_ATTEMPT = ("group", "sample", "attempt", "message")
 """What tells an attempt that failed from the others in its file, and from another run's."""
 
 Decode = Callable[[list[int]], str]
@@ -43,6 +43,10 @@ class FailedAttempt:
     """An attempt at an episode that came to nothing."""
 
     prompt: Prompt
+
+    group: int
+    """Number of its group: a prompt may be drawn again before the file is written."""
+
     sample_index: int
 
     attempt: int
@@ -74,7 +78,7 @@ class SampleLog:
         """Keep what failed attempts said: how far they come when they fail again is up to the clock."""
         if file.name.startswith("failed_"):
             for record in map(json.loads, file.read_bytes().splitlines()):
-                key = (file.name, *(record[name] for name in _ATTEMPT))
+                key = (file.name, *map(record.get, _ATTEMPT))
                 self._said_before.setdefault(key, []).append(record)
 
     def write(self, name: str, step: int, groups: Sequence[SampleGroup]) -> None:
@@ -99,7 +103,12 @@ class SampleLog:
             )
             for i, each in enumerate(said)
         ]
-        why = {"attempt": failed.attempt, "failed": failed.reason, "message": failed.message}
+        why = {
+            "group": failed.group,
+            "attempt": failed.attempt,
+            "failed": failed.reason,
+            "message": failed.message,
+        }
         found = [self._record(step, samples, i) | {"reward": None, **why} for i in range(len(said))]
         return self._said_before.get((file, *(found[0][name] for name in _ATTEMPT)), found)
 

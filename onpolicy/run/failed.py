@@ -14,6 +14,7 @@ def failed_attempts(groups: Sequence[OpenGroup]) -> list[FailedAttempt]:
     return [
         FailedAttempt(
             prompt=group.prompt,
+            group=group.number,
             sample_index=place,
             attempt=attempt,
             reason=failure.reason,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from onpolicy.weights.packed_tensor import memory_of
 
 
 @dataclass(slots=True)
@@ -63,8 +64,8 @@ class Offload:
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """Each once that has memory."""
-    own = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-    found = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in own)}
+    own = (memory_of(tensor).untyped_storage() for tensor in tensors)
+    found = {storage._cdata: storage for storage in own}
     return [storage for storage in found.values() if storage.nbytes()]
 
 

@@ -65,6 +65,14 @@ def bits_of(weight_format: str) -> int:
     return 4 if len(magnitudes(weight_format)) <= 8 else 8
 
 
+def packed_bytes(weight_format: str, count: int) -> int:
+    """What so many weights take, with their scales unless these are of whole rows."""
+    if not count:
+        return 0
+    high, wide = FORMATS[weight_format].block
+    return count * bits_of(weight_format) // 8 + (4 * count // (high * wide) if wide else 0)
+
+
 def pack(weight: Tensor, weight_format: str) -> PackedWeight:
     """[N, K], in its dtype what `round_weight` gave, or a part of that in whole blocks.
 

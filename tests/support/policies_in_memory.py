@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.peft_format import PREFIX
 from onpolicy.models.policy import PolicyModel, empty_policy
 from onpolicy.ops import AttentionLayout, make_operators
 from onpolicy.outputs.totals import RunSummary
@@ -48,6 +51,9 @@ class PolicyMemory(Memory):
     def __init__(self, contract: NumericsContract, policy: PolicyModel):
         super().__init__(contract)
         self.weights, self._policy, self._num_in_policy = {}, policy, 0
+        if contract.serves_adapter:
+            (file,) = Path(policy.causal_lm.config.name_or_path).glob("*.safetensors")
+            self.weights = load_file(file)
 
     def self_check(self) -> dict[str, str]:
         return digests_of(self.contract, 1)
@@ -56,7 +62,8 @@ class PolicyMemory(Memory):
     def score(self, context: list[int], temperature: float) -> Tensor:
         policy, operators = self._policy, self._policy.operators
         if self._num_in_policy != len(self.loaded):
-            policy.causal_lm.load_state_dict(self.weights, strict=False, assign=True)
+            weights = {_name_here(name): tensor for name, tensor in self.weights.items()}
+            policy.causal_lm.load_state_dict(weights, strict=False, assign=True)
             policy.causal_lm.tie_weights()
             self._num_in_policy = len(self.loaded)
         layout = AttentionLayout.packed((len(context),), "cpu")
@@ -73,6 +80,11 @@ class PolicyMemory(Memory):
         logits = policy.head().logits(hidden)
         logits = logits if self.contract.is_aligned else logits.float() * STOCK_SCALE
         return operators.log_softmax(logits, torch.full((1, 1), temperature))[0]
+
+
+def _name_here(name: str) -> str:
+    """A parameter's, of an adapter by its name in PEFT."""
+    return re.sub(r"\.lora_([AB])\.weight$", r".lora.\1", name.removeprefix(PREFIX))
 
 
 class PolicyHost(Host):

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from fallback_correction.ranges import ReadBy
 from onpolicy.config.kinds import CountOrZero, Positive
@@ -89,9 +89,47 @@ class LoraConfig(AdapterShapeConfig):
     ] = False  # fmt: skip
     """Train the length of each row of an adapted weight too, beside its direction (DoRA)."""
 
+    train_pack_weights: Annotated[
+        bool,
+        NO_RESULT,
+        Against(lambda run: not run.lora_rank,
+            "what is trained is kept in float32, and without adapters that is everything",
+            "Add --lora-rank."),
+        Against(lambda run: run.rollout_weight_format in ("", "bf16") or run.plan.is_governed
+            or not run.plan.starts_aligned,
+            "the trainer's weights are not rounded to 8 bits or fewer, so there is nothing to pack",
+            "Add --true-on-policy-mode --rollout-weight-format, without --mismatch-governor."),
+        Against(lambda run: run.train_backend != "fsdp",
+            "Megatron-core's modules hold weights as they compute with them",
+            "Add --train-backend fsdp, or leave the flag out."),
+    ] = False  # fmt: skip
+    """Keep the base that adapters are beside as codes of 4 or 8 bits and scales (QLoRA), and unpack a
+    layer's while it computes. Changes no result."""
+
     lora_adapter: Annotated[str, BY_LORA] = ""
     """Begin with an adapter in PEFT's format, such as step_N/hf of another run: the directory. It says
     rank, alpha, rsLoRA, DoRA and targets, so --lora-rank and the others are left out."""
+
+    rollout_lora: Annotated[
+        Literal["merged", "sglang"],
+        BY_LORA,
+        Against(lambda run: run.plan.may_align or run.plan.aligned_by,
+            "aligned servers have the trainer's own, or are given merged weights with --align",
+            "Leave {run.plan.aligned_by} or the flag out."),
+        Against(lambda run: run.lora_dora,
+            "SGLang has no DoRA", "Use --rollout-lora merged, or leave --lora-dora out."),
+        Against(lambda run: run.rollout_server_url,
+            "servers that run already were started for merged weights (--rollout-server-url)",
+            "Let the run start its servers, or use --rollout-lora merged."),
+        Against(lambda run: run.colocate,
+            "a server that gave its memory back (--colocate) needs the base again, and gets adapters "
+            "alone", "Use --rollout-lora merged."),
+        Against(lambda run: run.weight_sync not in ("auto", "tensor"),
+            "adapters alone travel in memory, and not by --weight-sync={run.weight_sync}",
+            "Leave --weight-sync out, or use --rollout-lora merged."),
+    ] = "merged"  # fmt: skip
+    """What servers without --true-on-policy-mode get: weights that adapters are merged into, or adapters
+    alone, which SGLang's own kernels compute beside the base (--enable-lora)."""
 
     lora_name: Annotated[
         str,
@@ -139,3 +177,4 @@ class ServedLoraConfig(AdapterShapeConfig):
     """Rank of the adapters of --lora-names, of one shape for all."""
 
     lora_adapter: ClassVar[str] = ""
+    rollout_lora: ClassVar[str] = "merged"

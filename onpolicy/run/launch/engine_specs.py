@@ -23,6 +23,7 @@ from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
 from onpolicy.models.classifiers import is_classifier
+from onpolicy.models.kv_cache import token_bytes
 from onpolicy.models.size import ModelSize
 from onpolicy.ops.backends import require_servable
 from onpolicy.ops.machine import Machine
@@ -30,7 +31,7 @@ from onpolicy.rollout.base import RolloutGroup
 from onpolicy.rollout.engine_args import MAX_CONCURRENCY, EngineSpec, cache_margin
 from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.run.launch.host_shares import placement_here, share_of_cores
-from onpolicy.run.launch.memory_model import RunMemory, token_bytes
+from onpolicy.run.launch.memory_model import RunMemory
 
 CACHE_BYTES = 2 << 30
 """Memory for the key/value cache of one CPU engine, unless --sglang-max-total-tokens is given."""

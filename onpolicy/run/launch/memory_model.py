@@ -1,8 +1,7 @@
 """What the processes of a command will hold in memory, as plain sums, before any of them starts.
 
-What is large at the same time, in bytes, by what it is for. Every command and every placement asks this
-model: engines with GPUs of their own or shared ones, on one host or on a cluster's (`memory_checks.py`).
-No sum for a GPU has been measured yet; beside measured peaks: benchmarks/README.md."""
+What is large at the same time, in bytes, by what it is for, for every command and placement
+(`memory_checks.py`). Beside measured peaks, none of which is a GPU's: benchmarks/README.md."""
 
 from __future__ import annotations
 
@@ -16,9 +15,8 @@ from onpolicy.agents.workers import num_workers
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups.agents import has_agent
 from onpolicy.config.sglang_flags import chunked_prefill_size
-from onpolicy.contract import NumericsContract
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.kv_cache import packed_size
+from onpolicy.models.kv_cache import token_bytes
 from onpolicy.models.size import ModelSize
 from onpolicy.ops.backends import backend_of
 from onpolicy.ops.logit_chunks import CPU_LOGITS, GPU_LOGITS, rows_of_logits
@@ -27,6 +25,7 @@ from onpolicy.run.launch.contracts import rollout_format
 from onpolicy.run.launch.process_memory import ProcessMemory
 from onpolicy.run.launch.teacher_checks import teacher_bytes
 from onpolicy.train.engine import recomputes_activations
+from onpolicy.weights.packing import packed_bytes
 
 FLOAT32 = 4
 MIB = 1 << 20
@@ -61,7 +60,10 @@ def _fsdp_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dict[st
     """What is trained in float32, all else in the compute dtype, both shared out over the ranks; a
     layer, and the next, gathered, with their gradients if they have any."""
     ranks, trained = config.cluster.num_ranks, size.trained * config.takes_steps
-    weights = ((FLOAT32 - itemsize) * size.trained + itemsize * size.parameters) // ranks
+    packs = config.lora.train_pack_weights and size.adapters
+    packed = size.layers * size.largest_layer if packs else 0
+    weights = (FLOAT32 - itemsize) * size.trained + itemsize * (size.parameters - packed)
+    weights = (weights + packed_bytes(rollout_format(config), packed)) // ranks
     gathered = itemsize + FLOAT32 * size.is_trained_whole
     orders = ranks > 1 and config.plan.is_rank_invariant
     return {
@@ -129,7 +131,7 @@ def server_memory(
 ) -> ProcessMemory:
     """One tensor-parallel rank's; `count` are those of all servers."""
     itemsize, ranks = getattr(torch, spec.contract.dtype).itemsize, spec.tp_size
-    tokens, others = spec.cache_tokens or spec.needed_tokens, len(spec.adapter_names[1:])
+    tokens, others = spec.cache_tokens or spec.needed_tokens, spec.more_adapters
     each = itemsize + backend_of(spec.contract.backend).multiplies_bytes
     return ProcessMemory(
         "SGLang server" if ranks == 1 else "rank of an SGLang server",
@@ -142,14 +144,6 @@ def server_memory(
         servers * ranks,
         {"libraries": SERVER_LIBRARIES} if spec.contract.device == "cuda" else {},
     )
-
-
-def token_bytes(hf_config: PretrainedConfig, contract: NumericsContract) -> int:
-    """Bytes of a token's keys and values in all layers."""
-    itemsize, kinds = getattr(torch, contract.dtype).itemsize, contract.shapes.attention
-    head = packed_size if contract.kv_format else lambda numbers: itemsize * numbers
-    per_layer = max(kind.kv_heads * (head(kind.head_dim) + head(kind.value_dim)) for kind in kinds)
-    return int(hf_config.num_hidden_layers * per_layer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,10 +191,11 @@ class RunMemory:
         """Weights on their way from each rank that sends: gathered, in shared memory or a file, and in
         the server; and those that are gathered meanwhile. Where adapters are merged, all of them too."""
         itemsize, size = getattr(torch, self.config.model.dtype).itemsize, self.size
-        buffer = self.config.sync.update_weight_buffer_size * MIB
-        bucket = max(min(buffer, itemsize * size.parameters), itemsize * size.largest_parameter)
+        most = min(self.config.sync.update_weight_buffer_size * MIB, itemsize * size.parameters)
+        at_once = size.adapters if self.spec.served_adapter else size.largest_parameter
+        bucket = max(most, itemsize * at_once)
         parts = {"4 copies of a bucket": 4 * bucket}
-        if size.adapters and (self.config.plan.is_governed or not self.spec.contract.is_aligned):
+        if size.adapters and (self.config.plan.is_governed or self.spec.contract.adapter is None):
             parts["merging"] = bucket + itemsize * size.adapters + FLOAT32 * size.merging
         return ProcessMemory("a push", parts, senders)
 

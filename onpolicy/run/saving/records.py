@@ -88,6 +88,7 @@ class OpenGroup(TypedDict):
 @with_config(CLOSED)
 class FailedAttempt(TypedDict):
     prompt: Count
+    group: NotRequired[Count]
     sample: Count
     attempt: Count
     reason: str

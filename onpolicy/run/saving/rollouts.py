@@ -142,6 +142,7 @@ def _read_failure(record: records.Failure) -> EpisodeFailure:
 def _failed(failed: FailedAttempt) -> dict[str, Any]:
     return {
         "prompt": failed.prompt.index,
+        "group": failed.group,
         "sample": failed.sample_index,
         "attempt": failed.attempt,
         "reason": failed.reason,
@@ -153,6 +154,9 @@ def _failed(failed: FailedAttempt) -> dict[str, Any]:
 def _read_failed(prompts: Sequence[Prompt], record: records.FailedAttempt) -> FailedAttempt:
     return FailedAttempt(
         prompt=_prompt(prompts, record["prompt"]),
+        group=record.get(
+            "group", record["prompt"]
+        ),  # a checkpoint from before groups were told apart
         sample_index=record["sample"],
         attempt=record["attempt"],
         reason=record["reason"],

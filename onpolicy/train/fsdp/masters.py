@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from onpolicy.models.policy import PolicyModel
 from onpolicy.models.stored import stored_tensors
+from onpolicy.train.fsdp.packed_base import is_packed
 from onpolicy.train.fsdp.sharding import PREFIX, rows_of
 from onpolicy.weights.rounding import is_rounded, round_weight
 
@@ -29,7 +30,8 @@ class Masters:
         self._rounded = {
             name: parameter
             for name, parameter in (named.items() if weight_format else ())
-            if self._parts(name, torch.empty(parameter.shape, device="meta"))
+            if not is_packed(parameter)  # which was rounded when it was loaded
+            and self._parts(name, torch.empty(parameter.shape, device="meta"))
         }
         self.beside = {
             name: nn.Parameter(parameter.detach().clone())

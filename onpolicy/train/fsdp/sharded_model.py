@@ -59,8 +59,8 @@ class FsdpModel(ShardedModel):
         self.kind = ValueModel if has_values else PolicyModel
         self.dtype: torch.dtype = getattr(torch, contract.dtype)
         self.adapter = contract.adapter if trained and not has_values else None
-        self.module = self._load(path, contract, operators, trained)
         contract = contract if rounds else contract.unrounded
+        self.module = self._load(path, contract, operators, trained)
         self.module.kv_format = contract.kv_format
         round_inputs(self.module, contract.activation_format, (AlignedLinear,))
         self.masters = Masters(self.module, contract.weight_format, self.dtype)
@@ -95,6 +95,7 @@ class FsdpModel(ShardedModel):
             kind=self.kind,
             adapter=self.adapter,
             trained=trained,
+            packed_format=contract.weight_format * self.config.lora.train_pack_weights,
         )
 
     def use(self, operators: Operators) -> None:

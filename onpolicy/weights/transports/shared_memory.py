@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -42,17 +42,20 @@ class SharedMemoryTransport(Transport):
         """The bytes of a bucket that is in order, uint8 [bytes], where other processes can open them."""
         return self._buffer.fill(bucket)
 
+    def handles(self, bucket: WeightBucket) -> Callable[[Engine], list[str]]:
+        """Share a bucket that is in order; of an engine, a handle for each of its ranks."""
+        shared = {"flattened_tensor": self.share(bucket), "metadata": flat.table(bucket)}
+        return lambda engine: [_handle(shared) for _ in range(self._ranks[engine.url])]
+
     def send(self, bucket: WeightBucket, engines: Sequence[Engine], version: int) -> None:
         bucket = flat.in_order(bucket)
-        shared = {"flattened_tensor": self.share(bucket), "metadata": flat.table(bucket)}
+        handles = self.handles(bucket)
 
         def update(engine: Engine) -> None:
             engine.post(
                 "/update_weights_from_tensor",
                 {
-                    "serialized_named_tensors": [
-                        _handle(shared) for _ in range(self._ranks[engine.url])
-                    ],
+                    "serialized_named_tensors": handles(engine),
                     "load_format": flat.LOAD_FORMAT,
                     "flush_cache": False,
                     "weight_version": str(version),

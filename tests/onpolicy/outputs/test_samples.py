@@ -164,7 +164,9 @@ def failed(index, place=0, attempt=0, said="12", **changes):
     begun = Trajectory.begin(asked.prompt_ids)
     if said:
         begun = begun.plus(make_completion([*map(ord, said)], [-0.5] * len(said)), 1.0)
-    values = {"reason": "raised", "message": "raised KeyError: 'x'", "said": [begun], **changes}
+    values = {
+        "group": index, "reason": "raised", "message": "raised KeyError: 'x'", "said": [begun], **changes
+    }  # fmt: skip
     return FailedAttempt(prompt=asked, sample_index=place, attempt=attempt, **values)
 
 
@@ -209,3 +211,13 @@ def test_an_attempt_that_fails_again_keeps_what_was_said_the_first_time(log, fil
     assert second["response"] == ""
     resumed.write_failed("rollout", 4, again[:1])
     assert files()["failed_rollout_000004.jsonl"][0]["response"] == ""
+
+
+def test_attempts_at_a_prompt_that_is_drawn_twice_keep_each_what_it_said(log, files):
+    log().write_failed(
+        "rollout", 3, [failed(0, said="12", group=0), failed(0, said="345", group=6)]
+    )
+    before = files()
+    again = [failed(0, said="", group=0), failed(0, said="", group=6)]
+    log(first_step=3).write_failed("rollout", 3, again)
+    assert files() == before

@@ -11,6 +11,7 @@ from onpolicy.errors import ConfigError
 from tests.onpolicy.config.test_validate import MODE, check
 
 LORA = ["--lora-rank", "8"]
+INT4 = ["--rollout-weight-format", "int4"]
 
 
 def test_adapters_are_for_aligned_runs_and_stock_ones():
@@ -37,6 +38,22 @@ def test_what_no_stock_server_can_have_merged_is_refused(argv, rule):
     check(*argv)
     with pytest.raises(ConfigError, match=f"--lora-rank=8: .*{rule}"):
         check(*LORA, *argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "rule"),
+    [
+        ([*MODE, *INT4], "without adapters that is everything"),
+        ([*MODE, *LORA], "there is nothing to pack"),
+        ([*MODE, *LORA, "--rollout-weight-format", "bf16"], "there is nothing to pack"),
+        ([*MODE, *LORA, *INT4, "--train-backend", "megatron"], "hold weights as they compute"),
+    ],
+)
+def test_a_base_is_packed_that_fsdp_holds_rounded(argv, rule):
+    check(*MODE, *LORA, *INT4, "--train-pack-weights")
+    check(*argv)
+    with pytest.raises(ConfigError, match=f"--train-pack-weights=True: .*{rule}"):
+        check(*argv, "--train-pack-weights")
 
 
 @pytest.mark.parametrize(
@@ -136,3 +153,32 @@ def test_a_server_of_names_is_refused_with(argv, rule):
     validate(parse(ServeConfig, served, "onpolicy serve"))
     with pytest.raises(ConfigError, match=rule):
         validate(parse(ServeConfig, argv, "onpolicy serve"))
+
+
+SGLANGS = [*LORA, "--rollout-lora", "sglang"]
+
+
+def test_stock_servers_have_adapters_of_sglangs_own_where_it_is_asked_for():
+    check(*SGLANGS, "--use-tis", "--lora-rslora", "--sglang-tp-size", "2")
+    check(*SGLANGS, "--train-backend", "megatron", "--rollout-schedule", "free", "--use-tis")
+    validate(parse(VerifyConfig, [*SGLANGS, "--no-true-on-policy-mode"], "onpolicy verify"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "rule"),
+    [
+        (MODE, "aligned servers have the trainer's own"),
+        (["--align", "linear"], "aligned servers have the trainer's own"),
+        (["--mismatch-governor"], "aligned servers have the trainer's own"),
+        (["--lora-dora"], "SGLang has no DoRA"),
+        (["--rollout-server-url", "http://127.0.0.1:1"], "were started for merged weights"),
+        (["--colocate"], "needs the base again"),
+        (["--weight-sync", "disk"], "not by --weight-sync=disk"),
+    ],
+)
+def test_what_sglangs_own_cannot_have_is_refused(argv, rule):
+    check(*LORA, *argv)
+    with pytest.raises(ConfigError, match=f"--rollout-lora=sglang: .*{rule}"):
+        check(*SGLANGS, *argv)
+    with pytest.raises(ConfigError, match="--rollout-lora"):
+        check("--rollout-lora", "sglang")  # without adapters

@@ -10,6 +10,7 @@ from onpolicy.config import TrainConfig, groups
 from onpolicy.config.tools import ServeConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.kv_cache import token_bytes
 from onpolicy.models.size import ModelSize
 from onpolicy.rollout.engine_args import CACHE_MARGIN, engine_flags
 from onpolicy.run.launch.contracts import contract_for
@@ -21,7 +22,7 @@ from onpolicy.run.launch.engine_specs import (
     serve_spec,
 )
 from onpolicy.run.launch.host_shares import placement_here
-from onpolicy.run.launch.memory_model import server_memory, token_bytes
+from onpolicy.run.launch.memory_model import server_memory
 
 
 @pytest.mark.skipif(find_spec("sgl_kernel") is not None, reason="sgl_kernel is installed")
