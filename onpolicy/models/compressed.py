@@ -53,7 +53,7 @@ class Compressed:
 
     @staticmethod
     def of(directory: Path, flag: str = "--hf-checkpoint") -> Compressed | None:
-        """By a directory's config.json; None if weights are plain, or in a form that is not read."""
+        """What a directory's config.json says; None of plain weights, and of a form that is not read."""
         if not (directory / "config.json").is_file():
             return None
         raw = read_json_object(directory / "config.json", f"{flag}={directory}: config.json")
@@ -64,7 +64,7 @@ class Compressed:
         return Compressed(_format_of(told), getattr(torch, dtype.removeprefix("torch.")))
 
     def shape(self, parts: Mapping[str, Tensor]) -> torch.Size:
-        """Of the weight that these parts are of, which but for `_shape` may be on the meta device."""
+        """The shape of the weight of these parts, which but for `_shape` may be on the meta device."""
         if "_shape" in parts:
             return torch.Size(parts["_shape"].tolist())
         if "_packed" in parts:

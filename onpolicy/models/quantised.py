@@ -1,6 +1,7 @@
 """Writes a checkpoint with rounded weights as numbers and scales, in the form of compressed-tensors.
 
-transformers reads it where compressed-tensors is installed, as it is beside SGLang. Loaded in float32
+onpolicy reads it, and transformers where compressed-tensors is installed, as it is beside SGLang, but
+for mixtures, of whose experts transformers reads no quantised ones. Loaded there in float32
 and cast to the dtype that they were rounded from, its weights are those that a run with the same format
 computes with; loaded in bfloat16, compressed-tensors rounds the scales first, and gets other numbers.
 """
@@ -31,15 +32,15 @@ def export_quantised(
     """Write the checkpoint of `source` in a format; returns how many of its tensors are rounded.
 
     `rounds_inputs`: whoever loads it also rounds what linears read, with a scale for each token.
-    Raises ConfigError for a checkpoint that transformers could not read so.
+    Raises ConfigError for a checkpoint that nobody could read so.
     """
     config = load_config(str(source), False)
     shapes = stored_shapes(source, "--hf-checkpoint")
     taken = [name for name, shape in shapes.items() if is_rounded(name, shape)]
-    if any(".experts." in name or shape.dim() > 2 for name, shape in shapes.items()):
+    if together := next((name for name, shape in shapes.items() if shape.dim() > 2), None):
         raise ConfigError(
-            f"--hf-checkpoint={source}: has experts, which transformers does not read from "
-            "compressed-tensors. A run rounds them all the same; export checkpoints of dense models."
+            f"--hf-checkpoint={source}: {together} has {shapes[together].dim()} dimensions, and numbers "
+            "and scales are those of one matrix. Export checkpoints that hold experts one by one."
         )
     block = FORMATS[weight_format].block
     if unread := next((name for name in taken if not _is_read(shapes[name].shape, block)), None):
@@ -58,6 +59,11 @@ def export_quantised(
     written = json.loads(file.read_text()) | {KEY: told(weight_format, kept, rounds_inputs)}
     file.write_text(json.dumps(written, indent=2))
     return len(taken)
+
+
+def holds_experts(directory: Path) -> bool:
+    """Whether a checkpoint is a mixture's, with its experts one by one."""
+    return any(".experts." in name for name in stored_shapes(directory, "--hf-checkpoint"))
 
 
 def _is_read(shape: torch.Size, block: tuple[int, int]) -> bool:
