@@ -27,7 +27,8 @@ from sglang_patches import registry
 _MANAGER = "sglang.srt.lora.lora_manager.LoRAManager"
 LOAD_TARGET = f"{_MANAGER}.load_lora_adapter_from_tensors"
 UNLOAD_TARGET = f"{_MANAGER}.unload_lora_adapter"
-PINNING_TARGETS = (f"{_MANAGER}.__init__", f"{_MANAGER}.prepare_lora_batch", LOAD_TARGET)
+INIT_TARGET = f"{_MANAGER}.__init__"
+BATCH_TARGET = f"{_MANAGER}.prepare_lora_batch"
 
 
 def install(contract: NumericsContract) -> None:
@@ -37,7 +38,7 @@ def install(contract: NumericsContract) -> None:
     registry.hook(LOAD_TARGET, _load, "around")
     registry.hook(UNLOAD_TARGET, _unload, "before")
     if contract.device == "cpu":
-        for target in PINNING_TARGETS:
+        for target in (INIT_TARGET, BATCH_TARGET, LOAD_TARGET):
             registry.hook(target, _without_pinning, "around")
 
 
