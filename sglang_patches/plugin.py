@@ -17,6 +17,7 @@ from onpolicy.ops import Operators, make_operators
 from onpolicy.ops.backends import backend_of
 from sglang_patches import (
     classifier,
+    compressed,
     configurations,
     cpu,
     determinism,
@@ -64,6 +65,7 @@ def load() -> None:
     harmful_requests.install()
     model_names.install()
     status.install()
+    compressed.install()
     weights.install(contract, _watch(contract))
     named_weights.install(contract)
     named_adapters.install()

@@ -19,7 +19,8 @@ class ExportConfig:
 
     --quantised takes the `hf` directory of a checkpoint, which holds the weights before they are rounded
     as a run with this --rollout-weight-format rolls out, and writes numbers and scales in the form of
-    compressed-tensors, which transformers loads. Dense models.
+    compressed-tensors. --hf-checkpoint of other commands takes that, and transformers loads it, but for
+    mixtures of experts.
 
     --merge takes the base, and writes it with an adapter added to its weights, for what loads no
     adapters. In bfloat16 much of an update may be rounded away; how much is said.
@@ -75,10 +76,11 @@ def main(argv: Sequence[str]) -> int:
         print(f"{config.output}: {export_merged(*given)}, in {config.dtype}")
         return 0
 
-    from onpolicy.models.quantised import export_quantised
+    from onpolicy.models.quantised import export_quantised, holds_experts
 
     source, output = Path(config.hf_checkpoint), Path(config.output)
     count = export_quantised(source, output, config.quantised, bool(config.activations))
     inputs = ", as what they are multiplied with" if config.activations else ""
-    print(f"{config.output}: {count} weights in {config.quantised}{inputs}")
+    unread = ". transformers cannot load experts in this form" if holds_experts(output) else ""
+    print(f"{config.output}: {count} weights in {config.quantised}{inputs}{unread}")
     return 0

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from onpolicy.contract import AttentionShape
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.models.align import unaligned_modules
+from onpolicy.models.compressed import KEY, unread
 from onpolicy.models.experts import expert_blocks, has_usual_experts, routers_of, unusual_experts
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.llama4 import is_llama4
@@ -163,13 +164,22 @@ def _problems(config: PretrainedConfig, architecture: str) -> list[str]:
         )
     if value("clip_qkv") is not None:
         problems.append(f"clip_qkv={value('clip_qkv')}: transformers clips what a gradient needs")
-    if quantization := value("quantization_config"):
-        method = getattr(quantization, "get", lambda _: None)("quant_method")
-        problems.append(
-            f"quantization_config={method or quantization}: only weights in float32 or bfloat16 have "
-            "aligned operators; docs/published.md has the lines that write FP8 and MXFP4 in bfloat16"
-        )
+    if quantization := value(KEY):
+        problems.append(_problem_of_numbers(quantization))
     return problems
+
+
+def _problem_of_numbers(quantization: Any) -> str:
+    method = getattr(quantization, "get", lambda _: None)("quant_method")
+    if method == "compressed-tensors":
+        return (
+            f"quantization_config={method} with {unread(quantization)}: read is what `onpolicy export "
+            "--quantised` writes without --activations (--rollout-activation-format rounds inputs)"
+        )
+    return (
+        f"quantization_config={method or quantization}: only weights in float32 or bfloat16 have "
+        "aligned operators; docs/published.md has the lines that write FP8 and MXFP4 in bfloat16"
+    )
 
 
 def _problems_of_attention(

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -27,8 +26,11 @@ from onpolicy.models.peft_adapter import MAGNITUDE, read_peft_adapter
 from onpolicy.models.peft_experts import parameter_of
 from onpolicy.models.peft_format import read_factors, require_adapter_fits
 from onpolicy.models.stored import stored_tensors
-from onpolicy.models.weight_files import matched_model, stored_shapes, weight_files
-from onpolicy.weights.digest import WeightBucket
+from onpolicy.models.weight_files import CheckpointReader, matched_model, stored_shapes
+from onpolicy.weights.digest import WeightBucket, in_buckets
+
+AT_A_TIME = 1 << 30
+"""Bytes of a base's weights that an update is added to at a time, and written as one file."""
 
 
 @dataclass(slots=True)
@@ -215,10 +217,10 @@ def _buckets(
     dtype: torch.dtype,
     merged: Merged,
 ) -> Iterator[WeightBucket]:
-    """One file at a time. Parameters are cast; buffers stay as they are."""
-    for file in weight_files(source, "--hf-checkpoint"):
+    """Parameters are cast; buffers stay as they are."""
+    for bucket in in_buckets(CheckpointReader(source).tensors(), AT_A_TIME):
         yield [
             (name, tensor if name in buffers
              else updates.added(names.get(name, name), tensor, dtype, merged))
-            for name, tensor in load_file(file).items()
+            for name, tensor in bucket
         ]  # fmt: skip

@@ -1,9 +1,9 @@
 """Writes a checkpoint with rounded weights as numbers and scales, in the form of compressed-tensors.
 
-transformers reads it where compressed-tensors is installed, as it is beside SGLang. Loaded in float32
+onpolicy reads it, and transformers where compressed-tensors is installed, as it is beside SGLang, but
+for mixtures, of whose experts transformers reads no quantised ones. Loaded there in float32
 and cast to the dtype that they were rounded from, its weights are those that a run with the same format
 computes with; loaded in bfloat16, compressed-tensors rounds the scales first, and gets other numbers.
-Source: compressed_tensors/compressors (0.18.0).
 """
 
 from __future__ import annotations
@@ -11,29 +11,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 from onpolicy.errors import ConfigError
+from onpolicy.models.compressed import KEY, parts_of, told
 from onpolicy.models.export import export_checkpoint
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.weight_files import stored_shapes, weight_files
-from onpolicy.weights.digest import WeightBucket
-from onpolicy.weights.packing import encode
-from onpolicy.weights.rounding import FORMATS, FP8, is_rounded, outer_scale, quantise
+from onpolicy.models.weight_files import CheckpointReader, stored_shapes
+from onpolicy.weights.digest import WeightBucket, in_buckets
+from onpolicy.weights.rounding import FORMATS, is_rounded
 
-BITS = {"int3": 3, "int3_group128": 3, "int4": 4, "int4_group128": 4, "int8": 8}
-FLOATS = {
-    "fp8_e4m3": "float",
-    "fp8_e4m3_block128": "float",
-    "mxfp4": "mxfp4-pack",
-    "nvfp4": "nvfp4-pack",
-}
-"""Formats of floating-point numbers, and what compressed-tensors calls theirs."""
+AT_A_TIME = 1 << 30
+"""Bytes of whole weights, of which a file of numbers and scales is made."""
 
 
 def export_quantised(
@@ -42,15 +32,15 @@ def export_quantised(
     """Write the checkpoint of `source` in a format; returns how many of its tensors are rounded.
 
     `rounds_inputs`: whoever loads it also rounds what linears read, with a scale for each token.
-    Raises ConfigError for a checkpoint that transformers could not read so.
+    Raises ConfigError for a checkpoint that nobody could read so.
     """
     config = load_config(str(source), False)
     shapes = stored_shapes(source, "--hf-checkpoint")
     taken = [name for name, shape in shapes.items() if is_rounded(name, shape)]
-    if any(".experts." in name or shape.dim() > 2 for name, shape in shapes.items()):
+    if together := next((name for name, shape in shapes.items() if shape.dim() > 2), None):
         raise ConfigError(
-            f"--hf-checkpoint={source}: has experts, which transformers does not read from "
-            "compressed-tensors. A run rounds them all the same; export checkpoints of dense models."
+            f"--hf-checkpoint={source}: {together} has {shapes[together].dim()} dimensions, and numbers "
+            "and scales are those of one matrix. Export checkpoints that hold experts one by one."
         )
     block = FORMATS[weight_format].block
     if unread := next((name for name in taken if not _is_read(shapes[name].shape, block)), None):
@@ -66,11 +56,14 @@ def export_quantised(
     }
     kept -= {name.removesuffix(".weight") for name in taken}
     file = directory / "config.json"
-    told = json.loads(file.read_text()) | {
-        "quantization_config": _told(weight_format, kept, rounds_inputs)
-    }
-    file.write_text(json.dumps(told, indent=2))
+    written = json.loads(file.read_text()) | {KEY: told(weight_format, kept, rounds_inputs)}
+    file.write_text(json.dumps(written, indent=2))
     return len(taken)
+
+
+def holds_experts(directory: Path) -> bool:
+    """Whether a checkpoint is a mixture's, with its experts one by one."""
+    return any(".experts." in name for name in stored_shapes(directory, "--hf-checkpoint"))
 
 
 def _is_read(shape: torch.Size, block: tuple[int, int]) -> bool:
@@ -82,66 +75,5 @@ def _is_read(shape: torch.Size, block: tuple[int, int]) -> bool:
 
 
 def _buckets(source: Path, weight_format: str) -> Iterator[WeightBucket]:
-    for file in weight_files(source, "--hf-checkpoint"):
-        yield [
-            stored
-            for name, tensor in load_file(file).items()
-            for stored in _stored(name, tensor, weight_format)
-        ]
-
-
-def _stored(name: str, weight: Tensor, weight_format: str) -> WeightBucket:
-    if not is_rounded(name, weight):
-        return [(name, weight)]
-    numbers, scale = quantise(weight, weight_format)
-    match weight_format:
-        case "fp8_e4m3" | "fp8_e4m3_block128":
-            found = {"": numbers.to(FP8), "_scale": scale}
-        case "mxfp4":
-            exponents = torch.frexp(scale).exponent + 126
-            found = {"_packed": encode(numbers, weight_format), "_scale": exponents.to(torch.uint8)}
-        case "nvfp4":
-            outer = outer_scale(weight).view(1)
-            found = {"_packed": encode(numbers, weight_format), "_scale": (scale * outer).to(FP8)}
-            found["_global_scale"] = outer
-        case _:
-            packed = _packed(numbers, BITS[weight_format])
-            found = {"_packed": packed, "_shape": torch.tensor(weight.shape), "_scale": scale}
-    return [(f"{name}{what}", tensor.contiguous()) for what, tensor in found.items()]
-
-
-def _packed(numbers: Tensor, bits: int) -> Tensor:
-    """Integers, float32 [N, K] -> int32 [N, words]: their bits end to end, the lowest first, each
-    integer with 2^(bits - 1) added."""
-    unsigned = (numbers.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8).numpy()
-    apart = np.unpackbits(unsigned[..., None], axis=-1, count=bits, bitorder="little")
-    stream = apart.reshape(len(unsigned), -1)
-    filled = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32)))
-    words = np.packbits(filled, axis=-1, bitorder="little")
-    return torch.from_numpy(words.view("<i4").copy())
-
-
-def _told(weight_format: str, kept: set[str], rounds_inputs: bool) -> dict[str, Any]:
-    """What config.json says of it."""
-    rows, columns = FORMATS[weight_format].block
-    numbers = {
-        "num_bits": BITS.get(weight_format) or (4 if weight_format.endswith("fp4") else 8),
-        "type": "float" if weight_format in FLOATS else "int",
-        "symmetric": True,
-    }
-    blocks: dict[str, Any] = {"strategy": "channel"}
-    if rows > 1:
-        blocks = {"strategy": "block", "block_structure": [rows, columns]}
-    elif columns:
-        strategy = "tensor_group" if weight_format == "nvfp4" else "group"
-        blocks = {"strategy": strategy, "group_size": columns}
-    group = {"targets": ["Linear"], "weights": numbers | {"dynamic": False} | blocks}
-    if rounds_inputs:
-        group["input_activations"] = numbers | {"dynamic": True, "strategy": "token"}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": f"{FLOATS.get(weight_format, 'pack')}-quantized",
-        "quantization_status": "compressed",
-        "ignore": sorted(kept),
-        "config_groups": {"group_0": group},
-    }
+    for bucket in in_buckets(CheckpointReader(source).tensors(), AT_A_TIME):
+        yield [part for name, tensor in bucket for part in parts_of(name, tensor, weight_format)]

@@ -1,7 +1,8 @@
 """The safetensors files of a Hugging Face checkpoint: all there, undamaged, of the model's sizes; and
 what reads blocks of their tensors.
 
-A check reads their headers alone, so it takes seconds for any model.
+A check reads their headers alone, so it takes seconds for any model. Of weights that are stored as
+numbers and scales (`compressed.py`) everyone here sees what they come to.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from onpolicy.errors import ConfigError, in_one_line
+from onpolicy.models.compressed import KEY, SHAPE, Compressed, by_weight
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.system.reading import read_json_object
 
@@ -36,7 +38,7 @@ SHOWN = 5
 
 
 def stored_shapes(directory: Path, flag: str) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint, as an empty one on the meta device.
+    """Every tensor of the checkpoint, as an empty one on the meta device; whole weights, however stored.
 
     Raises ConfigError, which blames `flag`, for a file that is missing or damaged.
     """
@@ -45,13 +47,25 @@ def stored_shapes(directory: Path, flag: str) -> dict[str, Tensor]:
         try:
             with safe_open(file, framework="pt") as stored:
                 for name in stored.keys():  # noqa: SIM118 (it is no mapping)
-                    tensors[name] = torch.empty(stored.get_slice(name).get_shape(), device="meta")
+                    tensors[name] = (
+                        stored.get_tensor(name)
+                        if name.endswith(SHAPE)
+                        else torch.empty(stored.get_slice(name).get_shape(), device="meta")
+                    )
         except (SafetensorError, OSError, RuntimeError) as error:
             raise ConfigError(
                 f"{flag}={directory}: {file.name} is no complete safetensors file "
                 f"({in_one_line(error)}; {file.stat().st_size} bytes). Download it again."
             ) from error
-    return tensors
+    compressed = Compressed.of(directory, flag)
+    if compressed is None:
+        return tensors
+    return {
+        weight: torch.empty(
+            compressed.shape({p: tensors[n] for p, n in parts.items()}), device="meta"
+        )
+        for weight, parts in by_weight(tensors).items()
+    }
 
 
 def weight_files(directory: Path, flag: str) -> list[Path]:
@@ -97,7 +111,7 @@ def require_fit(
     of_critic: bool = False,
 ) -> None:
     """Raise ConfigError unless the weights are those of a model of this configuration."""
-    if getattr(config, "quantization_config", None):
+    if getattr(config, KEY, None):
         return  # its tensors have the shapes that another package gives them
     try:
         matched_model(path, config, trust_remote_code, flag, of_critic=of_critic)
@@ -190,14 +204,19 @@ class CheckpointReader:
         self._files: dict[str, Path] = {}
         for file in weight_files(self.path, "--hf-checkpoint"):
             self._files |= dict.fromkeys(self._handle(file).keys(), file)
+        self._compressed = Compressed.of(self.path)
+        self._parts = {n: {"": n} for n in self._files}
+        if self._compressed is not None:
+            self._parts = by_weight(self._files)
+        self._latest: tuple[str, Tensor] | None = None
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return name in self._parts
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor in its turn, in the dtype in which it is stored."""
-        for name, file in self._files.items():
-            yield name, self._handle(file).get_tensor(name)
+        for name in self._parts:
+            yield name, self.read(name, ())
 
     def _handle(self, file: Path) -> Any:
         if file not in self._open:
@@ -209,21 +228,29 @@ class CheckpointReader:
 
         It may have others whose names one of the regular expressions `unread` finds.
         """
-        found = {n for n in self._files if n in shapes or not any(re.search(p, n) for p in unread)}
+        stored = stored_shapes(self.path, "--hf-checkpoint")
+        found = {n for n in stored if n in shapes or not any(re.search(p, n) for p in unread)}
         name = f"--hf-checkpoint={self.path}"
         _require_none(sorted(shapes.keys() - found), "the model needs tensors it lacks", name)
         _require_none(sorted(found - shapes.keys()), "it has tensors the model does not know", name)
-        wrong = []
-        for tensor, shape in shapes.items():
-            stored = tuple(self._slice(tensor).get_shape())
-            if stored != shape:
-                wrong.append(f"{tensor} {list(stored)} for {list(shape)}")
+        wrong = [
+            f"{tensor} {list(stored[tensor].shape)} for {list(shape)}"
+            for tensor, shape in shapes.items()
+            if tuple(stored[tensor].shape) != shape
+        ]
         _require_none(wrong, "tensors have other shapes than the model's", name)
 
     def _slice(self, name: str) -> Any:
         return self._handle(self._files[name]).get_slice(name)
 
     def read(self, name: str, block: Iterable[slice | int]) -> Tensor:
-        """The block of a tensor, in the dtype in which it is stored."""
+        """The block of a tensor, in the dtype in which it is stored, or was before it was rounded."""
         index = tuple(block) or (slice(None),)
-        return torch.as_tensor(self._slice(name)[index])
+        if self._compressed is None or self._parts[name] == {"": name}:
+            return torch.as_tensor(self._slice(name)[index])
+        if self._latest is None or self._latest[0] != name:  # a rank may take several blocks of it
+            parts = {
+                part: torch.as_tensor(self._slice(n)[:]) for part, n in self._parts[name].items()
+            }
+            self._latest = name, self._compressed.weight(name, parts)
+        return self._latest[1][index]
