@@ -31,7 +31,7 @@ def combinations(base):
 
 @pytest.fixture(scope="module")
 def rows(combinations):
-    """The whole array, or its first rows, which have every value and nearly every pair."""
+    """The first of the array, which have every value and nearly every pair."""
     return [*islice(combinations.rows(), ROWS)]
 
 
@@ -71,8 +71,8 @@ def check(config, reward=even_tokens):
 
 
 @pytest.mark.runs
-def test_so_does_what_is_left(base, combinations, rows, tmp_path):
-    for number, row in enumerate(combinations.rows()):
+def test_so_does_what_is_left(base, combinations, tmp_path):
+    for number, row in enumerate(islice(combinations.rows(), ROWS, None)):
         check(changed(base, **row, run_dir=str(tmp_path / str(number))))
 
 
