@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from onpolicy.errors import ConfigError
+from onpolicy.models.quantised import export_quantised
 from onpolicy.train.fsdp.packed_base import is_packed
 from onpolicy.weights import packing
 from onpolicy.weights.packed_tensor import memory_of, pack_groups
@@ -59,6 +61,13 @@ def test_so_have_those_in_float32_of_rows_with_an_odd_number_of_codes(tmp_path):
     path = make_checkpoint(tmp_path, intermediate_size=45)
     kept, packed = (make(job(path, "int3", packs, "float32")) for packs in (False, True))
     assert equal(weights(packed), weights(kept))
+
+
+def test_a_base_that_was_exported_packs_to_the_bits_that_were_deployed(mixture, tmp_path):
+    AutoModelForCausalLM.from_pretrained(mixture, dtype="bfloat16").save_pretrained(tmp_path / "hf")
+    export_quantised(tmp_path / "hf", tmp_path / "int4", "int4")
+    kept, packed = make(job(mixture, packs=False)), make(job(tmp_path / "int4"))
+    assert packed_of(packed) and equal(weights(packed), weights(kept))
 
 
 def test_linears_and_experts_take_the_memory_of_their_format_and_nothing_else_is_packed(mixture):
