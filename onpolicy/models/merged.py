@@ -27,10 +27,7 @@ from onpolicy.models.peft_experts import parameter_of
 from onpolicy.models.peft_format import read_factors, require_adapter_fits
 from onpolicy.models.stored import stored_tensors
 from onpolicy.models.weight_files import CheckpointReader, matched_model, stored_shapes
-from onpolicy.weights.digest import WeightBucket, in_buckets
-
-AT_A_TIME = 1 << 30
-"""Bytes of a base's weights that an update is added to at a time, and written as one file."""
+from onpolicy.weights.digest import WeightBucket
 
 
 @dataclass(slots=True)
@@ -218,7 +215,7 @@ def _buckets(
     merged: Merged,
 ) -> Iterator[WeightBucket]:
     """Parameters are cast; buffers stay as they are."""
-    for bucket in in_buckets(CheckpointReader(source).tensors(), AT_A_TIME):
+    for bucket in CheckpointReader(source).buckets():
         yield [
             (name, tensor if name in buffers
              else updates.added(names.get(name, name), tensor, dtype, merged))

@@ -19,11 +19,8 @@ from onpolicy.models.compressed import KEY, parts_of, told
 from onpolicy.models.export import export_checkpoint
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.weight_files import CheckpointReader, stored_shapes
-from onpolicy.weights.digest import WeightBucket, in_buckets
+from onpolicy.weights.digest import WeightBucket
 from onpolicy.weights.rounding import FORMATS, is_rounded
-
-AT_A_TIME = 1 << 30
-"""Bytes of whole weights, of which a file of numbers and scales is made."""
 
 
 def export_quantised(
@@ -75,5 +72,5 @@ def _is_read(shape: torch.Size, block: tuple[int, int]) -> bool:
 
 
 def _buckets(source: Path, weight_format: str) -> Iterator[WeightBucket]:
-    for bucket in in_buckets(CheckpointReader(source).tensors(), AT_A_TIME):
+    for bucket in CheckpointReader(source).buckets():
         yield [part for name, tensor in bucket for part in parts_of(name, tensor, weight_format)]

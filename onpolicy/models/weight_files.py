@@ -24,6 +24,7 @@ from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.models.compressed import KEY, SHAPE, Compressed, by_weight
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.system.reading import read_json_object
+from onpolicy.weights.digest import WeightBucket, in_buckets
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,9 @@ INDEX = "model.safetensors.index.json"
 VALUE_HEAD = "score."
 """What the names of a critic's head begin with: that of a token classifier of transformers, which verl
 makes critics of."""
+
+AT_A_TIME = 1 << 30
+"""Bytes of whole weights in a bucket."""
 
 SHOWN = 5
 """Tensors that an error lists before it counts the others."""
@@ -217,6 +221,10 @@ class CheckpointReader:
         """Every tensor in its turn, in the dtype in which it is stored."""
         for name in self._parts:
             yield name, self.read(name, ())
+
+    def buckets(self) -> Iterator[WeightBucket]:
+        """All of them, AT_A_TIME, for what writes each bucket as a file."""
+        return in_buckets(self.tensors(), AT_A_TIME)
 
     def _handle(self, file: Path) -> Any:
         if file not in self._open:
