@@ -125,6 +125,32 @@ def test_engines_and_ranks_of_all_hosts_are_explained(checkpoint, cluster, tmp_p
     assert len({site["rows"] for site in result["sites"] if site["site"][0] != "lm_head"}) == 1
 
 
+def test_operators_of_engines_and_ranks_of_all_hosts_are_attributed(checkpoint, cluster, tmp_path):
+    """Each host has a server of two ranks, and a rank of a Megatron pipeline."""
+    pytest.importorskip("megatron.core")
+    file = tmp_path / "result.json"
+    output = finish(
+        onpolicy(
+            "explain", "--no-true-on-policy-mode", "--attribution", "operators",
+            "--rollout-weight-format", "int8",
+            "--hf-checkpoint", checkpoint, "--dtype", "float32", "--cpu-threads", "1",
+            "--num-prompts", "4", "--max-new-tokens", "8", "--max-prompt-len", "16",
+            "--json", file, "--run-dir", tmp_path / "run", "--ray-address", cluster.address,
+            "--rollout-num-engines", "2", "--sglang-tp-size", "2", "--actor-num-nodes", "2",
+            "--train-backend", "megatron", "--megatron-pp", "2",
+        ),
+        code=1,  # tokens differ
+    )  # fmt: skip
+    placed = re.findall(r"host\d \([\d.]+\): trainer rank \d .*; engine \d", output)
+    assert len(placed) == 2, output
+    result = json.loads(file.read_text())
+    assert (result["num_compared_tokens"], result["num_sequences"]) == (4 * 8, 4)
+    assert abs(result["kl_remainder"]) <= 0.05 * result["kl"][0]
+    assert result["only_in_one"] == result["ranks_differ"] == []
+    kinds = {row["name"]: row["own_kl"][0] for row in result["kinds"]}
+    assert kinds["linear"] > 0.9 * result["kl"][0] > 0
+
+
 ONE_KIND = """
 import sys
 from onpolicy.explain import attribution

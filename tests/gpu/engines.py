@@ -36,7 +36,10 @@ IN_BYTES = (
     *("--rollout-activation-format", "fp8_e4m3"),
 )
 
-PACKED = ("--rollout-weight-format", "int4_group128", "--rollout-pack-weights")
+PACKED = (
+    *("--rollout-weight-format", "int4_group128", "--rollout-pack-weights"),
+    *("--lora-rank", "16", "--train-pack-weights"),
+)
 
 SAME = ("train", "train_again", "train_drafts")
 """Runs that have one hash."""
