@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from onpolicy.errors import ConfigError
-from onpolicy.models.compressed import Compressed
+from onpolicy.models.compressed import KEY, Compressed
+from onpolicy.models.export import export_checkpoint
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import load_config, require_alignable
 from onpolicy.models.quantised import export_quantised
@@ -130,3 +131,20 @@ def test_rounded_inputs_are_refused_since_a_run_says_so_itself(source, tmp_path)
         ConfigError, match=r"input_activations: .*--rollout-activation-format rounds"
     ):
         require_alignable(ModelFacts(load_config(str(path))), 64)
+
+
+@pytest.mark.parametrize("name", ["kv_cache_scheme", "sparsity_config", "transform_config"])
+def test_what_is_done_beside_rounding_is_refused_by_name(source, tmp_path, name):
+    path = exported(source, tmp_path / "out", "int4")
+    edit_config(path, lambda told: told.update({name: {"a": 1}}))
+    with pytest.raises(ConfigError, match=f"compressed-tensors with {name}="):
+        require_alignable(ModelFacts(load_config(str(path))), 64)
+
+
+def test_a_checkpoint_that_is_made_from_an_export_is_plain(source, tmp_path):
+    path = exported(source, tmp_path / "out", "int4")
+    export_checkpoint(CheckpointReader(path).buckets(), tmp_path / "plain", path, "bfloat16")
+    assert KEY not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert Compressed.of(tmp_path / "plain") is None
+    again, before = (dict(CheckpointReader(p).tensors()) for p in (tmp_path / "plain", path))
+    assert all(torch.equal(again[name], before[name]) for name in before)

@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from onpolicy.errors import ConfigError
 from onpolicy.models.quantised import export_quantised
+from onpolicy.train.fsdp import packed_base
 from onpolicy.train.fsdp.packed_base import is_packed
 from onpolicy.weights import packing
 from onpolicy.weights.packed_tensor import memory_of, pack_groups
@@ -133,3 +134,11 @@ def test_codes_that_would_not_give_the_weight_again_are_refused(monkeypatch):
     monkeypatch.setattr(packing, "decode", lambda *args: decode(*args) * (1 + 2**-20))
     with pytest.raises(ValueError, match=r"weight_format=int4: .* do not come back"):
         pack_groups(torch.randn(4, 8), "int4")
+
+
+def test_ranks_that_would_share_a_block_of_rows_are_refused(monkeypatch):
+    monkeypatch.setattr(packed_base.distributed, "world_size", lambda: 2)
+    with pytest.raises(ConfigError, match=r"k_proj.* on ranks=2, .* in blocks of 128 rows"):
+        packed_base._require_rows(
+            "k_proj", torch.empty(128, 64), {"k_proj.weight": torch.empty(128, 64)}, 128
+        )
