@@ -1,5 +1,7 @@
 """A base that a trainer keeps as codes and scales has the bits of one that it keeps rounded."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -56,6 +58,14 @@ def test_steps_have_the_bits_of_a_base_that_is_not_packed(wide, weight_format):
 @pytest.mark.parametrize("lora", [{}, {"lora_dora": True}], ids=["plain", "dora"])
 def test_so_have_those_of_experts(mixture, lora):
     require_the_same(mixture, "int8", **lora)
+
+
+def test_so_have_those_that_compute_activations_again(wide):
+    again = {"activation_checkpointing": True}
+    kept, packed = (job(wide, packs=packs) for packs in (False, True))
+    kept, packed = (replace(x, changes={**x.changes, "trainer": again}) for x in (kept, packed))
+    kept, packed = train(kept), train(packed)
+    assert packed[0] == kept[0] and equal(packed[2], kept[2])
 
 
 def test_so_have_those_in_float32_of_rows_with_an_odd_number_of_codes(tmp_path):
