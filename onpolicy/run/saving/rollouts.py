@@ -154,9 +154,8 @@ def _failed(failed: FailedAttempt) -> dict[str, Any]:
 def _read_failed(prompts: Sequence[Prompt], record: records.FailedAttempt) -> FailedAttempt:
     return FailedAttempt(
         prompt=_prompt(prompts, record["prompt"]),
-        group=record.get(
-            "group", record["prompt"]
-        ),  # a checkpoint from before groups were told apart
+        # A checkpoint from before groups were told apart has none.
+        group=record.get("group", record["prompt"]),
         sample_index=record["sample"],
         attempt=record["attempt"],
         reason=record["reason"],

@@ -3,20 +3,13 @@
 import pytest
 import torch
 
-from onpolicy.models.hf_config import load_config
 from onpolicy.models.merged import Merged, merge_push
 from onpolicy.models.weight_files import matched_model
 from onpolicy.run.commands.verify import fill_with_drawn
-from onpolicy.run.engines import trainer_here
 from onpolicy.run.launch.contracts import contract_for
-from onpolicy.train import distributed
 from tests.onpolicy.train.test_merging import parts_of, whole
 from tests.support.engines_in_memory import make_requests
-from tests.support.policies_in_memory import PolicyHost
-from tests.support.tiny import make_checkpoint
-from tests.support.tiny_combinations import make_base
-from tests.support.trainer_in_memory import pair_maker
-from tests.support.unstarted_run import changed
+from tests.support.stock_pairs import stock_pairs
 
 REQUESTS = make_requests(3)
 DORA = {"lora_rank": 4, "lora_dora": True}
@@ -34,23 +27,14 @@ CASES = {
 @pytest.fixture
 def moving(tmp_path):
     """Starts a pair of a governed run; with it the stock contract and the aligned one."""
-    pairs = []
+    with stock_pairs(tmp_path) as started:
 
-    def started(architecture="qwen3", **values):
-        distributed.init_process_group()
-        path = str(make_checkpoint(tmp_path / architecture, architecture))
-        values = {"true_on_policy_mode": False, "mismatch_governor": True, **values}
-        config = changed(make_base(tmp_path), hf_checkpoint=path, **values)
-        hf_config = load_config(path)
-        stock, aligned = (contract_for(config, hf_config, aligned=x) for x in (False, True))
-        pair = pair_maker(PolicyHost(hf_config), trainer_here)(config, hf_config, stock, tmp_path)
-        pairs.append(pair)
-        pair.start()
-        return pair, stock, aligned
+        def governed(architecture="qwen3", **values):
+            values = {"true_on_policy_mode": False, "mismatch_governor": True, **values}
+            pair = started(architecture, **values)
+            return pair, pair.contract, contract_for(pair.config, pair.hf_config, aligned=True)
 
-    yield started
-    for pair in pairs:
-        pair.stop()
+        yield governed
 
 
 def push(pair, version):

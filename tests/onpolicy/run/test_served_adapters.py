@@ -1,23 +1,20 @@
 """Adapters whose stock engines have SGLang's own: each push brings them alone."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from onpolicy.errors import WeightSyncError
-from onpolicy.models.hf_config import load_config
 from onpolicy.models.peft_format import named_for_peft
 from onpolicy.outputs.metrics import read_jsonl
 from onpolicy.parity import compare_log_probs
 from onpolicy.run.commands.verify import fill_with_drawn
-from onpolicy.run.engines import trainer_here
-from onpolicy.run.launch.contracts import contract_for
-from onpolicy.train import distributed
 from tests.onpolicy.run.test_moved_adapters import REQUESTS, are_equal
 from tests.onpolicy.train.test_merging import parts_of, whole
-from tests.support.policies_in_memory import PolicyHost, run_policy
-from tests.support.tiny import make_checkpoint
+from tests.support.policies_in_memory import run_policy
+from tests.support.stock_pairs import stock_pairs
 from tests.support.tiny_combinations import make_base
-from tests.support.trainer_in_memory import pair_maker
 from tests.support.unstarted_run import changed
 
 SERVED = {
@@ -32,23 +29,8 @@ SERVED = {
 @pytest.fixture
 def served(tmp_path):
     """Starts a pair."""
-    pairs = []
-
-    def started(**values):
-        distributed.init_process_group()
-        path = str(make_checkpoint(tmp_path / "qwen3", "qwen3"))
-        config = changed(make_base(tmp_path), hf_checkpoint=path, **SERVED, **values)
-        hf_config = load_config(path)
-        contract = contract_for(config, hf_config, aligned=False)
-        host = PolicyHost(hf_config)
-        pair = pair_maker(host, trainer_here)(config, hf_config, contract, tmp_path)
-        pairs.append(pair)
-        pair.start()
-        return pair
-
-    yield started
-    for pair in pairs:
-        pair.stop()
+    with stock_pairs(tmp_path) as started:
+        yield partial(started, **SERVED)
 
 
 def push(pair, version):
