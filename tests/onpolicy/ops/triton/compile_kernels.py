@@ -31,6 +31,7 @@ from triton.runtime import driver, jit
 
 from onpolicy.ops import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.log_probs import token_log_probs
+from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.ops.triton import TritonOperators, attention, linear
 from onpolicy.weights.xxh3_kernels import add_up_blocks, chain_blocks
 
@@ -112,6 +113,11 @@ def launch_all(dtype: torch.dtype) -> None:
     for rows in (1, 17, 33, 65):
         OPERATORS.linear(tensor(rows, 4096), tensor(1024, 4096), tensor(1024))
     OPERATORS.partial_linear(tensor(100, 4096), tensor(1024, 4096))
+    for rows, blocks in ((1, 2), (100, 8), (8192, 4), (8192, 8)):
+        row_parallel = RowParallel(blocks)
+        OPERATORS.row_parallel_linear(
+            tensor(rows, 4096), tensor(5120, 4096), tensor(5120), row_parallel
+        )
     launch_experts(tensor, training)
     launch_attention(tensor, training, dtype)
     if dtype != torch.float32:  # it makes no difference to what follows

@@ -44,8 +44,9 @@ COPIES_AHEAD = {"_query_grad_kernel": 2, "_key_grad_kernel": 1}
 """Kernels of the backward pass in bfloat16 that do, at least; at head size 256 they have no memory for
 it, and gradients of keys have it at 64 alone."""
 
-OUTPUT_TILE = {"ROWS", "COLUMNS", "num_warps", "num_stages"}
-"""What a linear's number of rows may choose: which outputs share a block. INNER decides a sum."""
+OUTPUT_TILE = {"ROWS", "COLUMNS", "num_warps", "num_stages", "BLOCKS"}
+"""What a linear's number of rows may choose: which outputs, and blocks of K, share a thread block. INNER
+decides a sum."""
 
 
 @pytest.fixture(
