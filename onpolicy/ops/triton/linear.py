@@ -76,6 +76,9 @@ def tiles(dtype: torch.dtype, arch: int) -> tuple[Tile, ...]:
     return _AMPERE if arch < 90 else _HOPPER
 
 
+GROUP = 8
+"""Row tiles that share a column of weight tiles while it is in the L2 cache."""
+
 ENOUGH_TILES = 80
 """Those that keep a GPU busy: on an H100, of 132 multiprocessors, higher tiles are slower if there are
 fewer of them, and faster if there are more."""
@@ -146,6 +149,21 @@ def multiply_blocks(
     return total
 
 
+@triton.jit
+def tile_of(
+    program: tl.tensor, row_tiles: tl.tensor, column_tiles: tl.tensor, GROUP: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """Which row tile and column tile of the output a thread block computes.
+
+    Those that run at a time are GROUP row tiles high, so what they read of both operands is in L2.
+    """
+    per_group = GROUP * column_tiles
+    first = (program // per_group) * GROUP
+    height = min(row_tiles - first, GROUP)
+    in_group = program % per_group
+    return first + in_group % height, in_group // height
+
+
 @triton.jit(do_not_specialize=["M"])
 def _linear_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor,
@@ -154,14 +172,9 @@ def _linear_kernel(
     HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ) -> None:  # fmt: skip
-    # Groups of GROUP row tiles share a column of weight tiles while it is in the L2 cache.
-    row_tiles = tl.cdiv(M, ROWS)
-    per_group = GROUP * tl.cdiv(N, COLUMNS)
-    first = (tl.program_id(0) // per_group) * GROUP
-    height = min(row_tiles - first, GROUP)
-    in_group = tl.program_id(0) % per_group
-    rows = (first + in_group % height) * ROWS + tl.arange(0, ROWS)
-    columns = (in_group // height) * COLUMNS + tl.arange(0, COLUMNS)
+    tile, column_tile = tile_of(tl.program_id(0), tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS), GROUP)
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     is_row, is_column = rows < M, columns < N
     wide_rows, wide_columns = rows.to(tl.int64), columns.to(tl.int64)
     part = tl.program_id(1).to(tl.int64)  # of the tree
@@ -195,7 +208,7 @@ def tiled_linear(
     if M:
         _linear_kernel[tiles, parts](
             x, weight, bias, out, M, N, K // blocks, *x.stride(), *weight.stride(),
-            HAS_BIAS=bias is not None and parts == 1, GROUP=8, BLOCKS=blocks // parts,
+            HAS_BIAS=bias is not None and parts == 1, GROUP=GROUP, BLOCKS=blocks // parts,
             **tile.options(),
         )  # fmt: skip
     return out if parts == 1 else add_blocks(out, bias, out_dtype)

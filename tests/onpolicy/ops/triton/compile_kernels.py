@@ -74,6 +74,7 @@ def compile_launches(arch: int) -> dict[str, dict[str, Any]]:
                 {"x".join(filter(None, m)) for m in MMA.findall(kernel.asm["ptx"])}
             ),
             "fused": kernel.metadata.enable_fp_fusion,
+            "slots": min(map(int, SLOTS.findall(kernel.asm["ttgir"])), default=1),
             "copies_ahead": "cp.async." in kernel.asm["ptx"],
             "overwrites": overwrites(kernel.asm["ttgir"], kernel.metadata.num_stages),
         }

@@ -63,6 +63,15 @@ def test_the_tile_grows_with_the_number_of_rows_where_enough_are_left(columns, r
     assert [choose_tile(x, m, columns).rows for m in rows] == rows_of_tiles
 
 
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 9))
+def test_every_tile_is_computed_once_and_neighbours_in_time_read_few_rows(height, width, group):
+    count = height * width
+    tiles = [linear.tile_of.fn(i, height, width, group) for i in range(count)]
+    assert sorted(tiles) == [(i, j) for i in range(height) for j in range(width)]
+    at_a_time = [tiles[i : i + group * width] for i in range(count)]
+    assert max(len({row for row, _ in some}) for some in at_a_time) <= 2 * group
+
+
 @few
 @given(rows, st.integers(2, 70), inner, dtypes, st.data())
 def test_columns_do_not_depend_on_how_ranks_share_them(m, n, k, dtype, data):
