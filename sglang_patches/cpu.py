@@ -12,6 +12,8 @@
 - For GPT-OSS and for Exaone-4 with windows it asks for another attention backend than `torch_native`,
   since that computes neither windows nor sinks. Ours, in its place, does, so these checks are told of a
   backend that all of them accept. Source: sglang/srt/arg_groups/model_hook.py.
+- Beside a torch that was built for CUDA it opens NCCL for tensor-parallel ranks, and fails. It is told
+  what it finds beside a torch for CPUs. Source: sglang/srt/distributed/device_communicators/pynccl.py.
 
 Each can go when SGLang asks for the device, or the backend, there.
 """
@@ -26,6 +28,7 @@ from sglang_patches import registry
 SIZES_TARGET = "sglang.srt.model_executor.model_runner.adjust_config_with_unaligned_cpu_tp"
 REGISTER_TARGET = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
 START_TARGET = "sglang.srt.entrypoints.engine._set_envs_and_config"
+NCCL_TARGET = "sglang.srt.distributed.device_communicators.pynccl_wrapper.find_nccl_library"
 CHECKS_TARGET = "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments"
 
 ACCEPTED = {"attention_backend": "triton"}
@@ -35,6 +38,7 @@ def install() -> None:
     registry.hook(SIZES_TARGET, _keep_config, "around")
     registry.hook(REGISTER_TARGET, _leave_unregistered, "replace")
     registry.hook(START_TARGET, _fork, "after")
+    registry.hook(NCCL_TARGET, _find_no_nccl, "replace")
 
 
 def accept_attention() -> None:
@@ -58,6 +62,10 @@ def _leave_unregistered(buffer: Any, *_: Any, **__: Any) -> None:
 def _fork(_: Any, server_args: Any) -> None:
     if server_args.dp_size == 1:
         multiprocessing.set_start_method("fork", force=True)
+
+
+def _find_no_nccl() -> str:
+    raise ValueError("there is no NCCL for a CPU")
 
 
 def _as_if_accepted(original: Any, *args: Any, **kwargs: Any) -> Any:

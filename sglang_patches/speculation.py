@@ -43,7 +43,11 @@ COLLECT_TARGET = (
 ROOM_TARGET = "sglang.srt.mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len"
 SLOTS_TARGET = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
 TABLES_TARGET = "sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.__init__"
-TREES = "sglang.kernels.ops.speculative.reconstruct_tree"
+TREES = {
+    "sglang.kernels.ops.speculative.reconstruct_tree": "reconstruct_indices_from_tree_mask_func",
+    "sgl_kernel.speculative": "reconstruct_indices_from_tree_mask",
+}
+"""What SGLang's worker imports for trees on a CPU: from 0.5.23 on, and before."""
 
 
 def install(contract: NumericsContract) -> None:
@@ -112,8 +116,7 @@ def _room_in_tables(_: None, backend: Any, *__: Any, **___: Any) -> None:
 
 def _worker_class(original: Any, algorithm: Any, server_args: Any) -> type:
     if registry.contract().device == "cpu":
-        # It imports sgl_kernel, for trees; a chain needs none of it.
-        sys.modules.setdefault(TREES, _no_trees())
+        sys.modules.update(_no_trees())
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
@@ -256,7 +259,9 @@ def assign_slots(
         req_to_token[row].narrow(0, start, len(part)).copy_(part)
 
 
-def _no_trees() -> ModuleType:
-    module = ModuleType(TREES)
-    module.reconstruct_indices_from_tree_mask_func = None  # type: ignore[attr-defined]
-    return module
+def _no_trees() -> dict[str, ModuleType]:
+    """Modules in the place of those of TREES, which import `sgl_kernel`; a chain needs none of it."""
+    modules = {name: ModuleType(name) for name in TREES}
+    for name, module in modules.items():
+        setattr(module, TREES[name], None)
+    return modules

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -16,25 +17,27 @@ from tests.support.gpu.shapes import ModelShape
 ROW_COUNTS = (1, 8, 32, 128, 1024, 8192)
 MAX_HEAD_ROWS = 1024
 """Rows of the output projection: both engines compute logits of few rows at a time."""
-BLOCKS = 8
+BLOCKS = (2, 8)
+"""Into which K is cut, for up to as many tensor-parallel ranks."""
 
 
 def linear_cases(model: ModelShape) -> Iterator[Case]:
     for name, (n, k) in model.linears().items():
         for m in ROW_COUNTS:
             if name != "lm_head" or m <= MAX_HEAD_ROWS:
-                yield _case("linear", f"{model.name} {name} {n}x{k}", m, n, k)
+                yield _case(f"{model.name} {name} {n}x{k}", m, n, k)
 
 
 def row_parallel_cases(model: ModelShape) -> Iterator[Case]:
     """What a sum over K costs that does not depend on the tensor-parallel degree."""
     n, k = model.linears()["o"]
-    for m in ROW_COUNTS:
-        where = f"{model.name} o {n}x{k}, {BLOCKS} blocks"
-        yield _case("row_parallel_linear", where, m, n, k)
+    for m, blocks in itertools.product(ROW_COUNTS, BLOCKS):
+        yield _case(f"{model.name} o {n}x{k}, {blocks} blocks", m, n, k, blocks)
 
 
-def _case(operator: str, where: str, m: int, n: int, k: int) -> Case:
+def _case(where: str, m: int, n: int, k: int, blocks: int = 1) -> Case:
+    operator = "linear" if blocks == 1 else "row_parallel_linear"
+
     def make(aligned: Aligned, l2_bytes: int) -> Calls:
         sets = rotating(
             lambda i: (normal(m, k, seed=i), normal(n, k, seed=i, scale=k**-0.5)), l2_bytes
@@ -43,11 +46,8 @@ def _case(operator: str, where: str, m: int, n: int, k: int) -> Case:
         if operator == "linear" and (product := sglang_matmul()) is not None:
             functions["sglang"] = lambda x, w: product(x, w.t())
         for backend, ops in aligned.items():
-            functions[backend] = ops.linear
-            if operator == "row_parallel_linear":
-                functions[backend] = partial(
-                    ops.row_parallel_linear, bias=None, row_parallel=RowParallel(BLOCKS)
-                )
+            how = RowParallel(blocks)
+            functions[backend] = partial(ops.row_parallel_linear, bias=None, row_parallel=how)
         return calls_of(functions, sets), len(sets)
 
     fraction = 0.95 if m >= 1024 else 0.9

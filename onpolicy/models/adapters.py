@@ -67,7 +67,7 @@ class LowRank(LowRankModule):
 
     @property
     def factors(self) -> Factors:
-        gain = None if self.magnitude is None else self.magnitude()
+        gain = None if self.magnitude is None else self.magnitude(None)
         return Factors(self.A, self.B, self.scale, gain)
 
 

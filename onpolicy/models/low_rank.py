@@ -26,4 +26,4 @@ class Pair(nn.Module):
     @property
     def gain(self) -> Tensor | None:
         """float32, one number for each row of B."""
-        return None if self.magnitude is None else self.magnitude()
+        return None if self.magnitude is None else self.magnitude(None)

@@ -35,9 +35,13 @@ class Magnitude(nn.Module):
         device = "cpu" if b.is_meta else b.device
         self.register_buffer("norm", torch.ones(rows, dtype=torch.float32, device=device))
 
-    def forward(self) -> Tensor:
+    def forward(self, _: None) -> Tensor:
         """float32, of the shape of m; of a row of zeros, as of a token that is not used, m, which begins
-        as 0."""
+        as 0.
+
+        Of a module that is given nothing while activations are computed again, FSDP2 of torch 2.11 takes
+        the first of no inputs to the GPU.
+        """
         return self.m / or_one(self.norm)
 
 

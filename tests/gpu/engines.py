@@ -73,6 +73,7 @@ def commands(inputs: Path, folder: Path) -> dict[str, list[str]]:
         "train_hopper": long_answers,
         "verify_triton": verify(real, "triton"),
         "verify_hopper": verify(real, "hopper", "--rollout-activation-format", "fp8_e4m3"),
+        "verify_deep_gemm": verify(real, "deep_gemm"),
         "verify_fp8": verify(real, "hopper_fp8", *IN_BYTES),
         "verify_packed": verify(real, "triton", *PACKED),
         "lora_hopper": verify(real, "hopper", "--lora-rank", "16"),

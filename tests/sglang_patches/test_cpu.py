@@ -1,11 +1,15 @@
-"""SGLang on a CPU: how its processes start, and its checks of architectures with our attention."""
+"""SGLang on a CPU: how its processes start, its checks of architectures with our attention, no NCCL."""
 
 import multiprocessing
 from types import SimpleNamespace
 
 import pytest
+import torch
 from sglang.srt.arg_groups import model_hook
 from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.distributed.device_communicators import pynccl_wrapper
+from sglang.srt.distributed.device_communicators.pynccl import PyNcclCommunicator
+from sglang.srt.distributed.utils import StatelessProcessGroup
 from sglang.srt.server_args import ServerArgs
 
 from sglang_patches import cpu
@@ -51,3 +55,22 @@ def spawns():
 def test_they_are_forked_unless_threads_start_them(spawns, dp_size, method):
     cpu._fork(None, SimpleNamespace(dp_size=dp_size))
     assert multiprocessing.get_start_method() == method
+
+
+def test_no_nccl_is_opened_beside_a_torch_that_was_built_for_cuda(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    opened, asked = [], {}
+
+    def fail(library):
+        opened.append(library)
+        raise OSError
+
+    monkeypatch.setattr(pynccl_wrapper.ctypes, "CDLL", fail)
+    monkeypatch.setattr(cpu.registry, "hook", lambda target, hook, _: asked.update({target: hook}))
+    cpu.install()
+    two = StatelessProcessGroup(rank=0, world_size=2, store=None)
+    PyNcclCommunicator(two, "cpu")
+    assert opened == ["libnccl.so.2"]  # SGLang's own way
+    monkeypatch.setattr(pynccl_wrapper, "find_nccl_library", asked[cpu.NCCL_TARGET])
+    assert PyNcclCommunicator(two, "cpu").disabled
+    assert opened == ["libnccl.so.2"]

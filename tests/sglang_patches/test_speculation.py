@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import sys
 import time
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from sglang_patches import registry
 from sglang_patches.speculation import (
     SLOTS_TARGET,
     TABLES_TARGET,
+    _no_trees,
     _room_in_tables,
     _worker,
     assign_slots,
@@ -196,6 +198,22 @@ def test_page_tables_of_graphs_have_room_for_drafts_beyond_the_context():
 
 def test_the_installed_sglang_makes_page_tables_as_wide_as_its_backend_says():
     assert {"max_context_len", "max_num_pages", "req_to_token"} <= attributes_of_backend()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "sglang.kernels.ops.speculative.reconstruct_tree, reconstruct_indices_from_tree_mask_func",
+        "sgl_kernel.speculative, reconstruct_indices_from_tree_mask",  # SGLang 0.5.21 and 0.5.22
+    ],
+)
+def test_what_a_worker_of_any_version_imports_for_trees_is_there_on_a_cpu(names, monkeypatch):
+    module, name = names.split(", ")
+    with pytest.raises(ImportError):
+        exec(f"from {module} import {name}")
+    for stub in _no_trees().items():
+        monkeypatch.setitem(sys.modules, *stub)
+    exec(f"from {module} import {name}")
 
 
 def test_on_a_gpu_the_backend_is_told(monkeypatch):

@@ -5,11 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import Tensor
 
 from onpolicy.ops.base import Operators
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.hopper import gemm
 from onpolicy.ops.hopper.fp8 import Fp8Linears
+from onpolicy.ops.row_parallel import tree_sum
 from tests.support.recorded_kernels import deep_gemm
 
 FORMATS = {
@@ -37,9 +40,16 @@ class BytesOnCpu(CpuOperators):
         return self._of_rounded
 
 
+def add_blocks(terms: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """What Triton's kernel gives, where nothing interprets it."""
+    total = tree_sum(terms.unbind())
+    return (total if bias is None else total + bias.float()).to(out_dtype)
+
+
 def stand_in(monkeypatch: pytest.MonkeyPatch, version: str = "0.2.5") -> list[SimpleNamespace]:
     """Put it in DeepGEMM's place; returns what grows by its calls."""
     calls: list[SimpleNamespace] = []
     module = deep_gemm(version, calls)
     monkeypatch.setattr(gemm, "loaded", lambda: module)
+    monkeypatch.setattr(gemm, "add_blocks", add_blocks)
     return calls

@@ -29,10 +29,10 @@ class Noted(deque):
 
 def make(threads):
     from onpolicy.ops.hopper import gemm
-    from tests.support.bytes_on_cpu import BytesOnCpu
+    from tests.support.bytes_on_cpu import BytesOnCpu, add_blocks
     from tests.support.recorded_kernels import deep_gemm
     module = deep_gemm("0.2.5", Noted())
-    gemm.loaded = lambda: module
+    gemm.loaded, gemm.add_blocks = lambda: module, add_blocks
     return BytesOnCpu(threads)
 
 of_bytes = replace(backends.CPU, make=make, multiplies_bytes=True)
@@ -52,7 +52,7 @@ def engines_of_bytes(directory: Path) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
         patch.setattr(policy_trainer, "checked_operators", checked_once._check)  # as they are now
-        for module, name in ((backends, "BACKENDS"), (gemm, "loaded")):
+        for module, name in ((backends, "BACKENDS"), (gemm, "loaded"), (gemm, "add_blocks")):
             patch.setattr(module, name, getattr(module, name))  # and put back in the end
         exec(code, {})
         yield folder

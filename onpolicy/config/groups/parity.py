@@ -68,16 +68,19 @@ class OperatorsConfig:
     two. Runs with the same number have the same bits at any degree up to it. 0: the largest degree."""
 
     operators: Annotated[
-        Literal["auto", "cpu", "onednn", "portable", "triton", "hopper", "hopper_fp8"],
+        Literal[
+            "auto", "cpu", "onednn", "portable", "triton", "hopper", "hopper_fp8", "deep_gemm",
+        ],
         Against(lambda run: not run.plan.aligned_by,
             "without --true-on-policy-mode or --align each engine runs its own operators",
             "Add one of them, or leave the flag out."),
     ] = "auto"  # fmt: skip
     """Aligned operators. On a GPU: hopper (FlashAttention-3 and DeepGEMM; H100 and H200, bfloat16),
     hopper_fp8 (the same, and linears multiply bytes, for --rollout-weight-format fp8_e4m3_block128 with
-    --rollout-activation-format fp8_e4m3) or triton (A100 to H200, also float32). On a CPU: cpu (products
-    in float32), onednn (products by the CPU's bfloat16 instructions) or portable (made to have the same
-    bits on any x86-64 processor with AVX2). auto: hopper where it can, else triton; cpu."""
+    --rollout-activation-format fp8_e4m3), triton (A100 to H200, also float32) or deep_gemm (triton with
+    DeepGEMM's products; H100 and H200, bfloat16). On a CPU: cpu (products in float32), onednn (products
+    by the CPU's bfloat16 instructions) or portable (made to have the same bits on any x86-64 processor
+    with AVX2). auto: hopper where it can, else triton; cpu."""
 
     align: Annotated[
         str, KNOWN_KINDS,

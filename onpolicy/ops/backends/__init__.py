@@ -12,7 +12,7 @@ from onpolicy.contract import OperatorShapes
 from onpolicy.errors import ConfigError, ContractError
 from onpolicy.ops.backends.base import Backend, Demand
 from onpolicy.ops.backends.cpu import CPU, ONEDNN, PORTABLE, STOCK
-from onpolicy.ops.backends.gpu import HOPPER, HOPPER_FP8, TRITON
+from onpolicy.ops.backends.gpu import DEEP_GEMM, HOPPER, HOPPER_FP8, TRITON
 from onpolicy.ops.machine import DISTRIBUTIONS, INSTALL, Machine
 
 __all__ = [
@@ -33,9 +33,8 @@ CPU_BACKENDS = (CPU, ONEDNN, PORTABLE)
 """In the order in which `--operators auto` asks them. The one that every CPU keeps comes first, so that
 a run has the same bits on a CPU with bfloat16 instructions and on one without."""
 
-GPU_BACKENDS = (HOPPER, HOPPER_FP8, TRITON)
-"""Tried in order, the most particular first. Products of bytes fit where HOPPER does, so they are chosen
-by their name alone."""
+GPU_BACKENDS = (HOPPER, HOPPER_FP8, DEEP_GEMM, TRITON)
+"""Tried in order, the most particular first."""
 
 BACKENDS = (*CPU_BACKENDS, *GPU_BACKENDS, STOCK)
 
@@ -94,5 +93,6 @@ def require_servable(backend: str, machine: Machine) -> None:
 
 def _preferred(candidates: tuple[Backend, ...], demand: Demand, machine: Machine) -> str:
     """The first that fits; else the last, the most general, which will say why it does not."""
-    fit = [backend for backend in candidates if not backend.unfit(demand, machine)]
-    return (fit or candidates[-1:])[0].name
+    asked = [backend for backend in candidates if not backend.by_name_alone]
+    fit = [backend for backend in asked if not backend.unfit(demand, machine)]
+    return (fit or asked[-1:])[0].name

@@ -49,6 +49,9 @@ class Backend:
     """Why its kernels do not compute this on such a machine, and what to do; None if they do. Says
     nothing of packages."""
 
+    by_name_alone: bool = False
+    """Whether `--operators auto` leaves it out."""
+
     modules: tuple[str, ...] = ()
     """What its kernels are imported from; of `machine.DISTRIBUTIONS`."""
 

@@ -1,4 +1,4 @@
-"""The entries of a GPU's operators: Triton's, for every model and dtype, and Hopper's, of two kinds."""
+"""The entries of a GPU's operators: Triton's, for every model and dtype, and three kinds for Hopper."""
 
 from __future__ import annotations
 
@@ -50,6 +50,45 @@ TRITON = Backend(
 """GPUs from Ampere to Hopper."""
 
 
+def _make_deep_gemm(num_threads: int) -> Operators:
+    from onpolicy.ops.hopper import DeepGemmLinears
+
+    exact_float32()
+    return DeepGemmLinears()
+
+
+def _unfit_for_deep_gemm(demand: Demand, machine: Machine) -> str | None:
+    if machine.capability != (9, 0):
+        return (
+            f"compute capability={machine.capability_name}: DeepGEMM's products are made for 9.0 (H100, "
+            f"H200). {_OTHER}"
+        )
+    if demand.dtype != "bfloat16":
+        return f"dtype={demand.dtype}: DeepGEMM's products are of bfloat16 only. {_OTHER}"
+    # Tensor parallelism shares out columns; the parts must take the kernel that the whole takes.
+    blocks = demand.row_parallel_blocks
+    multiple = GEMM_COLUMNS * blocks
+    uneven = [n for n, _, _ in demand.shapes.linear if n % multiple] if blocks > 1 else []
+    if uneven:
+        return (
+            f"out_features={uneven[0]}: with up to {blocks} tensor-parallel ranks DeepGEMM needs "
+            f"multiples of {multiple}. Lower the degree, or choose --operators triton."
+        )
+    return None
+
+
+DEEP_GEMM = replace(
+    TRITON,
+    name="deep_gemm",
+    make=_make_deep_gemm,
+    unfit=_unfit_for_deep_gemm,
+    modules=("deep_gemm", "triton"),
+    by_name_alone=True,
+)
+"""Triton's, with DeepGEMM's products: for few long sequences, whose attention Triton shares out over a
+GPU, and for head sizes that FlashAttention-3 cannot have."""
+
+
 def _make_hopper(num_threads: int) -> Operators:
     from onpolicy.ops.hopper import HopperOperators
 
@@ -58,27 +97,13 @@ def _make_hopper(num_threads: int) -> Operators:
 
 
 def _unfit_for_hopper(demand: Demand, machine: Machine) -> str | None:
-    shapes, blocks = demand.shapes, demand.row_parallel_blocks
-    if machine.capability != (9, 0):
-        return (
-            f"compute capability={machine.capability_name}: hopper operators are made for 9.0 (H100, "
-            f"H200). {_OTHER}"
-        )
-    if demand.dtype != "bfloat16":
-        return f"dtype={demand.dtype}: hopper operators compute in bfloat16 only. {_OTHER}"
-    unfit = [x.head_dim for x in shapes.attention if x.head_dim not in FLASH_HEAD_DIMS]
+    if problem := _unfit_for_deep_gemm(demand, machine):
+        return problem
+    unfit = [x.head_dim for x in demand.shapes.attention if x.head_dim not in FLASH_HEAD_DIMS]
     if unfit:
         return (
-            f"head_dim={unfit[0]}: FlashAttention-3 gives a query the same bits in every "
-            f"batch for head sizes {', '.join(map(str, FLASH_HEAD_DIMS))} only. {_OTHER}"
-        )
-    # Tensor parallelism shares out columns; the parts must take the kernel that the whole takes.
-    multiple = GEMM_COLUMNS * blocks
-    uneven = [n for n, _, _ in shapes.linear if n % multiple] if blocks > 1 else []
-    if uneven:
-        return (
-            f"out_features={uneven[0]}: with up to {blocks} tensor-parallel ranks DeepGEMM needs "
-            f"multiples of {multiple}. Lower the degree, or choose --operators triton."
+            f"head_dim={unfit[0]}: FlashAttention-3 gives a query the same bits in every batch for head "
+            f"sizes {', '.join(map(str, FLASH_HEAD_DIMS))} only. Choose --operators deep_gemm or triton."
         )
     return None
 
@@ -100,6 +125,8 @@ def _make_hopper_fp8(num_threads: int) -> Operators:
     return HopperFp8Operators()
 
 
-HOPPER_FP8 = replace(HOPPER, name="hopper_fp8", make=_make_hopper_fp8, multiplies_bytes=True)
+HOPPER_FP8 = replace(
+    HOPPER, name="hopper_fp8", make=_make_hopper_fp8, multiplies_bytes=True, by_name_alone=True
+)
 """The same, with products of bytes; which linears it takes is asked where names are known
 (`onpolicy/run/launch/contracts.py`)."""

@@ -26,25 +26,11 @@ class DeepGemmLinears(TritonOperators):
         super().__init__()
         gemm.loaded()
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not gemm.fits(weight):
-            return super().linear(x, weight, bias)
-        return self._linear(x, weight, bias, x.dtype)
-
-    def partial_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        if not gemm.fits(weight):
-            return super().partial_linear(x, weight)
-        return self._linear(x, weight, None, torch.float32)
-
-    def _linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    def _product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, blocks: int
     ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        if torch.is_grad_enabled():
-            out: Tensor = gemm.HopperLinear.apply(rows, weight, bias, out_dtype)
-        else:
-            out = gemm.deep_gemm_linear(rows, weight, bias, out_dtype)
-        return out.view(*x.shape[:-1], weight.shape[0])
+        product = gemm.deep_gemm_linear if gemm.fits(weight, blocks) else super()._product
+        return product(x, weight, bias, out_dtype, blocks)
 
 
 class FlashAttention(TritonOperators):

@@ -18,17 +18,14 @@ sgl-project/DeepGEMM; sm90_fp8_gemm_1d1d.cuh and sm90_fp8_gemm_1d2d.cuh of sgl-d
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from onpolicy.ops.backends.base import FP8_BLOCK as BLOCK
-from onpolicy.ops.base import Operators
 from onpolicy.ops.hopper import gemm
-from onpolicy.ops.triton.linear import TritonLinear
+from onpolicy.ops.linears import Linears
 from onpolicy.weights.rounding import FP8, quantise
 
 ROWS_AT_A_TIME = 32 * BLOCK
@@ -74,37 +71,19 @@ def by_column(scales: Tensor) -> Tensor:
     return out.t()[:rows]
 
 
-def multiply(x: Bytes, weight: Bytes, out_dtype: torch.dtype) -> Tensor:
-    """The product of what both amount to: [M, K], [N, K] -> bfloat16 or float32 [M, N]."""
-    shape, product = (len(x.numbers), len(weight.numbers)), gemm.loaded().fp8_gemm_nt
+def multiply(x: Bytes, weight: Bytes, out: Tensor) -> None:
+    """Write the product of what both amount to: [M, K], [N, K] -> bfloat16 or float32 [M, N]."""
+    product = gemm.loaded().fp8_gemm_nt
     # It takes plain tuples alone.
-    if out_dtype == torch.bfloat16:
-        out = x.scales.new_empty(shape, dtype=out_dtype)
+    if out.dtype == torch.bfloat16:
         product(tuple(x), tuple(weight), out, recipe=(1, BLOCK, BLOCK))
-        return out
-    out = x.scales.new_zeros(shape)
+        return
     of_rows = weight.scales[:, None].expand(-1, BLOCK, -1).flatten(0, 1)
-    product(tuple(x), (weight.numbers, by_column(of_rows)), out, c=out, recipe=(1, 1, BLOCK))
-    return out
+    added = weight.numbers, by_column(of_rows)
+    product(tuple(x), added, out.zero_(), c=out, recipe=(1, 1, BLOCK))
 
 
-def fp8_linear(x: Tensor, weight: Bytes, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Row-invariant `x @ weight.T + bias`: [M, K], [N, K], [N] -> [M, N]; no autograd."""
-    return gemm.with_bias(partial(multiply, input_in_bytes(x), weight), bias, out_dtype)
-
-
-class Fp8Linear(TritonLinear):
-    """The forward above; the backward is that of the Triton operators, of what the bytes amount to."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return fp8_linear(x, weight_in_bytes(weight), bias, out_dtype)
-
-
-class Fp8Linears(Operators):
+class Fp8Linears(Linears):
     """Operators whose linears multiply bytes.
 
     Every row that a linear is given was rounded by one scale, and its weight, whose sizes are multiples
@@ -115,15 +94,6 @@ class Fp8Linears(Operators):
         super().__init__(*args)
         self._held: dict[tuple[int, torch.Size], Bytes] = {}
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self._product(x, weight, bias, x.dtype)
-
-    def partial_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self._product(x, weight, None, torch.float32)
-
-    def blockwise_linear(self, x: Tensor, weight: Tensor, blocks: int) -> Tensor:
-        return Operators.blockwise_linear(self, x, weight, blocks)
-
     @torch.no_grad()
     def hold(self, weights: Iterable[Tensor]) -> None:
         for weight in weights:
@@ -133,15 +103,13 @@ class Fp8Linears(Operators):
                 into.copy_(new)
 
     def _product(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, blocks: int
     ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        if torch.is_grad_enabled():
-            out: Tensor = Fp8Linear.apply(rows, weight, bias, out_dtype)
-        else:
+        def multiplied(x: Tensor, weight: Tensor, out: Tensor) -> None:
             in_bytes = self._held.get(_place(weight)) or weight_in_bytes(weight)
-            out = fp8_linear(rows, in_bytes, bias, out_dtype)
-        return out.view(*x.shape[:-1], len(weight))
+            multiply(input_in_bytes(x), in_bytes, out)
+
+        return gemm.in_blocks(multiplied, x, weight, bias, out_dtype, blocks)
 
 
 def _place(weight: Tensor) -> tuple[int, torch.Size]:

@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from onpolicy.errors import ContractError
 from onpolicy.ops.backends.base import GEMM_COLUMNS
 from onpolicy.ops.cuda_toolkit import REMEDY, CudaToolkit, find_cuda_toolkit
-from onpolicy.ops.triton.linear import TritonLinear
+from onpolicy.ops.triton.block_sums import add_blocks
 
 ALIGNMENT = 8
 """bfloat16 values in 16 bytes: what TMA asks of the start and the stride of rows."""
@@ -59,26 +58,24 @@ def _reason(error: Exception, toolkit: CudaToolkit) -> str:
     )
 
 
-def fits(weight: Tensor) -> bool:
-    """Whether DeepGEMM can multiply by `weight` [N, K]; decided by it, never by the input.
+def fits(weight: Tensor, blocks: int = 1) -> bool:
+    """Whether DeepGEMM can multiply by `blocks` of `weight` [N, K]; decided by it, never by the input.
 
     The norms of DoRA are products in float32.
     """
     N, K = weight.shape
-    is_aligned = N % GEMM_COLUMNS == 0 and K % ALIGNMENT == 0
+    is_aligned = N % GEMM_COLUMNS == 0 and K % (blocks * ALIGNMENT) == 0
     return weight.dtype == torch.bfloat16 and is_aligned
 
 
-def multiply(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """`x @ weight.T`: bfloat16 [M, K], [N, K] -> bfloat16 or float32 [M, N]; no autograd.
+def multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Write `x @ weight.T`: bfloat16 [M, K], [N, K] -> bfloat16 or float32 [M, N]; no autograd.
 
     `weight` may be the transpose of a contiguous matrix.
     """
-    out = x.new_empty(len(x), len(weight), dtype=out_dtype)
     by_row = weight.stride(1) == 1
     columns = readable(weight) if by_row else readable(weight.t()).t()
     loaded().bf16_gemm_nt(readable(x), columns, out)
-    return out
 
 
 def readable(matrix: Tensor) -> Tensor:
@@ -96,31 +93,31 @@ def readable(matrix: Tensor) -> Tensor:
 
 
 def deep_gemm_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, blocks: int = 1
 ) -> Tensor:
-    """Row-invariant `x @ weight.T + bias`: [M, K], [N, K], [N] -> [M, N]; no autograd."""
-    return with_bias(partial(multiply, x, weight), bias, out_dtype)
+    """See `onpolicy.ops.linears.Linears`; no autograd."""
+    return in_blocks(multiply, x, weight, bias, out_dtype, blocks)
 
 
-def with_bias(
-    product: Callable[[torch.dtype], Tensor], bias: Tensor | None, out_dtype: torch.dtype
+def in_blocks(
+    multiply: Callable[[Tensor, Tensor, Tensor], None],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    blocks: int,
 ) -> Tensor:
-    """`product` in a dtype, plus [N]: [M, N].
+    """The same, by what writes the product of a block of each: see `multiply`.
 
-    With a bias the product is left in float32 until the bias is in, as the Triton operators and
-    `Operators.row_parallel_linear` do it. (SGLang's own operators round before and after.)
+    What is not a product alone is left in float32 until it is whole, as the Triton operators do it.
+    (SGLang's own operators round before they add a bias, and after.)
     """
-    if bias is None:
-        return product(out_dtype)
-    return product(torch.float32).add_(bias.float()).to(out_dtype)
-
-
-class HopperLinear(TritonLinear):
-    """The forward above; the backward is that of the Triton operators, PyTorch's own GEMMs."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return deep_gemm_linear(x, weight, bias, out_dtype)
+    shape = len(x), len(weight)
+    if blocks == 1 and bias is None:
+        out = x.new_empty(shape, dtype=out_dtype)
+        multiply(x, weight, out)
+        return out
+    products = x.new_empty(blocks, *shape, dtype=torch.float32)
+    for block in zip(x.chunk(blocks, 1), weight.chunk(blocks, 1), products, strict=True):
+        multiply(*block)
+    return add_blocks(products, bias, out_dtype)

@@ -13,28 +13,27 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from onpolicy.ops.base import Operators
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
+from onpolicy.ops.linears import Linears
 from onpolicy.ops.logit_chunks import GPU_LOGITS
 from onpolicy.ops.triton import attention as attentions
 from onpolicy.ops.triton import fused_norms, log_probs, mixing
 from onpolicy.ops.triton.elementwise import TritonRotary, TritonSiluAndMul, is_silu
 from onpolicy.ops.triton.experts import TritonGroupedLinear, tiled_grouped_linear, topk
-from onpolicy.ops.triton.linear import TritonLinear, product_in_float32, tiled_linear
+from onpolicy.ops.triton.linear import product_in_float32, tiled_linear
 from onpolicy.ops.triton.norm import TritonNorm
 from onpolicy.ops.triton.sampling import sample, uniform
 
 
-class TritonOperators(Operators):
+class TritonOperators(Linears):
     """Row-invariant operators; float32, bfloat16 and float16."""
 
     logits_per_chunk = GPU_LOGITS
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return _linear(x, weight, bias, x.dtype)
-
-    def partial_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return _linear(x, weight, None, torch.float32)
+    def _product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, blocks: int
+    ) -> Tensor:
+        return tiled_linear(x, weight, bias, out_dtype, blocks)
 
     def linear_gradients(
         self,
@@ -173,15 +172,6 @@ class TritonOperators(Operators):
 
     def uniform(self, seeds: Tensor, positions: Tensor) -> Tensor:
         return uniform(seeds, positions)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    if torch.is_grad_enabled():
-        out: Tensor = TritonLinear.apply(rows, weight, bias, out_dtype)
-    else:
-        out = tiled_linear(rows, weight, bias, out_dtype)
-    return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def _grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -55,6 +55,9 @@ from onpolicy.ops.triton.device import UNFUSED, capability
 
 LOG2_E = math.log2(math.e)
 
+HOPPER_SHARED_MEMORY = 224 << 10
+"""Bytes for queries, keys and values; 3 KiB are left for what the compiler needs."""
+
 
 @triton.jit(do_not_specialize=["stride_table"])
 def _attention_kernel(
@@ -117,7 +120,9 @@ def blockwise_attention(
     if not T:
         return out, lse
     rows = 64 if q.dtype != torch.float32 else 32
+    blocks = dim_block(D), dim_block(value_dim)
     wide = max(D, value_dim) > 128  # whose sums leave registers for half a block of keys
+    keys = 32 if wide else rows
     tiles = triton.cdiv(layout.max_query_len * group, rows)
     tensors = q, k, v, out, lse, lse if sinks is None else sinks.contiguous()
     strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
@@ -128,15 +133,15 @@ def blockwise_attention(
         "VALUE_DIM": value_dim,
         "PAGE_SIZE": layout.page_size,
         "ROWS": rows,
-        "KEYS": 32 if wide else rows,
+        "KEYS": keys,
         "CHUNK": ATTENTION_CHUNK,
-        "DIM_BLOCK": dim_block(D),
-        "VALUE_BLOCK": dim_block(value_dim),
+        "DIM_BLOCK": blocks[0],
+        "VALUE_BLOCK": blocks[1],
         "WINDOW": scores.window or 0,
         "SOFTCAP": scores.softcap or 0.0,
         "HAS_SINKS": sinks is not None,
         "num_warps": _warps(q, max(D, value_dim)),
-        "num_stages": _stages(q, wide),
+        "num_stages": 2 * _blocks_ahead(q, keys, *blocks) + 1,
         **UNFUSED,
     }
     scale = scores.scale * LOG2_E
@@ -153,11 +158,18 @@ def _warps(q: Tensor, dim: int) -> int:
     return 8 if dim > 128 or (dim > 64 and q.dtype != torch.float32) else 4
 
 
-def _stages(q: Tensor, wide: bool) -> int:
-    """Blocks of keys on their way at a time, as many as the smallest shared memory holds."""
+def _blocks_ahead(q: Tensor, keys: int, dim: int, value_dim: int) -> int:
+    """How many blocks of keys are on their way while one is multiplied.
+
+    One that is not ahead long enough is waited for, and a decode step does nothing else. The same loop
+    reads in the page table where they lie, so that Triton takes two stages for each.
+    """
     if q.dtype == torch.float32:
-        return 1
-    return 3 if not wide else 2 if capability(q) >= 90 else 1
+        return 0
+    if capability(q) < 90:  # 8.6 has the least shared memory
+        return 1 if max(dim, value_dim) <= 128 else 0
+    held = (HOPPER_SHARED_MEMORY // q.itemsize - 64 * dim) // (keys * (dim + value_dim))
+    return min(3, held - 1)
 
 
 class TritonAttention(torch.autograd.Function):

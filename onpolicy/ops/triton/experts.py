@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.ops.triton.device import UNFUSED, next_power_of_2, whole
-from onpolicy.ops.triton.linear import HALF_INNER, Tile, choose_tile, multiply_tile
+from onpolicy.ops.triton.linear import GROUP, HALF_INNER, Tile, choose_tile, multiply_tile, tile_of
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def _grouped_linear_kernel(
     stride_xm: tl.tensor, stride_xk: tl.tensor,
     stride_we: tl.tensor, stride_wn: tl.tensor, stride_wk: tl.tensor,
     source: tl.tensor, target: tl.tensor, PER_SOURCE: tl.constexpr, HAS_TARGET: tl.constexpr,
-    EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ) -> None:  # fmt: skip
     # The expert of a row tile is the number of experts whose tiles all come before it.
@@ -35,14 +35,16 @@ def _grouped_linear_kernel(
     ends = tl.load(offsets + experts + 1, mask=is_expert, other=0)
     tiles = (ends - starts + ROWS - 1) // ROWS
     tiles_up_to = tl.cumsum(tiles, 0)
-    tile = tl.program_id(0)
+    column_tiles = tl.cdiv(N, COLUMNS)
+    row_tiles = tl.num_programs(0) // column_tiles
+    tile, column_tile = tile_of(tl.program_id(0), row_tiles, column_tiles, GROUP)
     expert = tl.sum((tiles_up_to <= tile).to(tl.int32), 0)
     if expert >= EXPERTS:  # the grid has room for the worst distribution of rows
         return
     tile -= tl.sum(tl.where(experts < expert, tiles, 0), 0)
     first = tl.load(offsets + expert) + tile * ROWS
     rows = first + tl.arange(0, ROWS)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     is_row, is_column = rows < tl.load(offsets + expert + 1), columns < N
     inputs = rows
     if PER_SOURCE:
@@ -77,12 +79,12 @@ def tiled_grouped_linear(
     out = x.new_empty(S, N, dtype=out_dtype)
     tile = choose_tile(x, S / E, N * E)
     # Every expert that has rows has at most one tile that is not full.
-    grid = (S // tile.rows + min(E, S), triton.cdiv(N, tile.columns))
+    row_tiles = S // tile.rows + min(E, S)
     if S:
-        _grouped_linear_kernel[grid](
+        _grouped_linear_kernel[(row_tiles * triton.cdiv(N, tile.columns),)](
             x, weight, offsets, out, N, K, *x.stride(), *weight.stride(),
             source, target, PER_SOURCE=per_source, HAS_TARGET=target is not None,
-            EXPERTS=E, EXPERTS_BLOCK=next_power_of_2(E), **tile.options(),
+            EXPERTS=E, EXPERTS_BLOCK=next_power_of_2(E), GROUP=GROUP, **tile.options(),
         )  # fmt: skip
     return out
 

@@ -4,6 +4,10 @@ Row invariance: an output element is computed by one thread block, which walks K
 a fixed size and adds into a single float32 accumulator; K is never split and never reordered. The
 height and width of a tile change with the number of rows, but only which outputs share a block, not
 how one of them is summed, and all tiles of a GPU generation use the same tensor core instruction.
+
+Where K is cut into blocks (`onpolicy/ops/row_parallel.py`), each is such a chain, and a thread block
+adds up a subtree of them in registers. If it cannot hold the whole tree, or too few thread blocks would
+be at work, several share the tree, and `block_sums.py` puts together what they wrote.
 """
 
 from __future__ import annotations
@@ -16,8 +20,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
+from onpolicy.ops.triton.block_sums import add_blocks
 from onpolicy.ops.triton.device import UNFUSED, capability
 
 
@@ -32,6 +36,9 @@ class Tile:
     stages: int
     """Steps of the loop whose operands are on their way at the same time."""
 
+    blocks: int = 1
+    """Blocks of K that a thread block adds up: as many as leave registers for their sums."""
+
     def options(self) -> dict[str, Any]:
         """How a kernel that computes such tiles is launched."""
         sizes = {"ROWS": self.rows, "COLUMNS": self.columns, "INNER": self.inner}
@@ -44,21 +51,21 @@ HALF_INNER, FLOAT_INNER = 64, 16
 # Few rows (decoding) are bound by reading weights: narrow tiles, so that every multiprocessor gets
 # some, with many loads in flight. Many rows are bound by arithmetic: tiles as large as fit.
 _AMPERE = (
-    Tile(16, 32, HALF_INNER, warps=4, stages=5),
-    Tile(32, 32, HALF_INNER, warps=4, stages=5),
-    Tile(64, 64, HALF_INNER, warps=4, stages=4),
-    Tile(128, 128, HALF_INNER, warps=8, stages=3),
+    Tile(16, 32, HALF_INNER, warps=4, stages=5, blocks=8),
+    Tile(32, 32, HALF_INNER, warps=4, stages=5, blocks=8),
+    Tile(64, 64, HALF_INNER, warps=4, stages=4, blocks=4),
+    Tile(128, 128, HALF_INNER, warps=8, stages=3, blocks=2),
 )
 # Below 64 rows Hopper would fall back from wgmma to Ampere's instruction, whose internal rounding
 # nobody promises to be the same.
 _HOPPER = (
-    Tile(64, 32, HALF_INNER, warps=4, stages=6),
-    Tile(128, 128, HALF_INNER, warps=8, stages=4),
+    Tile(64, 32, HALF_INNER, warps=4, stages=6, blocks=8),
+    Tile(128, 128, HALF_INNER, warps=8, stages=4, blocks=2),
 )
 # float32 runs on the ordinary units, one fused multiply-add after the other.
 _FLOAT = (
-    Tile(16, 32, FLOAT_INNER, warps=4, stages=4),
-    Tile(64, 64, FLOAT_INNER, warps=4, stages=3),
+    Tile(16, 32, FLOAT_INNER, warps=4, stages=4, blocks=8),
+    Tile(64, 64, FLOAT_INNER, warps=4, stages=3, blocks=2),
 )
 
 
@@ -68,6 +75,9 @@ def tiles(dtype: torch.dtype, arch: int) -> tuple[Tile, ...]:
         return _FLOAT
     return _AMPERE if arch < 90 else _HOPPER
 
+
+GROUP = 8
+"""Row tiles that share a column of weight tiles while it is in the L2 cache."""
 
 ENOUGH_TILES = 80
 """Those that keep a GPU busy: on an H100, of 132 multiprocessors, higher tiles are slower if there are
@@ -111,75 +121,105 @@ def multiply_tile(
     return total
 
 
+@triton.jit
+def multiply_blocks(
+    x: tl.tensor, weight: tl.tensor,
+    row_offsets: tl.tensor, is_row: tl.tensor, column_offsets: tl.tensor, is_column: tl.tensor,
+    first: tl.tensor, K: tl.tensor, stride_xk: tl.tensor, stride_wk: tl.tensor,
+    BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The sums over BLOCKS times K operands, from the `first` one on, added along a binary tree."""
+    if BLOCKS == 1:
+        total = multiply_tile(
+            x + first * stride_xk, weight + first * stride_wk,
+            row_offsets, is_row, column_offsets, is_column,
+            K, stride_xk, stride_wk, ROWS, COLUMNS, INNER,
+        )  # fmt: skip
+    else:
+        HALF: tl.constexpr = BLOCKS // 2
+        left = multiply_blocks(
+            x, weight, row_offsets, is_row, column_offsets, is_column,
+            first, K, stride_xk, stride_wk, HALF, ROWS, COLUMNS, INNER,
+        )  # fmt: skip
+        right = multiply_blocks(
+            x, weight, row_offsets, is_row, column_offsets, is_column,
+            first + HALF * K, K, stride_xk, stride_wk, HALF, ROWS, COLUMNS, INNER,
+        )  # fmt: skip
+        total = left + right
+    return total
+
+
+@triton.jit
+def tile_of(
+    program: tl.tensor, row_tiles: tl.tensor, column_tiles: tl.tensor, GROUP: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """Which row tile and column tile of the output a thread block computes.
+
+    Those that run at a time are GROUP row tiles high, so what they read of both operands is in L2.
+    """
+    per_group = GROUP * column_tiles
+    first = (program // per_group) * GROUP
+    height = min(row_tiles - first, GROUP)
+    in_group = program % per_group
+    return first + in_group % height, in_group // height
+
+
 @triton.jit(do_not_specialize=["M"])
 def _linear_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor,
     M: tl.tensor, N: tl.tensor, K: tl.tensor,
     stride_xm: tl.tensor, stride_xk: tl.tensor, stride_wn: tl.tensor, stride_wk: tl.tensor,
-    HAS_BIAS: tl.constexpr, GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ) -> None:  # fmt: skip
-    # Groups of GROUP row tiles share a column of weight tiles while it is in the L2 cache.
-    row_tiles = tl.cdiv(M, ROWS)
-    per_group = GROUP * tl.cdiv(N, COLUMNS)
-    first = (tl.program_id(0) // per_group) * GROUP
-    height = min(row_tiles - first, GROUP)
-    in_group = tl.program_id(0) % per_group
-    rows = (first + in_group % height) * ROWS + tl.arange(0, ROWS)
-    columns = (in_group // height) * COLUMNS + tl.arange(0, COLUMNS)
+    tile, column_tile = tile_of(tl.program_id(0), tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS), GROUP)
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     is_row, is_column = rows < M, columns < N
     wide_rows, wide_columns = rows.to(tl.int64), columns.to(tl.int64)
-    total = multiply_tile(
+    part = tl.program_id(1).to(tl.int64)  # of the tree
+    total = multiply_blocks(
         x, weight, wide_rows * stride_xm, is_row, wide_columns * stride_wn, is_column,
-        K, stride_xk, stride_wk, ROWS, COLUMNS, INNER,
+        part * BLOCKS * K, K, stride_xk, stride_wk, BLOCKS, ROWS, COLUMNS, INNER,
     )  # fmt: skip
     if HAS_BIAS:
         total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    out += wide_rows[:, None] * N + columns[None, :]
+    out += (part * M + wide_rows[:, None]) * N + columns[None, :]
     tl.store(out, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
 def tiled_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, tile: Tile | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    blocks: int = 1,
+    tile: Tile | None = None,
 ) -> Tensor:
-    """Row-invariant `x @ weight.T + bias`: [M, K], [N, K], [N] -> [M, N]; no autograd.
-
-    The bias is added in float32, then the result is rounded once. Any strides.
-    """
+    """See `onpolicy.ops.linears.Linears`: [M, K], [N, K], [N] -> [M, N]; no autograd."""
     (M, K), N = x.shape, weight.shape[0]
-    out = x.new_empty(M, N, dtype=out_dtype)
     tile = tile or choose_tile(x, M, N)
-    grid = (triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.columns),)
+    tiles = triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.columns)
+    parts = parts_of_tree(tile, tiles, blocks)
+    if parts == 1:
+        out = x.new_empty(M, N, dtype=out_dtype)
+    else:
+        out = x.new_empty(parts, M, N, dtype=torch.float32)
     if M:
-        _linear_kernel[grid](
-            x, weight, bias, out, M, N, K, *x.stride(), *weight.stride(),
-            HAS_BIAS=bias is not None, GROUP=8, **tile.options(),
+        _linear_kernel[tiles, parts](
+            x, weight, bias, out, M, N, K // blocks, *x.stride(), *weight.stride(),
+            HAS_BIAS=bias is not None and parts == 1, GROUP=GROUP, BLOCKS=blocks // parts,
+            **tile.options(),
         )  # fmt: skip
-    return out
+    return out if parts == 1 else add_blocks(out, bias, out_dtype)
 
 
-class TritonLinear(torch.autograd.Function):
-    """The forward above; the backward is PyTorch's own GEMMs, deterministic for given shapes."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return tiled_linear(x, weight, bias, out_dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad  # type: ignore[attr-defined]
-        grad = grad.to(x.dtype)
-        return (
-            grad @ weight if needs_x else None,
-            grad.t() @ x if needs_weight else None,
-            grad.sum(0) if needs_bias else None,
-            None,
-        )
+def parts_of_tree(tile: Tile, tiles: int, blocks: int) -> int:
+    """How many thread blocks share the tree of one tile of `tiles`; changes no bits."""
+    parts = max(1, blocks // tile.blocks)
+    while parts < blocks and tiles * parts < ENOUGH_TILES:
+        parts *= 2
+    return parts
 
 
 def product_in_float32(a: Tensor, b: Tensor) -> Tensor:

@@ -76,6 +76,8 @@ def without(machine, *modules):
         ("triton", "bfloat16", 128, H200, "triton"),
         ("hopper", "bfloat16", 128, H200, "hopper"),
         ("hopper_fp8", "bfloat16", 128, H200, "hopper_fp8"),
+        ("deep_gemm", "bfloat16", 64, H200, "deep_gemm"),
+        ("deep_gemm", "bfloat16", 128, without(H200, "sgl_kernel"), "deep_gemm"),
         ("auto", "bfloat16", 128, without(A100, "sgl_kernel", "deep_gemm"), "triton"),
     ],
 )
@@ -106,8 +108,9 @@ def test_a_matrix_whose_parts_deep_gemm_does_not_take_is_left_to_triton():
     assert choose_backend("auto", "bfloat16", odd, 1, H200) == "hopper"
     assert choose_backend("auto", "bfloat16", odd, 4, H200) == "triton"
     assert choose_backend("auto", "bfloat16", shapes(), 8, H200) == "hopper"
-    with pytest.raises(ConfigError, match=r"out_features=151664: .*multiples of 64.*triton"):
-        choose_backend("hopper", "bfloat16", odd, 4, H200)
+    for operators in ("hopper", "deep_gemm"):
+        with pytest.raises(ConfigError, match=r"out_features=151664: .*multiples of 64.*triton"):
+            choose_backend(operators, "bfloat16", odd, 4, H200)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +128,9 @@ def test_a_matrix_whose_parts_deep_gemm_does_not_take_is_left_to_triton():
         ("portable", "bfloat16", 256, CPU_PORTABLE, r"head_dim=256: .*224 alone.*--operators cpu"),
         ("hopper", "bfloat16", 128, A100, r"capability=8.0: .*9.0 \(H100.*--operators triton"),
         ("hopper", "float32", 128, H200, r"dtype=float32: .*bfloat16 only.*--operators triton"),
-        ("hopper", "bfloat16", 64, H200, r"head_dim=64: .*96, 128, 192, 256 only"),
+        ("hopper", "bfloat16", 64, H200, r"head_dim=64: .*96, 128, 192, 256 only.*deep_gemm or"),
+        ("deep_gemm", "bfloat16", 128, A100, r"capability=8.0: .*9.0 \(H100.*--operators triton"),
+        ("deep_gemm", "float32", 128, H200, r"dtype=float32: .*bfloat16 only.*--operators triton"),
         ("hopper_fp8", "bfloat16", 128, A100, r"capability=8.0: .*9.0 \(H100.*--operators triton"),
         ("auto", "bfloat16", 128, B200, r"--operators=auto: compute capability=10.0: .*8.0.*9.0"),
         ("triton", "bfloat16", 128, B200, r"compute capability=10.0"),
@@ -168,7 +173,7 @@ def test_this_machine_is_described_as_it_is():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may keep these contracts")
-@pytest.mark.parametrize("backend", ["triton", "hopper", "hopper_fp8"])
+@pytest.mark.parametrize("backend", ["triton", "hopper", "hopper_fp8", "deep_gemm"])
 def test_a_process_that_cannot_keep_its_contract_does_not_start(backend):
     contract = NumericsContract(backend=backend, device="cuda", dtype="bfloat16", shapes=shapes())
     with pytest.raises(ContractError, match=rf"backend={backend}: compute capability=none"):
@@ -179,7 +184,7 @@ def test_an_unknown_backend_is_refused_by_name():
     contract = NumericsContract(backend="tpu", device="cpu", dtype="bfloat16", shapes=shapes())
     with pytest.raises(
         ContractError,
-        match=r"backend='tpu'.*cpu, onednn, portable, hopper, hopper_fp8, triton, stock.*version",
+        match=r"backend='tpu'.*cpu, onednn, portable, hopper, hopper_fp8, deep_gemm, triton, stock.*ver",
     ):
         make_operators(contract)
 

@@ -8,6 +8,7 @@ import torch
 from onpolicy.errors import ContractError
 from onpolicy.ops.cuda_toolkit import CudaToolkit
 from onpolicy.ops.hopper import HopperOperators, gemm
+from onpolicy.ops.row_parallel import RowParallel, tree_sum
 from onpolicy.ops.triton import TritonOperators
 from tests.support.recorded_kernels import BF16_GEMM_NT, deep_gemm
 
@@ -27,7 +28,7 @@ def random(*shape):
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 def test_every_version_is_called_as_it_wants_to_be(calls, out_dtype):
     x, weight = random(5, 64), random(32, 64)
-    got = gemm.multiply(x, weight, out_dtype)
+    got = gemm.deep_gemm_linear(x, weight, None, out_dtype)
     assert torch.equal(got, (x.float() @ weight.float().t()).to(out_dtype))
     assert len(calls) == 1
     assert not hasattr(calls[0], "c")  # accumulating into an output takes another way through it
@@ -50,7 +51,7 @@ def test_one_row_reaches_the_same_kernel_as_many(calls, view):
     weight = random(32, 64)
     for rows in (1, 2, 9):
         x = view(rows)
-        got = gemm.multiply(x, weight, torch.float32)
+        got = gemm.deep_gemm_linear(x, weight, None, torch.float32)
         torch.testing.assert_close(got, x.float() @ weight.float().t())
         assert calls[-1].a.stride(1) == 1
         assert calls[-1].a.stride(0) >= 64
@@ -65,9 +66,10 @@ def test_a_row_that_pytorch_calls_contiguous_may_need_a_copy():
 
 def test_what_can_be_read_is_not_copied(calls):
     wide, weight = random(4, 128), random(64, 32)
-    gemm.multiply(wide[:, 64:], random(16, 64), torch.float32)
+    gemm.deep_gemm_linear(wide[:, 64:], random(16, 64), None, torch.float32)
     assert calls[-1].a.data_ptr() == wide[:, 64:].data_ptr()
-    gemm.multiply(random(4, 64), weight.t(), torch.float32)  # as the backward of log-probs has it
+    # As the backward of log-probs has it.
+    gemm.deep_gemm_linear(random(4, 64), weight.t(), None, torch.float32)
     assert calls[-1].b.data_ptr() == weight.data_ptr()
     assert calls[-1].b.stride() == (1, 32)
 
@@ -90,9 +92,11 @@ def test_the_weights_shape_alone_decides_between_deep_gemm_and_triton(
     if shape[0] > 64:
         return
     by_triton = []
-    monkeypatch.setattr(TritonOperators, "linear", lambda self, *args: by_triton.append(args))
+    by_triton_instead = TritonOperators._product
     monkeypatch.setattr(
-        TritonOperators, "partial_linear", lambda self, *args: by_triton.append(args)
+        TritonOperators,
+        "_product",
+        lambda self, *args: by_triton.append(args) or by_triton_instead(self, *args),
     )
     operators = HopperOperators.__new__(HopperOperators)
     with torch.no_grad():
@@ -109,6 +113,28 @@ def test_a_bias_is_added_before_the_one_rounding(calls):
     assert torch.equal(got, exact.bfloat16())
     twice = (x.float() @ weight.float().t()).bfloat16() + bias
     assert not torch.equal(got, twice)  # SGLang's own way
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_blocks_are_multiplied_where_they_lie_and_added_along_the_tree(calls, has_bias):
+    x, weight, bias = random(9, 256), random(32, 256), random(32) if has_bias else None
+    got = gemm.deep_gemm_linear(x, weight, bias, torch.bfloat16, blocks=4)
+    places = [call.b.data_ptr() for call in calls]
+    assert places == [block.data_ptr() for block in weight.chunk(4, 1)]
+    blocks = zip(x.float().chunk(4, 1), weight.float().chunk(4, 1), strict=True)
+    total = tree_sum([x @ weight.t() for x, weight in blocks])
+    assert torch.equal(got, (total if bias is None else total + bias.float()).bfloat16())
+
+
+def test_blocks_that_deep_gemm_cannot_read_are_tritons(calls):
+    """Tensor-parallel ranks hold such blocks alone, so the whole must not be multiplied otherwise."""
+    weight = random(32, 48)
+    assert gemm.fits(weight) and gemm.fits(weight, 2)
+    assert not gemm.fits(weight, 4) and not gemm.fits(weight[:, :12])
+    operators = HopperOperators.__new__(HopperOperators)
+    with torch.no_grad():
+        operators.row_parallel_linear(random(5, 48), weight, None, RowParallel(4))
+    assert not calls
 
 
 def test_gradients_are_those_of_a_linear(calls):

@@ -31,6 +31,7 @@ from triton.runtime import driver, jit
 
 from onpolicy.ops import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.log_probs import token_log_probs
+from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.ops.triton import TritonOperators, attention, linear
 from onpolicy.weights.xxh3_kernels import add_up_blocks, chain_blocks
 
@@ -73,6 +74,7 @@ def compile_launches(arch: int) -> dict[str, dict[str, Any]]:
                 {"x".join(filter(None, m)) for m in MMA.findall(kernel.asm["ptx"])}
             ),
             "fused": kernel.metadata.enable_fp_fusion,
+            "slots": min(map(int, SLOTS.findall(kernel.asm["ttgir"])), default=1),
             "copies_ahead": "cp.async." in kernel.asm["ptx"],
             "overwrites": overwrites(kernel.asm["ttgir"], kernel.metadata.num_stages),
         }
@@ -112,6 +114,11 @@ def launch_all(dtype: torch.dtype) -> None:
     for rows in (1, 17, 33, 65):
         OPERATORS.linear(tensor(rows, 4096), tensor(1024, 4096), tensor(1024))
     OPERATORS.partial_linear(tensor(100, 4096), tensor(1024, 4096))
+    for rows, blocks in ((1, 2), (100, 8), (8192, 4), (8192, 8)):
+        row_parallel = RowParallel(blocks)
+        OPERATORS.row_parallel_linear(
+            tensor(rows, 4096), tensor(5120, 4096), tensor(5120), row_parallel
+        )
     launch_experts(tensor, training)
     launch_attention(tensor, training, dtype)
     if dtype != torch.float32:  # it makes no difference to what follows

@@ -34,18 +34,25 @@ SPILLED = {
     ("_attention_kernel", "bfloat16", "256"): 80,
     ("_chunks_kernel", "bfloat16", "256"): 120,
 }
-"""Bytes, by kernel, dtype and head size, where no tile that was tried keeps all in registers. For 9.0
-attention spills nothing."""
+"""Bytes, by kernel, dtype and head size, where no tile that was tried keeps all in registers."""
 
-SPILLED_ON_100 = {("_key_grad_kernel", "bfloat16", "128"): 8}
+SPILLED_ON_90 = 16
+"""By what computes forward, for three blocks of keys on their way: four registers at head size 256."""
+
+SPILLED_ON_100 = {
+    ("_key_grad_kernel", "bfloat16", "128"): 8,
+    ("_attention_kernel", "bfloat16", "256"): 128,
+    ("_chunks_kernel", "bfloat16", "256"): 144,
+}
 """Compute capability 10.0 is refused (`ops/backends/gpu.py`)."""
 
 COPIES_AHEAD = {"_query_grad_kernel": 2, "_key_grad_kernel": 1}
 """Kernels of the backward pass in bfloat16 that do, at least; at head size 256 they have no memory for
 it, and gradients of keys have it at 64 alone."""
 
-OUTPUT_TILE = {"ROWS", "COLUMNS", "num_warps", "num_stages"}
-"""What a linear's number of rows may choose: which outputs share a block. INNER decides a sum."""
+OUTPUT_TILE = {"ROWS", "COLUMNS", "num_warps", "num_stages", "BLOCKS"}
+"""What a linear's number of rows may choose: which outputs, and blocks of K, share a thread block. INNER
+decides a sum."""
 
 
 @pytest.fixture(
@@ -71,7 +78,8 @@ def test_every_kernel_fits_into_shared_memory(compiled, arch):
 
 
 def test_no_kernel_spills_but_those_that_are_named(compiled, arch):
-    assert arch != 90 or not any(k["stack"] for k in compiled if k["name"] in FORWARD)
+    if arch == 90:
+        assert max(k["stack"] for k in compiled if k["name"] in FORWARD) <= SPILLED_ON_90
     named = SPILLED | (SPILLED_ON_100 if arch == 100 else {})
     spilling = {
         (k["name"], k["dtype"], k["stack"], json.dumps(k["options"]))
@@ -122,6 +130,14 @@ def test_the_number_of_rows_chooses_nothing_that_decides_a_sum(compiled):
 def test_the_backward_pass_of_attention_copies_ahead(compiled, name):
     kernels = [k for k in compiled if k["name"] == name and k["dtype"] == "bfloat16"]
     assert sum(kernel["copies_ahead"] for kernel in kernels) >= COPIES_AHEAD[name]
+
+
+def test_three_blocks_of_keys_are_on_their_way_on_hopper_while_one_is_multiplied(compiled, arch):
+    """A loop that also reads the page table copies half as far ahead as it has stages."""
+    if arch != 90:
+        pytest.skip("others have less shared memory")
+    kernels = [k for k in compiled if k["name"] in ("_attention_kernel", "_chunks_kernel")]
+    assert len(kernels) > 5 and {kernel["slots"] for kernel in kernels} == {4}
 
 
 def test_no_kernel_copies_over_what_a_product_still_reads(compiled):

@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onpolicy.ops.row_parallel import RowParallel
-from onpolicy.ops.triton import TritonOperators
-from onpolicy.ops.triton.linear import choose_tile, tiled_linear, tiles
+from onpolicy.ops.row_parallel import RowParallel, tree_sum
+from onpolicy.ops.triton import TritonOperators, linear
+from onpolicy.ops.triton.block_sums import add_blocks
+from onpolicy.ops.triton.linear import choose_tile, parts_of_tree, tiled_linear, tiles
 
 OPERATORS = TritonOperators()
 
@@ -48,7 +49,7 @@ def test_rows_do_not_depend_on_the_rest_of_the_batch(m, n, k, dtype, data):
 @given(rows, columns, inner, dtypes, st.sampled_from([80, 90]))
 def test_every_tile_gives_the_same_bits(m, n, k, dtype, arch):
     x, weight, bias = operands(m, n, k, dtype)
-    results = [tiled_linear(x, weight, bias, dtype, tile) for tile in tiles(dtype, arch)]
+    results = [tiled_linear(x, weight, bias, dtype, 1, tile) for tile in tiles(dtype, arch)]
     for result in results[1:]:
         assert torch.equal(result, results[0])
 
@@ -60,6 +61,15 @@ def test_every_tile_gives_the_same_bits(m, n, k, dtype, arch):
 def test_the_tile_grows_with_the_number_of_rows_where_enough_are_left(columns, rows_of_tiles):
     x, rows = torch.zeros(1, 1, dtype=torch.bfloat16), (1, 16, 17, 64, 128, 512, 5000)
     assert [choose_tile(x, m, columns).rows for m in rows] == rows_of_tiles
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 9))
+def test_every_tile_is_computed_once_and_neighbours_in_time_read_few_rows(height, width, group):
+    count = height * width
+    tiles = [linear.tile_of.fn(i, height, width, group) for i in range(count)]
+    assert sorted(tiles) == [(i, j) for i in range(height) for j in range(width)]
+    at_a_time = [tiles[i : i + group * width] for i in range(count)]
+    assert max(len({row for row, _ in some}) for some in at_a_time) <= 2 * group
 
 
 @few
@@ -96,8 +106,58 @@ def test_a_row_parallel_linear_of_one_block_is_the_linear():
     x, weight, bias = operands(9, 20, 64, torch.bfloat16)
     whole = OPERATORS.row_parallel_linear(x, weight, bias, RowParallel(blocks=1))
     assert torch.equal(whole, OPERATORS.linear(x, weight, bias))
-    blocks = OPERATORS.row_parallel_linear(x, weight, bias, RowParallel(blocks=4))
-    torch.testing.assert_close(blocks, whole, rtol=1e-2, atol=1e-2)
+
+
+def products_of_blocks(x, weight, blocks):
+    pairs = zip(x.chunk(blocks, 1), weight.chunk(blocks, 1), strict=True)
+    return [OPERATORS.partial_linear(*pair) for pair in pairs]
+
+
+@few
+@given(
+    rows, columns, st.integers(1, 40), st.sampled_from([2, 4, 8, 16]), dtypes, st.booleans(),
+    st.sampled_from([1, 80, 10**6]), st.sampled_from([80, 90]),
+)  # fmt: skip
+def test_however_thread_blocks_share_a_tree_it_is_that_of_ranks(
+    m, n, k, blocks, dtype, has_bias, enough, arch
+):
+    x, weight, bias = operands(m, n, k * blocks, dtype, has_bias)
+    want = tree_sum(products_of_blocks(x, weight, blocks))
+    rounded = (want if bias is None else want + bias.float()).to(dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "ENOUGH_TILES", enough)
+        for tile in tiles(dtype, arch):
+            got = tiled_linear(x, weight, None, torch.float32, blocks, tile)
+            assert torch.equal(got, want)
+            assert torch.equal(tiled_linear(x, weight, bias, dtype, blocks, tile), rounded)
+
+
+def test_a_thread_block_adds_up_what_its_registers_hold_where_enough_are_at_work():
+    low, *_, high = tiles(torch.bfloat16, 90)
+    assert (low.blocks, high.blocks) == (8, 2)
+    assert [parts_of_tree(low, n, 8) for n in (1000, 80, 40, 20, 10, 1)] == [1, 1, 2, 4, 8, 8]
+    assert [parts_of_tree(high, n, 8) for n in (1000, 20, 10)] == [4, 4, 8]
+    assert [parts_of_tree(high, n, 2) for n in (1000, 20)] == [1, 2]
+    assert parts_of_tree(low, 1, 1) == 1
+
+
+def test_terms_in_a_row_are_another_sum_than_the_tree_of_a_kernel():
+    tiny = 2.0**-24  # 1 + tiny rounds to 1
+    terms = torch.tensor([1, tiny, tiny, tiny]).view(4, 1, 1)
+    assert add_blocks(terms, None, torch.float32).item() == 1 + 2 * tiny
+    assert sum(terms[1:], terms[0]).item() == 1
+
+
+@few
+@given(st.integers(1, 3), st.integers(1, 700), st.sampled_from([1, 2, 8]), dtypes, st.booleans())
+def test_sums_of_blocks_are_rounded_once_after_the_bias(m, n, blocks, dtype, has_bias):
+    generator = torch.Generator().manual_seed(n)
+    terms = torch.randn(blocks, m, n, generator=generator)
+    bias = torch.randn(n, generator=generator).to(dtype) if has_bias else None
+    total = tree_sum(terms.unbind())
+    want = (total if bias is None else total + bias.float()).to(dtype)
+    assert torch.equal(add_blocks(terms, bias, dtype), want)
+    assert add_blocks(terms[:, :0], bias, dtype).shape == (0, n)
 
 
 @few
@@ -108,7 +168,12 @@ def test_gradients_are_close_to_float64(m, n, k, has_bias):
     ]
     exact = [t.detach().double().requires_grad_() for t in leaves]
     grad = torch.randn(m, n)
-    for operator, reference in [(OPERATORS.linear, F.linear), (OPERATORS.partial_linear, F.linear)]:
+
+    def in_blocks(x, weight, bias=None):
+        return OPERATORS.row_parallel_linear(x, weight, bias, RowParallel(2 - k % 2))
+
+    operators = OPERATORS.linear, OPERATORS.partial_linear, in_blocks
+    for operator, reference in [(operator, F.linear) for operator in operators]:
         if has_bias and operator == OPERATORS.partial_linear:
             continue
         ours = torch.autograd.grad(operator(*leaves), leaves, grad)

@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from onpolicy.models.adapters import adapters
+from onpolicy.models.magnitude import Magnitude
 from onpolicy.models.trainable import trainable_parameters
 from tests.onpolicy.train.fsdp.test_trainer import RATES, make, make_samples, maker_of, weights
 from tests.support.tiny import make_checkpoint
@@ -172,3 +174,20 @@ def test_with_the_norms_of_a_step_before_log_probabilities_have_other_bits(make)
     for name in before:
         buffers[name].copy_(before[name])
     assert [s.sample.rollout_log_probs for s in make_samples(trainer)] != now != sampled
+
+
+def test_magnitudes_are_given_something_where_activations_are_computed_again(make, monkeypatch):
+    """FSDP2 takes the inputs of what is called outside of any other pass to the GPU; that of torch 2.11
+    fails if there are none."""
+    outside, own = [], FSDPState._root_pre_forward
+
+    def noted(state, module, args, kwargs):
+        if state._state_ctx.iter_forward_root is None:
+            outside.append((module, len(args) + len(kwargs)))
+        return own(state, module, args, kwargs)
+
+    monkeypatch.setattr(FSDPState, "_root_pre_forward", noted)
+    trainer = make(lora={**LORA, "lora_dora": True}, trainer={"activation_checkpointing": True})
+    trainer.train(make_samples(trainer), 0, RATES)
+    assert any(isinstance(module, Magnitude) for module, _ in outside)
+    assert all(count for _, count in outside)

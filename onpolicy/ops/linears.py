@@ -1,0 +1,89 @@
+"""Linears that one function computes, in blocks of K or whole, and their gradients."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from onpolicy.ops.base import Operators
+from onpolicy.ops.row_parallel import RowParallel
+
+
+class Linears(Operators):
+    """Operators whose linears are all `_product`; the backward is PyTorch's own GEMMs."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._linear(x, weight, bias, x.dtype)
+
+    def partial_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self._linear(x, weight, None, torch.float32)
+
+    def blockwise_linear(self, x: Tensor, weight: Tensor, blocks: int) -> Tensor:
+        return self._linear(x, weight, None, torch.float32, blocks)
+
+    def row_parallel_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, row_parallel: RowParallel
+    ) -> Tensor:
+        if row_parallel.ranks > 1:
+            return super().row_parallel_linear(x, weight, bias, row_parallel)
+        return self._linear(x, weight, bias, x.dtype, row_parallel.blocks_of(x.shape[-1]))
+
+    def _linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        out_dtype: torch.dtype,
+        blocks: int = 1,
+    ) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if torch.is_grad_enabled():
+            out: Tensor = _Linear.apply(self, rows, weight, bias, out_dtype, blocks)
+        else:
+            out = self._product(rows, weight, bias, out_dtype, blocks)
+        return out.view(*x.shape[:-1], len(weight))
+
+    @abstractmethod
+    def _product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, blocks: int
+    ) -> Tensor:
+        """Row-invariant `x @ weight.T + bias`: [M, K], [N, K], [N] -> [M, N]; no autograd.
+
+        K is summed in equal `blocks`, a power of two, which are added along a binary tree. The bias is
+        added in float32, and the result is rounded once. Any strides.
+        """
+
+
+class _Linear(torch.autograd.Function):
+    """Its gradients are deterministic for given shapes."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        linears: Linears,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        out_dtype: torch.dtype,
+        blocks: int,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return linears._product(x, weight, bias, out_dtype, blocks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        _, needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
+        grad = grad.to(x.dtype)
+        return (
+            None,
+            grad @ weight if needs_x else None,
+            grad.t() @ x if needs_weight else None,
+            grad.sum(0) if needs_bias else None,
+            None,
+            None,
+        )
