@@ -39,7 +39,8 @@ def _attention_shapes(facts: ModelFacts) -> tuple[AttentionShape, ...]:
 
 def head_dim(config: PretrainedConfig) -> int:
     """The size of a head of the usual attention."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    told: int | None = getattr(config, "head_dim", None)
+    return told or int(config.hidden_size // config.num_attention_heads)
 
 
 def _usual_attention(config: PretrainedConfig) -> AttentionShape:
