@@ -135,7 +135,7 @@ class Stored(NamedTuple):
     """How the weights of a format lie in a checkpoint."""
 
     parts: tuple[str, ...]
-    """By what follows the name of the weight."""
+    """What follows the name of the weight, part by part."""
 
     write: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
     """(a weight, its numbers, their scales) -> its parts"""
