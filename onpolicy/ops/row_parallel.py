@@ -98,7 +98,10 @@ class _GatheredSum(torch.autograd.Function):
         # Into one tensor, since a CUDA graph cannot hold the copies that a list of them takes.
         gathered = partial.new_empty(group.size() * len(partial), *partial.shape[1:])
         dist.all_gather_into_tensor(gathered, partial, group=group)
-        return tree_sum(gathered.chunk(group.size()))
+        terms = gathered.view(group.size(), *partial.shape)
+        while len(terms) > 1:  # one kernel for all sums of a level
+            terms = terms[::2] + terms[1::2]
+        return terms[0]
 
     @staticmethod
     @once_differentiable

@@ -1,9 +1,10 @@
 """Log-probabilities, entropies and softmax: rows of logits, summed in one fixed order.
 
-Row invariance: one thread block walks one row in blocks of columns from 0, twice: for the maximum,
-which is exact in any order, then for the sums, one partial sum a lane, added along one fixed tree.
-All functions here take a row's maximum and sum from that one kernel and then treat every logit by
-itself, so the rollout's [M, V] and the trainer's [M] agree to the last bit.
+Row invariance: a row is cut into chunks of columns from 0. Each is summed by a thread block of its own,
+so that one row fills the device, and another one puts the chunks of a row together; both along fixed
+trees, which follow from the size of the vocabulary alone.
+All functions here take a row's maximum and sum from these kernels and then treat every logit by itself,
+so the rollout's [M, V] and the trainer's [M] agree to the last bit.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from onpolicy.ops.triton.device import UNFUSED, next_power_of_2, whole
 
 MAX_BLOCK = 4096
-"""Columns per step of the walk over a row; decides how its sum is grouped."""
+"""Columns of a chunk; decides how a row's sum is grouped."""
 
 
 @triton.jit
@@ -29,32 +30,52 @@ def _scaled(
 
 
 @triton.jit
-def _statistics_kernel(
+def _chunks_kernel(
     logits: tl.tensor, temperature: tl.tensor,
-    largest: tl.tensor, log_total: tl.tensor, entropy: tl.tensor,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    largest: tl.tensor, totals: tl.tensor, moments: tl.tensor,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ) -> None:  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    logits += row * SIZE
-    t = tl.load(temperature + row)
-    peak = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
-    for start in range(0, SIZE, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        peak = tl.maximum(peak, _scaled(logits, columns, columns < SIZE, t))
+    """The largest of a chunk of a row, the sum of exponentials below it, and their first moment.
+
+    A row of one chunk is done: see `_statistics_kernel`.
+    """
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = chunk * BLOCK + tl.arange(0, BLOCK)
+    scaled = _scaled(logits + row * SIZE, columns, columns < SIZE, tl.load(temperature + row))
+    peak = tl.max(scaled, 0)
+    below = scaled - tl.where(peak == float("-inf"), 0.0, peak)
+    weight = tl.exp(below)
+    total = tl.sum(weight, 0)
+    moment = tl.sum(weight * tl.where(weight == 0.0, 0.0, below), 0)
+    if CHUNKS == 1:
+        moment = tl.log(total) - moment / total
+        total = tl.log(total)
+    tl.store(largest + row * CHUNKS + chunk, peak)
+    tl.store(totals + row * CHUNKS + chunk, total)
+    tl.store(moments + row * CHUNKS + chunk, moment)
+
+
+@triton.jit
+def _statistics_kernel(
+    peaks: tl.tensor, totals: tl.tensor, moments: tl.tensor,
+    largest: tl.tensor, log_total: tl.tensor, entropy: tl.tensor,
+    CHUNKS: tl.constexpr, PADDED_CHUNKS: tl.constexpr,
+) -> None:  # fmt: skip
+    """The largest of a row, the log of the sum of exponentials below it, and the entropy."""
+    row, chunks = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED_CHUNKS)
+    places, is_chunk = row * CHUNKS + chunks, chunks < CHUNKS
+    peak = tl.load(peaks + places, mask=is_chunk, other=float("-inf"))
+    total = tl.load(totals + places, mask=is_chunk, other=0.0)
+    moment = tl.load(moments + places, mask=is_chunk, other=0.0)
     top = tl.max(peak, 0)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    weighted = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, SIZE, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        below = _scaled(logits, columns, columns < SIZE, t) - top
-        weight = tl.exp(below)
-        total += weight
-        weighted += weight * tl.where(weight == 0.0, 0.0, below)
-    sum_of_all = tl.sum(total, 0)
+    below = peak - top
+    share = tl.exp(below)
+    sum_of_all = tl.sum(total * share, 0)
+    moment = moment * share + total * share * tl.where(share == 0.0, 0.0, below)
     log_sum = tl.log(sum_of_all)
     tl.store(largest + row, top)
     tl.store(log_total + row, log_sum)
-    tl.store(entropy + row, log_sum - tl.sum(weighted, 0) / sum_of_all)
+    tl.store(entropy + row, log_sum - tl.sum(moment, 0) / sum_of_all)
 
 
 @triton.jit
@@ -116,15 +137,25 @@ def _block(size: int) -> dict[str, int]:
     return {"SIZE": size, "BLOCK": block, "num_warps": max(1, block // 512)}
 
 
-def _statistics(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics(logits: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
     """Maximum, log of the sum of exponentials below it, entropy: float32 [M] each."""
     rows, size = logits.shape
-    largest, log_total, entropy = (temperature.new_empty(rows) for _ in range(3))
+    options = _block(size)
+    chunks = triton.cdiv(size, options["BLOCK"])
+    of_chunks = tuple(temperature.new_empty(rows * chunks) for _ in range(3))
+    if rows:
+        _chunks_kernel[rows, chunks](
+            logits, temperature, *of_chunks, CHUNKS=chunks, **options, **UNFUSED
+        )
+    if chunks == 1:
+        return of_chunks
+    statistics = tuple(temperature.new_empty(rows) for _ in range(3))
     if rows:
         _statistics_kernel[(rows,)](
-            logits, temperature, largest, log_total, entropy, **_block(size), **UNFUSED
-        )
-    return largest, log_total, entropy
+            *of_chunks, *statistics,
+            CHUNKS=chunks, PADDED_CHUNKS=next_power_of_2(chunks), num_warps=1, **UNFUSED,
+        )  # fmt: skip
+    return statistics
 
 
 def _prepare(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:

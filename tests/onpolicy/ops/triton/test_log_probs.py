@@ -96,6 +96,20 @@ def test_masked_logits_have_no_weight_and_invalid_ones_show():
     torch.testing.assert_close(entropy[0].item(), math.log(2))
 
 
+def test_a_chunk_without_weight_adds_nothing_and_what_is_invalid_in_it_shows():
+    logits, temperature, targets = inputs(5, 9001, torch.float32)
+    logits[:, 4096:8192] = -torch.inf
+    logits[1:, :] -= 200 * (torch.arange(9001) >= 8192)  # whose weight is 0 beside the others
+    logits[2, 9000], logits[3, 5000], logits[4] = torch.nan, torch.inf, -torch.inf
+    log_probs = OPERATORS.log_softmax(logits, temperature)
+    _, entropy = OPERATORS.gather_log_probs(logits, temperature, targets)
+    exact = torch.log_softmax(logits.double() / temperature.double(), -1)
+    torch.testing.assert_close(log_probs[:2].double(), exact[:2], rtol=1e-6, atol=1e-5)
+    of_exact = -(exact.exp() * exact).nan_to_num(neginf=0, nan=0).sum(-1)
+    torch.testing.assert_close(entropy[:2].double(), of_exact[:2], rtol=1e-5, atol=1e-5)
+    assert log_probs[2:].isnan().any(1).all() and entropy[2:].isnan().all()
+
+
 def test_a_log_softmax_off_by_one_bit_is_found():
     """The negative control: what the rollout returns against what the trainer gathers."""
     logits, temperature, targets = inputs(30, 9001, torch.float32)
