@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from onpolicy.errors import ConfigError, OnPolicyError, in_one_line
 from sglang_patches import registry
-from sglang_patches.serve import _require_known_flags
+from sglang_patches.serve import _require_known_flags, import_lightly
 
 
 def main(argv: list[str]) -> None:
@@ -29,6 +29,7 @@ def main(argv: list[str]) -> None:
 
 
 def _check(argv: list[str]) -> None:
+    import_lightly()
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+import tests.support.quick_disk
 import tests.support.quick_parsing
 import tests.support.triton_interpreter  # noqa: F401 (before anything imports Triton)
 from onpolicy.contract import PORTABLE_KERNELS

@@ -159,6 +159,8 @@ def test_the_engines_suite_reads_what_commands_leave_behind(tmp_path, capsys):
 
 RESOLVE = """
 import json, sys
+from sglang_patches.serve import import_lightly
+import_lightly()
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args

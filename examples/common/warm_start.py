@@ -2,6 +2,7 @@
 
 Rows are `{"prompt": text, "response": text}`: what the model reads, and what it is to write then, the
 token that ends it left out. They are written beside the model, as any supervised training takes them.
+PyTorch, which takes seconds, is imported where something is made: mostly all is there already.
 """
 
 from __future__ import annotations
@@ -12,12 +13,9 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-import torch
-
 from onpolicy.compat.process import prepare_process
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "quickstart"))
-import prepare as quickstart
 
 Row = Mapping[str, str]
 
@@ -38,6 +36,8 @@ def write_rows(file: Path, rows: Iterable[Row]) -> None:
 
 def make_tokenizer(characters: str, chat_template: str = ""):
     """One token per character."""
+    import prepare as quickstart
+
     tokenizer = quickstart.make_tokenizer(characters)
     if chat_template:
         tokenizer.chat_template = chat_template
@@ -46,6 +46,9 @@ def make_tokenizer(characters: str, chat_template: str = ""):
 
 def warm_start(out: Path, tokenizer, rows: Sequence[Row], steps: int, lr: float = 4e-3) -> None:
     """Writes OUT/warm_start.jsonl, the rows, and OUT/model, a Qwen3 that was trained on them."""
+    import prepare as quickstart
+    import torch
+
     prepare_process()
     write_rows(out / "warm_start.jsonl", rows)
     read = tokenizer([row["prompt"] for row in rows])["input_ids"]

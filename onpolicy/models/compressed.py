@@ -8,10 +8,10 @@ Source: compressed_tensors/compressors (0.18.0).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -74,29 +74,15 @@ class Compressed:
 
     def weight(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
         """[N, K]: what its parts, by what follows its name, come to."""
+        stored = STORED[self.weight_format]
         try:
-            numbers, scale = self._numbers_and_scales(parts)
+            given = [parts[part] for part in stored.parts]
         except KeyError as error:
             raise ConfigError(
                 f"{name}{error.args[0]}: is missing, and weights in {self.weight_format} have it. "
                 "Export or download the checkpoint again."
             ) from error
-        return dequantise(numbers, scale, self.weight_format, self.dtype)
-
-    def _numbers_and_scales(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        match self.weight_format:
-            case "fp8_e4m3" | "fp8_e4m3_block128":
-                return parts[""].float(), parts["_scale"].float()
-            case "mxfp4":
-                exponents = parts["_scale"].int() - 127
-                scale = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
-                return decode(parts["_packed"], self.weight_format), scale
-            case "nvfp4":
-                scale = parts["_scale"].float() / parts["_global_scale"]
-                return decode(parts["_packed"], self.weight_format), scale
-            case _:
-                shape, scale = self.shape({"_shape": parts["_shape"]}), parts["_scale"].float()
-                return _integers(parts["_packed"], shape, BITS[self.weight_format]), scale
+        return dequantise(*stored.read(*given), self.weight_format, self.dtype)
 
     def plain(self, stored: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a checkpoint, in any order -> plain ones, each as soon as its parts are there.
@@ -110,21 +96,10 @@ class Compressed:
                 yield name, tensor
                 continue
             waiting.setdefault(weight, {})[part] = tensor
-            if waiting[weight].keys() == self._parts():
+            if waiting[weight].keys() == {*STORED[self.weight_format].parts}:
                 yield weight, self.weight(weight, waiting.pop(weight))
         for weight, parts in waiting.items():
             yield weight, self.weight(weight, parts)
-
-    def _parts(self) -> set[str]:
-        match self.weight_format:
-            case "fp8_e4m3" | "fp8_e4m3_block128":
-                return {"", "_scale"}
-            case "mxfp4":
-                return {"_packed", "_scale"}
-            case "nvfp4":
-                return {"_packed", "_scale", "_global_scale"}
-            case _:
-                return {"_packed", "_scale", "_shape"}
 
 
 def weight_and_part(name: str) -> tuple[str, str]:
@@ -148,21 +123,51 @@ def parts_of(name: str, weight: Tensor, weight_format: str) -> WeightBucket:
     """What is stored for a tensor: for one that no format is for, itself."""
     if not is_rounded(name, weight):
         return [(name, weight)]
-    numbers, scale = quantise(weight, weight_format)
-    match weight_format:
-        case "fp8_e4m3" | "fp8_e4m3_block128":
-            found = {"": numbers.to(FP8), "_scale": scale}
-        case "mxfp4":
-            exponents = torch.frexp(scale).exponent + 126
-            found = {"_packed": encode(numbers, weight_format), "_scale": exponents.to(torch.uint8)}
-        case "nvfp4":
-            outer = outer_scale(weight).view(1)
-            found = {"_packed": encode(numbers, weight_format), "_scale": (scale * outer).to(FP8)}
-            found["_global_scale"] = outer
-        case _:
-            packed = _packed(numbers, BITS[weight_format])
-            found = {"_packed": packed, "_shape": torch.tensor(weight.shape), "_scale": scale}
-    return [(f"{name}{part}", tensor.contiguous()) for part, tensor in found.items()]
+    stored = STORED[weight_format]
+    tensors = stored.write(weight, *quantise(weight, weight_format))
+    return [
+        (f"{name}{part}", tensor.contiguous())
+        for part, tensor in zip(stored.parts, tensors, strict=True)
+    ]
+
+
+class Stored(NamedTuple):
+    """How the weights of a format lie in a checkpoint."""
+
+    parts: tuple[str, ...]
+    """What follows the name of the weight, part by part."""
+
+    write: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+    """(a weight, its numbers, their scales) -> its parts"""
+
+    read: Callable[..., tuple[Tensor, Tensor]]
+    """(its parts) -> numbers and scales"""
+
+
+def _write_mxfp4(_: Tensor, numbers: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    exponents = torch.frexp(scale).exponent + 126
+    return encode(numbers, "mxfp4"), exponents.to(torch.uint8)
+
+
+def _read_mxfp4(packed: Tensor, biased: Tensor) -> tuple[Tensor, Tensor]:
+    exponents = biased.int() - 127
+    scale = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+    return decode(packed, "mxfp4"), scale
+
+
+def _write_nvfp4(weight: Tensor, numbers: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    outer = outer_scale(weight).view(1)
+    return encode(numbers, "nvfp4"), (scale * outer).to(FP8), outer
+
+
+def _integers_of(bits: int) -> Stored:
+    def write(weight: Tensor, numbers: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        return _packed(numbers, bits), torch.tensor(weight.shape), scale
+
+    def read(packed: Tensor, shape: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        return _integers(packed, torch.Size(shape.tolist()), bits), scale.float()
+
+    return Stored(("_packed", "_shape", "_scale"), write, read)
 
 
 def _packed(numbers: Tensor, bits: int) -> Tensor:
@@ -182,6 +187,25 @@ def _integers(packed: Tensor, shape: torch.Size, bits: int) -> Tensor:
     stream = np.unpackbits(words, axis=-1, count=shape[1] * bits, bitorder="little")
     unsigned = np.packbits(stream.reshape(*shape, bits), axis=-1, bitorder="little")[..., 0]
     return torch.from_numpy(unsigned).float() - (1 << (bits - 1))
+
+
+FP8_STORED = Stored(
+    ("", "_scale"),
+    lambda _, numbers, scale: (numbers.to(FP8), scale),
+    lambda numbers, scale: (numbers.float(), scale.float()),
+)
+
+STORED = {
+    "fp8_e4m3": FP8_STORED,
+    "fp8_e4m3_block128": FP8_STORED,
+    "mxfp4": Stored(("_packed", "_scale"), _write_mxfp4, _read_mxfp4),
+    "nvfp4": Stored(
+        ("_packed", "_scale", "_global_scale"),
+        _write_nvfp4,
+        lambda packed, scale, outer: (decode(packed, "nvfp4"), scale.float() / outer),
+    ),
+    **{name: _integers_of(bits) for name, bits in BITS.items()},
+}
 
 
 def told(

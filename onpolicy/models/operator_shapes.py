@@ -37,9 +37,14 @@ def _attention_shapes(facts: ModelFacts) -> tuple[AttentionShape, ...]:
     return told or (_usual_attention(facts.config),)
 
 
+def head_dim(config: PretrainedConfig) -> int:
+    """The size of a head of the usual attention."""
+    told: int | None = getattr(config, "head_dim", None)
+    return told or int(config.hidden_size // config.num_attention_heads)
+
+
 def _usual_attention(config: PretrainedConfig) -> AttentionShape:
-    heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads, dim = config.num_attention_heads, head_dim(config)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return AttentionShape(heads=heads, kv_heads=kv_heads, head_dim=dim, value_dim=dim)
 

@@ -46,30 +46,7 @@ def stored_shapes(directory: Path, flag: str) -> dict[str, Tensor]:
 
     Raises ConfigError, which blames `flag`, for a file that is missing or damaged.
     """
-    tensors: dict[str, Tensor] = {}
-    for file in weight_files(directory, flag):
-        try:
-            with safe_open(file, framework="pt") as stored:
-                for name in stored.keys():  # noqa: SIM118 (it is no mapping)
-                    tensors[name] = (
-                        stored.get_tensor(name)
-                        if name.endswith(SHAPE)
-                        else torch.empty(stored.get_slice(name).get_shape(), device="meta")
-                    )
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise ConfigError(
-                f"{flag}={directory}: {file.name} is no complete safetensors file "
-                f"({in_one_line(error)}; {file.stat().st_size} bytes). Download it again."
-            ) from error
-    compressed = Compressed.of(directory, flag)
-    if compressed is None:
-        return tensors
-    return {
-        weight: torch.empty(
-            compressed.shape({p: tensors[n] for p, n in parts.items()}), device="meta"
-        )
-        for weight, parts in by_weight(tensors).items()
-    }
+    return CheckpointReader(directory, flag).shapes()
 
 
 def weight_files(directory: Path, flag: str) -> list[Path]:
@@ -200,18 +177,23 @@ def _quiet() -> Iterator[None]:
 
 
 class CheckpointReader:
-    """The safetensors files of a directory, opened when a tensor of theirs is first asked for."""
+    """The safetensors files of a directory, each opened once.
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
-        self._open: dict[Path, Any] = {}
-        self._files: dict[str, Path] = {}
-        for file in weight_files(self.path, "--hf-checkpoint"):
-            self._files |= dict.fromkeys(self._handle(file).keys(), file)
-        self._compressed = Compressed.of(self.path)
-        self._parts = {n: {"": n} for n in self._files}
+    Raises ConfigError, which blames `flag`, for a file that is missing or damaged.
+    """
+
+    def __init__(self, path: str | Path, flag: str = "--hf-checkpoint"):
+        self.path, self._flag = Path(path), flag
+        self._handles: dict[str, Any] = {}
+        """The open file of each tensor."""
+
+        for file in weight_files(self.path, flag):
+            handle = self._opened(file)
+            self._handles |= dict.fromkeys(handle.keys(), handle)
+        self._compressed = Compressed.of(self.path, flag)
+        self._parts = {n: {"": n} for n in self._handles}
         if self._compressed is not None:
-            self._parts = by_weight(self._files)
+            self._parts = by_weight(self._handles)
         self._latest: tuple[str, Tensor] | None = None
 
     def __contains__(self, name: str) -> bool:
@@ -226,19 +208,40 @@ class CheckpointReader:
         """All of them, AT_A_TIME, for what writes each bucket as a file."""
         return in_buckets(self.tensors(), AT_A_TIME)
 
-    def _handle(self, file: Path) -> Any:
-        if file not in self._open:
-            self._open[file] = safe_open(file, framework="pt")
-        return self._open[file]
+    def shapes(self) -> dict[str, Tensor]:
+        """Every tensor as an empty one on the meta device; whole weights, however stored."""
+        found: dict[str, Tensor] = {}
+        for weight, names in self._parts.items():
+            parts = {part: self._header(name) for part, name in names.items()}
+            told = self._compressed
+            shape = parts[""].shape if told is None else told.shape(parts)
+            found[weight] = torch.empty(shape, device="meta")
+        return found
+
+    def _header(self, name: str) -> Tensor:
+        """What a file's header says of a tensor; of one that holds a shape, all."""
+        if name.endswith(SHAPE):
+            whole: Tensor = self._handles[name].get_tensor(name)
+            return whole
+        return torch.empty(self._slice(name).get_shape(), device="meta")
+
+    def _opened(self, file: Path) -> Any:
+        try:
+            return safe_open(file, framework="pt")
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise ConfigError(
+                f"{self._flag}={self.path}: {file.name} is no complete safetensors file "
+                f"({in_one_line(error)}; {file.stat().st_size} bytes). Download it again."
+            ) from error
 
     def require(self, shapes: dict[str, tuple[int, ...]], unread: Collection[str] = ()) -> None:
         """Raise ConfigError unless the checkpoint has exactly these tensors.
 
         It may have others whose names one of the regular expressions `unread` finds.
         """
-        stored = stored_shapes(self.path, "--hf-checkpoint")
+        stored = self.shapes()
         found = {n for n in stored if n in shapes or not any(re.search(p, n) for p in unread)}
-        name = f"--hf-checkpoint={self.path}"
+        name = f"{self._flag}={self.path}"
         _require_none(sorted(shapes.keys() - found), "the model needs tensors it lacks", name)
         _require_none(sorted(found - shapes.keys()), "it has tensors the model does not know", name)
         wrong = [
@@ -249,7 +252,7 @@ class CheckpointReader:
         _require_none(wrong, "tensors have other shapes than the model's", name)
 
     def _slice(self, name: str) -> Any:
-        return self._handle(self._files[name]).get_slice(name)
+        return self._handles[name].get_slice(name)
 
     def read(self, name: str, block: Iterable[slice | int]) -> Tensor:
         """The block of a tensor, in the dtype in which it is stored, or was before it was rounded."""

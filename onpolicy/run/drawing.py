@@ -174,7 +174,8 @@ class FreeRollouts(Drawing):
 
     def settle(self) -> float:
         """Interrupt what is being drawn; what there is of it goes on under the next weights."""
-        self._job.interrupt()
+        with self._lock:  # what an episode's end begins, the job has begun, or the next one will
+            self._job.interrupt()
         seconds = super().settle()
         self._drew_before = max(seconds - self._waited, 0.0)
         return seconds
@@ -188,8 +189,8 @@ class FreeRollouts(Drawing):
             job, begun = self._job, self._open.end(episode)
             if episode.error is not None:
                 job.error = episode.error
-        if not job.is_interrupted:
-            job.begin(begun)
+            if not job.is_interrupted:
+                job.begin(begun)
         self._messages.put("news")
 
 

@@ -36,7 +36,7 @@ LIBRARIES = (
     "networkx", "openai.types.realtime", "openai.types.responses", "openai_harmony", "pdb",
     "pydantic.v1", "tiktoken", "torchvision.transforms.v2", "transformers.image_processing_utils",
     "typeguard", "uvicorn", "uvloop", "wcwidth", "wsproto", "xgrammar", "zmq.asyncio",
-    "tests.support.bindings",
+    "tests.support.bindings", "tests.support.quick_disk",
 )  # fmt: skip
 """Most of what SGLang and Ray import besides. Ray itself reads its worker's variables when it is."""
 

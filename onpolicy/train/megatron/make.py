@@ -18,6 +18,7 @@ from onpolicy.config.groups import MegatronConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, ContractError
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.operator_shapes import head_dim
 from onpolicy.ops.backends import backend_of
 from onpolicy.ops.backends.base import FP8_BLOCK
 from onpolicy.train import distributed
@@ -56,12 +57,10 @@ def require_megatron() -> None:
 
 def _require_blocks_of_heads(operators: str, hf_config: PretrainedConfig) -> None:
     """Queries, keys and values are one weight here, head by head, whose blocks must be theirs."""
-    head_dim = getattr(hf_config, "head_dim", None) or (
-        hf_config.hidden_size // hf_config.num_attention_heads
-    )
-    if operators != "auto" and backend_of(operators).multiplies_bytes and head_dim % FP8_BLOCK:
+    size = head_dim(hf_config)
+    if operators != "auto" and backend_of(operators).multiplies_bytes and size % FP8_BLOCK:
         raise ConfigError(
-            f"--operators={operators}: head_dim={head_dim}, and with --train-backend megatron it must "
+            f"--operators={operators}: head_dim={size}, and with --train-backend megatron it must "
             f"be a multiple of the {FP8_BLOCK} rows that share a scale. Use --train-backend fsdp, or "
             "--operators hopper."
         )

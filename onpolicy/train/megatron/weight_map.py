@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from onpolicy.contract import AdapterShape
 from onpolicy.models.adapters import is_adapters
+from onpolicy.models.operator_shapes import head_dim
 from onpolicy.models.weight_files import VALUE_HEAD
 from onpolicy.train.megatron.adapter_map import (
     MAGNITUDES,
@@ -100,7 +101,7 @@ class WeightMap:
             yield f"mlp.{shared}_gate.weight", (1, c.hidden_size)
 
     def _attention_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        hidden, dim = self.config.hidden_size, self._head_dim
+        hidden, dim = self.config.hidden_size, head_dim(self.config)
         for name, heads in self._heads:
             yield f"self_attn.{name}_proj.weight", (heads * dim, hidden)
             if is_so(self.config, self.family.qkv_bias):
@@ -180,7 +181,7 @@ class WeightMap:
         elif leaf.startswith("self_attention.linear_qkv."):
             yield from self._query_key_value(kind, tp_rank)
         elif leaf == "self_attention.linear_proj.weight":
-            columns = self._share(self.config.num_attention_heads * self._head_dim, tp_rank)
+            columns = self._share(self.config.num_attention_heads * head_dim(self.config), tp_rank)
             yield "self_attn.o_proj.weight", (slice(None), columns), ()
         elif leaf.startswith("mlp.experts."):
             yield from self._experts(kind, tp_rank, ep_rank)
@@ -203,7 +204,7 @@ class WeightMap:
         row = 0
         for group in range(groups.start, groups.stop):
             for name, heads in self._heads:
-                size = heads // self.config.num_key_value_heads * self._head_dim
+                size = heads // self.config.num_key_value_heads * head_dim(self.config)
                 source = (slice(group * size, (group + 1) * size),)
                 yield f"self_attn.{name}_proj.{kind}", source, (slice(row, row + size),)
                 row += size
@@ -238,12 +239,6 @@ class WeightMap:
     @property
     def family(self) -> Family:
         return family_of(self.config)
-
-    @property
-    def _head_dim(self) -> int:
-        c = self.config
-        head_dim: int = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        return head_dim
 
     @property
     def _heads(self) -> tuple[tuple[str, int], ...]:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -263,6 +264,27 @@ def test_an_error_between_two_jobs_ends_the_next_rollout():
     told.ended(episode)
     with pytest.raises(EngineError, match="of an episode"):
         rollouts.take(1)
+
+
+def test_what_begins_in_an_episodes_place_begins_before_its_job_is_interrupted():
+    """Else the next job would have it go on first, and then this one, which engines ask no more."""
+    groups = FreeGroups(open_group, 1, Staleness(most=3, batch=1), 10)
+    rollouts = FreeRollouts(None, groups, None)
+    ended, job = groups.begin(0)[0], rollouts._job
+    ended.finish(Episode())
+    begin, begun, settling = job.begin, [], threading.Thread(target=rollouts.settle)
+
+    def begin_slowly(episodes):
+        settling.start()
+        settling.join(0.2)
+        begun.append((episodes, job.is_interrupted))
+        begin(episodes)
+
+    job.begin = begin_slowly
+    job.ended(ended)
+    settling.join()
+    (((_next,), was_interrupted),) = begun
+    assert not was_interrupted and job.is_interrupted
 
 
 def rewritten(journal, file, change):

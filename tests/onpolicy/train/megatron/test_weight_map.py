@@ -4,10 +4,12 @@ import itertools
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from onpolicy.errors import ConfigError
+from onpolicy.models import weight_files
 from onpolicy.models.weight_files import CheckpointReader
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.parts import is_expert
@@ -91,6 +93,20 @@ def test_many_names_are_counted(path, tmp_path):
     missing = sum(name.startswith("model.layers.0.") for name in shapes)
     with pytest.raises(ConfigError, match=f"and {missing - 5} more|layers.0.self_attn.v_proj"):
         reader.require(shapes)
+
+
+def test_what_compares_and_reads_a_checkpoint_opens_each_file_once(path, monkeypatch):
+    opened = []
+
+    def counted(file, framework):
+        opened.append(file)
+        return safe_open(file, framework)
+
+    monkeypatch.setattr(weight_files, "safe_open", counted)
+    reader = CheckpointReader(path)
+    reader.require(WeightMap(AutoConfig.from_pretrained(path), MegatronLayout()).shapes())
+    reader.read("model.norm.weight", ())
+    assert opened == [path / "model.safetensors"]
 
 
 def test_blocks_are_read_as_they_are_stored(path):
