@@ -30,7 +30,7 @@ def _scaled(
 
 
 @triton.jit
-def _chunks_kernel(
+def _chunk_statistics_kernel(
     logits: tl.tensor, temperature: tl.tensor,
     largest: tl.tensor, totals: tl.tensor, moments: tl.tensor,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
@@ -144,7 +144,7 @@ def _statistics(logits: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
     chunks = triton.cdiv(size, options["BLOCK"])
     of_chunks = tuple(temperature.new_empty(rows * chunks) for _ in range(3))
     if rows:
-        _chunks_kernel[rows, chunks](
+        _chunk_statistics_kernel[rows, chunks](
             logits, temperature, *of_chunks, CHUNKS=chunks, **options, **UNFUSED
         )
     if chunks == 1:
