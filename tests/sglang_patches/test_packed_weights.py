@@ -14,9 +14,12 @@ from onpolicy.errors import ContractError, WeightSyncError
 from onpolicy.models.align import AlignedLinear, align_modules
 from onpolicy.models.experts import AlignedExperts
 from onpolicy.models.joint_linears import join_linears
+from onpolicy.models.size import ModelSize
 from onpolicy.ops.cpu import CpuOperators
+from onpolicy.run.launch.memory_model import server_memory
 from onpolicy.weights.rounding import rounded
 from sglang_patches import experts, packed_weights, registry, weights
+from tests.support.sized_runs import make_config, make_spec
 from tests.support.tiny import make_checkpoint
 from tests.support.tiny_contract import CONTRACT
 
@@ -125,6 +128,30 @@ def test_weights_of_linears_and_experts_share_the_memory_of_the_largest(path):
     assert (told["packed"], told["kept"]) == (len(held), 0)
     assert told["bytes_unpacked"] == sum(x.nbytes for x in held) > 3 * told["bytes"]
     assert memory(other) - memory(engine) > 0.4 * told["bytes_unpacked"]
+
+
+@pytest.mark.parametrize("weight_format", ["int4_group128", "int8", "fp8_e4m3_block128", "mxfp4"])
+@pytest.mark.parametrize("model", ["qwen3", "qwen3-moe"])
+def test_sums_of_memory_know_what_it_holds(model, weight_format, tmp_path):
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12, "head_dim": 64}
+    path = make_checkpoint(tmp_path, model, moe_intermediate_size=256, **sizes)
+    engine = packed(path, weight_format)
+    held = memory(engine) + registry.told()["packed_weights"]["bytes"]
+    said, all_weights = (summed(path, weight_format, packs) for packs in (True, False))
+    no_head = 2 * engine.model.embed_tokens.weight.numel()  # this engine has none
+    assert held < said["weights"] - no_head < 1.15 * held < 0.8 * all_weights["weights"]
+    assert sum(said.values()) >= sum(all_weights.values())  # until they are packed
+
+
+def summed(path, weight_format, packs):
+    """A server's memory, beside which nothing but its weights takes much."""
+    config = make_config(path, "bfloat16")
+    engine = dataclasses.replace(
+        config.engine, rollout_weight_format=weight_format, rollout_pack_weights=packs
+    )
+    hf_config, spec = make_spec(dataclasses.replace(config, engine=engine), 50)
+    spec = dataclasses.replace(spec, cache_tokens=1, max_concurrency=1)
+    return server_memory(spec, ModelSize.of(hf_config), hf_config, 1).parts
 
 
 def test_a_push_is_proved_and_so_is_what_stays_from_an_earlier_one(path):

@@ -25,7 +25,6 @@ from onpolicy.run.launch.contracts import rollout_format
 from onpolicy.run.launch.process_memory import ProcessMemory
 from onpolicy.run.launch.teacher_checks import teacher_bytes
 from onpolicy.train.engine import recomputes_activations
-from onpolicy.weights.packing import packed_bytes
 
 FLOAT32 = 4
 MIB = 1 << 20
@@ -61,9 +60,8 @@ def _fsdp_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dict[st
     layer, and the next, gathered, with their gradients if they have any."""
     ranks, trained = config.cluster.num_ranks, size.trained * config.takes_steps
     packs = config.lora.train_pack_weights and size.adapters
-    packed = size.layers * size.largest_layer if packs else 0
-    weights = (FLOAT32 - itemsize) * size.trained + itemsize * (size.parameters - packed)
-    weights = (weights + packed_bytes(rollout_format(config), packed)) // ranks
+    stored = size.stored_bytes(itemsize, rollout_format(config) if packs else "")
+    weights = ((FLOAT32 - itemsize) * size.trained + stored) // ranks
     gathered = itemsize + FLOAT32 * size.is_trained_whole
     orders = ranks > 1 and config.plan.is_rank_invariant
     return {
@@ -129,18 +127,24 @@ def _logits(size: ModelSize, rows: int) -> int:
 def server_memory(
     spec: EngineSpec, size: ModelSize, hf_config: PretrainedConfig, servers: int
 ) -> ProcessMemory:
-    """One tensor-parallel rank's; `count` are those of all servers."""
+    """One tensor-parallel rank's; `count` are those of all servers. What it packs it has loaded."""
     itemsize, ranks = getattr(torch, spec.contract.dtype).itemsize, spec.tp_size
-    tokens, others = spec.cache_tokens or spec.needed_tokens, spec.more_adapters
+    tokens = spec.cache_tokens or spec.needed_tokens
     each = itemsize + backend_of(spec.contract.backend).multiplies_bytes
+    packed_format = spec.contract.weight_format * spec.packs_weights
+    beside = itemsize * spec.more_adapters * size.adapters
+    beside += itemsize * size.largest_layer * bool(packed_format)
+    parts = {
+        "weights": (size.stored_bytes(each, packed_format) + beside) // ranks,
+        f"cache of {tokens} tokens": tokens * token_bytes(hf_config, spec.contract) // ranks,
+        "logits": FLOAT32 * LOGITS_COPIES * size.vocab * spec.max_concurrency,
+    }
+    if packed_format:
+        before = (size.stored_bytes(each) + beside) // ranks
+        parts["weights until they are packed"] = max(before - sum(parts.values()), 0)
     return ProcessMemory(
         "SGLang server" if ranks == 1 else "rank of an SGLang server",
-        {
-            "weights": (each * size.parameters + itemsize * others * size.adapters) // ranks,
-            f"cache of {tokens} tokens": tokens * token_bytes(hf_config, spec.contract) // ranks,
-            "logits": FLOAT32 * LOGITS_COPIES * size.vocab * spec.max_concurrency,
-            "libraries": SERVER_LIBRARIES,
-        },
+        {**parts, "libraries": SERVER_LIBRARIES},
         servers * ranks,
         {"libraries": SERVER_LIBRARIES} if spec.contract.device == "cuda" else {},
     )
@@ -250,6 +254,7 @@ class RunMemory:
                 "SGLang beside them": self.beside_static(),
                 "libraries": rank["libraries"],
             },
+            "servers start": server | libraries,
             "weights are pushed": weights | self.push().parts | libraries,
             "the trainer computes": rank | libraries,
         }

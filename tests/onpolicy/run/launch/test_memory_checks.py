@@ -286,7 +286,7 @@ def test_a_shared_gpu_is_judged_by_what_it_has_where_it_is(monkeypatch, checkpoi
         told(monkeypatch, {"a": h100s(9), "b": there, "c": there})
         if fits:
             lines = fitting(lambda hosts: placement, needs, HOSTS)[1]
-            assert sum(line.startswith("memory of a shared GPU while") for line in lines) == 3
+            assert sum(line.startswith("memory of a shared GPU while") for line in lines) == 4
             continue
         with pytest.raises(ConfigError, match=r"the largest of them: GPU 2 of b \(10.* while "):
             fitting(lambda hosts: placement, needs, HOSTS)
