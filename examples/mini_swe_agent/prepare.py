@@ -12,12 +12,9 @@ import string
 import sys
 from pathlib import Path
 
-import torch
-
 from onpolicy.compat.process import prepare_process
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "quickstart"))
-from prepare import make_model, make_tokenizer, save
 
 TASKS = ("mean.py is wrong. Mend it.", "test_mean.py fails. Why?", "Mend mean().", "Run the test.")
 TEMPLATE = (
@@ -31,6 +28,9 @@ def main(out: Path) -> None:
     if (out / "model" / "config.json").exists():
         return
     prepare_process()
+    import torch  # seconds, for which nobody waits whose inputs are there
+    from prepare import make_model, make_tokenizer, save
+
     torch.manual_seed(0)
     out.mkdir(parents=True, exist_ok=True)
     rows = ({"prompt": task, "label": ""} for task in TASKS)
