@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from onpolicy.cluster import environment
+from onpolicy.cluster.session import answer_of
 from onpolicy.errors import ConfigError, EngineError, in_one_line
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.server import EngineServer
@@ -204,11 +205,10 @@ def _actor(node: str) -> Any:
 
 def _result(call: Any, seconds: float) -> Any:
     """What an actor's method returned, or its error. Raises EngineError if there is no answer."""
-    import ray
     from ray.exceptions import RayError, RayTaskError
 
     try:
-        return ray.get(call, timeout=seconds)
+        return answer_of(call, seconds)
     except RayTaskError as error:
         raise error.cause if isinstance(error.cause, Exception) else error from error
     except RayError as error:

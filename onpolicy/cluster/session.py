@@ -123,7 +123,7 @@ def told_by(hosts: Sequence[Host], ask: Callable[[], T], what: str) -> dict[Host
     told = {host: ask() for host in hosts if host.is_here}
     for host, call in asked.items():
         try:
-            told[host] = _answer_of(call)
+            told[host] = answer_of(call, _ANSWER_SECONDS)
         except RayError as error:
             raise ConfigError(
                 f"{host}: does not say {what} ({in_one_line(error)}). Start its node of the cluster "
@@ -132,13 +132,14 @@ def told_by(hosts: Sequence[Host], ask: Callable[[], T], what: str) -> dict[Host
     return told
 
 
-def _answer_of(call: Any) -> Any:
-    """What a task returned. Raises RayError if it failed, or takes too long."""
+def answer_of(call: Any, seconds: float) -> Any:
+    """What a task or an actor's method returned. Raises RayError if it failed, or takes longer than
+    `seconds`; EngineError as soon as this host leaves the cluster."""
     import ray
 
-    deadline = time.monotonic() + _ANSWER_SECONDS
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not ray.wait([call], timeout=_POLL_SECONDS)[0]:
-        alive_hosts()  # without a node here the task would never end
+        alive_hosts()  # without a node here the call would never end
     return ray.get(call, timeout=0)
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -154,6 +155,21 @@ def test_where_there_is_no_other_host_the_loss_is_said(server, actors):
     lose_host(actors, "b")
     with pytest.raises(HostLostError, match=r"10\.0\.0\.2: gone"):
         server.start()
+
+
+def test_what_would_never_answer_is_not_waited_for_when_this_host_has_left_the_cluster(monkeypatch):
+    """As where its node dies while an actor starts on another host."""
+    context = SimpleNamespace(get_node_id=lambda: "here")
+    asked = SimpleNamespace(
+        wait=lambda calls, timeout: ([], calls),
+        nodes=list,
+        get_runtime_context=lambda: context,
+    )
+    errors = SimpleNamespace(RayError=KeyError, RayTaskError=KeyError)
+    monkeypatch.setitem(sys.modules, "ray", asked)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", errors)
+    with pytest.raises(EngineError, match="this host's node has left the Ray cluster"):
+        engine_host._result("a call", 3600.0)
 
 
 def test_a_server_is_the_controllers_own_where_its_spec_names_no_host(actors):
