@@ -82,10 +82,16 @@ WHOLE = RowParallel()
 """One sum over all of K: a linear that tensor parallelism does not cut along it."""
 
 
-def tree_sum(terms: Sequence[Tensor]) -> Tensor:
-    """Add neighbours, then neighbouring sums, and so on; the number of terms is a power of two."""
+def tree_sum(terms: Sequence[Tensor] | Tensor) -> Tensor:
+    """Add neighbours, then neighbouring sums, and so on; the number of terms is a power of two.
+
+    Terms that lie in one tensor, [terms, ...], are added a level at a time: one kernel for all its sums.
+    """
     while len(terms) > 1:
-        terms = [left + right for left, right in zip(terms[::2], terms[1::2], strict=True)]
+        if isinstance(terms, Tensor):
+            terms = terms[::2] + terms[1::2]
+        else:
+            terms = [left + right for left, right in zip(terms[::2], terms[1::2], strict=True)]
     return terms[0]
 
 
@@ -98,10 +104,7 @@ class _GatheredSum(torch.autograd.Function):
         # Into one tensor, since a CUDA graph cannot hold the copies that a list of them takes.
         gathered = partial.new_empty(group.size() * len(partial), *partial.shape[1:])
         dist.all_gather_into_tensor(gathered, partial, group=group)
-        terms = gathered.view(group.size(), *partial.shape)
-        while len(terms) > 1:  # one kernel for all sums of a level
-            terms = terms[::2] + terms[1::2]
-        return terms[0]
+        return tree_sum(gathered.view(group.size(), *partial.shape))
 
     @staticmethod
     @once_differentiable

@@ -42,7 +42,7 @@ class BytesOnCpu(CpuOperators):
 
 def add_blocks(terms: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """What Triton's kernel gives, where nothing interprets it."""
-    total = tree_sum(terms.unbind())
+    total = tree_sum(terms)
     return (total if bias is None else total + bias.float()).to(out_dtype)
 
 

@@ -82,6 +82,7 @@ def test_a_rank_that_adds_up_its_own_blocks_holds_a_subtree(log_ranks, log_more,
     each = blocks // ranks
     parts = [tree_sum(terms[rank * each : (rank + 1) * each]) for rank in range(ranks)]
     assert torch.equal(tree_sum(parts), tree_sum(terms))
+    assert torch.equal(tree_sum(torch.stack(terms)), tree_sum(terms))
 
 
 TINY = 2.0**-24
