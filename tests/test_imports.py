@@ -21,8 +21,9 @@ MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     "config": GROUND | {"algorithm"},
     "algorithm": set(),
+    "chat": {"errors", "system"},
     "cluster": GROUND | {"compat", "outputs", "rollout", "train", "weights"},
-    "agents": GROUND | {"rollout"},
+    "agents": GROUND | {"chat", "rollout"},
     "compat": {"contract", "errors"},
     "ops": {"compat", "contract", "errors", "weights"},
     "weights": GROUND,
@@ -30,8 +31,8 @@ MAY_IMPORT = {
     "parity": GROUND,
     "outputs": GROUND,
     "report": GROUND | {"outputs"},
-    "rollout": GROUND | {"models"},
-    "rewards": GROUND | {"models"},
+    "rollout": GROUND | {"chat", "models"},
+    "rewards": GROUND | {"chat", "models"},
     "train": GROUND | {"algorithm", "compat", "ops", "models", "parity", "weights"},
 }
 """Rooms of onpolicy below the ones that compose; those may import anything."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from typing import Annotated, Any
 
 from fallback_correction.ranges import Rule, above, at_least, at_most
+from onpolicy.errors import ConfigError
 
 SMALLEST_TEMPERATURE = 1e-6
 """SGLang samples greedily below it."""
@@ -42,3 +44,14 @@ Directory = Annotated[
 
 class Unasked(int):
     """A default, which gives way where it does not fit (`run/launch/lengths.py`)."""
+
+
+def json_object(text: str, flag: str, example: str) -> dict[str, Any]:
+    """Return the JSON object that a flag holds as text. Raises ConfigError for anything else."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{flag}={text!r:.60}: must be a JSON object, such as '{example}'.")
+    return value

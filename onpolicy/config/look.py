@@ -5,6 +5,7 @@ from typing import Annotated
 
 import tyro
 
+from onpolicy.config.groups.agents import TemplateOptions
 from onpolicy.config.kinds import Count, Unasked
 
 
@@ -35,6 +36,9 @@ class LookConfig:
 
     apply_chat_template: bool = False
     """Turn prompts into chats with the tokenizer's template."""
+
+    chat_template_kwargs: TemplateOptions = "{}"
+    """Variables of the chat template as a JSON object."""
 
     reasoning_gym_size: Count = 100
     """Problems of each dataset of reasoning-gym that are looked at."""

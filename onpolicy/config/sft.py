@@ -40,6 +40,10 @@ class AnswersConfig:
     apply_chat_template: bool = False
     """Turn prompts into chats with the tokenizer's template."""
 
+    chat_template_kwargs: Annotated[groups.TemplateOptions, groups.BY_TEMPLATE] = "{}"
+    """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}'. One that
+    the template does not read is refused."""
+
     shuffle: bool = True
     """Visit the rows in a new order in every epoch, fixed by --seed."""
 

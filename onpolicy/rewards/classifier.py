@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from onpolicy.chat.messages import answered
+from onpolicy.chat.template import ChatTemplate, text_ids
 from onpolicy.config.groups import RewardConfig
 from onpolicy.config.secrets import reveal
 from onpolicy.errors import in_one_line
@@ -67,11 +69,10 @@ class Classifier:
     def _tokens(self, sample: Sample) -> list[int]:
         prompt = sample.prompt
         if not self.is_chat:
-            return list(self.tokenizer.encode(prompt.text + sample.response))
+            return text_ids(self.tokenizer, prompt.text + sample.response)
         asked = prompt.messages or [{"role": "user", "content": prompt.text}]
-        said = {"role": "assistant", "content": sample.response}
-        text = self.tokenizer.apply_chat_template([*asked, said], tokenize=False)
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        template = ChatTemplate(self.tokenizer)
+        return template.encode(template.whole(answered(asked, sample.response)))
 
 
 def _reward(answer: Any) -> Numbers | Failure:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import csv
+import io
+import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
+from pyarrow import types
 
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.system.reading import parse_json, read_json_object, read_text, require_file
 
 Row = tuple[str, dict[str, Any]]
 """(where it stands, for messages; the fields)"""
+
+ROWS_AT_ONCE = 1024
+"""Rows of a table that are held as Python's objects, which take many times a column's bytes."""
+
+LARGEST_FIELD = 2**31 - 1
+"""Characters of a field of CSV; Python's reader takes 131,072 by default, and a C long at most."""
 
 
 def read_rows(path: Path, name: str) -> Iterator[Row]:
@@ -74,8 +83,11 @@ def _read_json(path: Path, name: str) -> Iterator[Row]:
 
 
 def _read_csv(path: Path, name: str) -> Iterator[Row]:
-    """Every field is text, as it stands there: no number loses its zeros."""
-    rows = csv.DictReader(read_text(path, name).splitlines(keepends=True), strict=True)
+    """Yield rows whose fields are all text, as it stands there: no number loses its zeros."""
+    csv.field_size_limit(LARGEST_FIELD)
+    # Without newline translation, so that only what ends a line of CSV ends a row.
+    rows = csv.DictReader(io.StringIO(read_text(path, name), newline=""), strict=True)
+    _require_different(rows.fieldnames or (), name)
     for number, row in enumerate(rows, 1):
         if None in row or None in row.values():
             raise ConfigError(
@@ -85,23 +97,66 @@ def _read_csv(path: Path, name: str) -> Iterator[Row]:
         yield f"{name}: row {number}", row
 
 
+def _require_different(names: Sequence[str], name: str) -> None:
+    if twice := sorted({each for each in names if names.count(each) > 1}):
+        raise ConfigError(
+            f"{name}: two columns have the name {twice[0]!r}, and a row holds one. Rename the other."
+        )
+
+
 def _read_parquet(path: Path, name: str) -> Iterator[Row]:
-    yield from _of_table(pyarrow.parquet.read_table(path), name)
+    with pyarrow.parquet.ParquetFile(path) as file:
+        yield from _of_batches(file.schema_arrow, file.iter_batches(ROWS_AT_ONCE), name)
 
 
 def _read_arrow(path: Path, name: str) -> Iterator[Row]:
-    """Arrow's stream, which datasets writes, or its file format."""
+    """Yield the rows of Arrow's stream, which datasets writes, or of its file format."""
     with pyarrow.memory_map(str(path)) as data:
         try:
             reader = pyarrow.ipc.open_stream(data)
+            batches = iter(reader)
         except pyarrow.ArrowInvalid:
             reader = pyarrow.ipc.open_file(data)
-        yield from _of_table(reader.read_all(), name)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        yield from _of_batches(reader.schema, batches, name)
 
 
-def _of_table(table: pyarrow.Table, name: str) -> Iterator[Row]:
-    for number, row in enumerate(table.to_pylist(), 1):
-        yield f"{name}: row {number}", row
+def _of_batches(
+    schema: pyarrow.Schema, batches: Iterable[pyarrow.RecordBatch], name: str
+) -> Iterator[Row]:
+    """Yield the rows of a table, of which a few are Python's objects at a time."""
+    _require_different(schema.names, name)
+    slices = (
+        batch.slice(start, ROWS_AT_ONCE)
+        for batch in batches
+        for start in range(0, batch.num_rows, ROWS_AT_ONCE)
+    )
+    rows = itertools.chain.from_iterable(each.to_pylist() for each in slices)
+    for number, row in enumerate(rows, 1):
+        yield (
+            f"{name}: row {number}",
+            {field.name: _as_written(row[field.name], field.type) for field in schema},
+        )
+
+
+def _as_written(value: Any, kind: pyarrow.DataType) -> Any:
+    """Return a value as JSON would have it: Arrow gives an object the fields of all others in its
+    column, as nulls, and a number of 32 bits the digits of one of 64."""
+    if value is None:
+        return None
+    if types.is_struct(kind):
+        return {
+            field.name: _as_written(value[field.name], field.type)
+            for field in kind
+            if value[field.name] is not None
+        }
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return [_as_written(each, kind.value_type) for each in value]
+    if types.is_map(kind):
+        return {key: _as_written(each, kind.item_type) for key, each in value}
+    if types.is_float32(kind) or types.is_float16(kind):
+        return float(str(kind.to_pandas_dtype()(value)))
+    return value
 
 
 def _read_saved(directory: Path, name: str) -> Iterator[Row]:

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from math import isfinite
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from onpolicy.config.groups import DataConfig
+from onpolicy.chat.messages import read_chat, read_tools
+from onpolicy.chat.rendering import NO_TEMPLATE
+from onpolicy.chat.template import ChatTemplate, make_template, text_ids
+from onpolicy.config.groups import DataConfig, template_options
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.rollout import reasoning_gym
 from onpolicy.rollout.data_files import Row, read_rows
-from onpolicy.system.reading import parse_json
 from onpolicy.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """What a run reads of a row beside its prompt."""
+
+    label: bool = True
+    """Whether something cannot do without the label; otherwise a row may have none, which is empty."""
+
+    fields: bool = True
+    """Whether a reward or an agent is given the other fields, so that they tell rows apart."""
+
+
+EVERYTHING = Read()
+
+ROW_NAMES = {"index", "idx", "id", "uid", "uuid", "row_id", "__index_level_0__"}
+"""Fields that tell rows apart that are otherwise the same; the last is what pandas writes."""
 
 
 def load_prompts(
@@ -26,21 +49,23 @@ def load_prompts(
     vocab_size: int | None = None,
     flag: str = "--prompt-data",
     seed: int = 0,
+    read: Read = EVERYTHING,
 ) -> list[Prompt]:
-    """Read all prompts of a file, or have them made, as `make_prompts` does.
+    """Read all prompts of a file, or make them, as `make_prompts` does.
 
     `flag` is for messages; it and `seed` decide what problems are made.
     """
     given = tokenizer, max_prompt_len, vocab_size, f"{flag}={path}"
     rows = rows_of(path, config.reasoning_gym_size, seed, flag)
     if not reasoning_gym.is_procedural(path):
-        return make_prompts(rows, config, *given)
-    made = make_prompts(rows, DataConfig(apply_chat_template=config.apply_chat_template), *given)
-    return [replace(prompt, rule="reasoning_gym") for prompt in made]
+        return make_prompts(rows, config, *given, read)
+    made = replace(config, input_key="prompt", label_key="label", tool_key="tools")
+    prompts = make_prompts(rows, made, *given)
+    return [replace(prompt, rule="reasoning_gym") for prompt in prompts]
 
 
 def rows_of(source: str, size: int, seed: int, flag: str) -> Iterator[Row]:
-    """The rows of a file, or the problems of a source that makes them: `size` of each dataset."""
+    """Yield the rows of a file, or the problems of a source that makes them: `size` of each dataset."""
     if reasoning_gym.is_procedural(source):
         return reasoning_gym.rows_of(source, size, seed, flag)
     return read_rows(Path(source), f"{flag}={source}")
@@ -53,54 +78,204 @@ def make_prompts(
     max_prompt_len: int,
     vocab_size: int | None,
     name: str,
+    read: Read = EVERYTHING,
 ) -> list[Prompt]:
-    """The prompts in rows that `name` has, in their order, without duplicates.
+    """Return the prompts in rows that `name` has, in their order, without duplicates.
 
     Takes rows of `{prompt, label}` and the columns of verl's data sets (`prompt` as chat messages,
-    `reward_model.ground_truth`). A row that repeats an earlier prompt and label is dropped
-    (DAPO-Math-17k on the hub holds every problem about a hundred times). Raises ConfigError with
-    where the first row stands that cannot be used, be it for a token beyond the model's `vocab_size`.
+    `reward_model.ground_truth`). Duplicates are counted in the log (DAPO-Math-17k on the hub holds every
+    problem about a hundred times). Raises ConfigError with where the first row stands that cannot be
+    used, also for a token beyond the model's `vocab_size`.
     """
+    reader = RowReader(
+        config=config,
+        tokenizer=tokenizer,
+        max_prompt_len=max_prompt_len,
+        vocab_size=vocab_size,
+        needs_label=read.label,
+    )
     prompts: list[Prompt] = []
-    seen: set[tuple[str, str]] = set()
+    seen: set[int] = set()
+    num_rows = 0
     for where, row in rows:
-        content = field_of(row, config.input_key, where)
-        _require_prompt(content, config.apply_chat_template, where)
-        label = _label(row, config.label_key, where)
-        if (key := (json.dumps(content, sort_keys=True, default=str), label)) in seen:
-            continue
-        seen.add(key)
-        tools = _tools(row, config, where)
-        text, prompt_ids = _tokenize(content, tools, config.apply_chat_template, tokenizer, where)
-        if len(prompt_ids) > max_prompt_len:
-            raise ConfigError(
-                f"{where}: the prompt has {len(prompt_ids)} tokens; with the longest response it may "
-                f"have {max_prompt_len}, so that both fit the model's context. Drop the row, or "
-                "lower --rollout-max-response-len."
-            )
-        if vocab_size is not None and max(prompt_ids) >= vocab_size:
-            raise ConfigError(
-                f"{where}: the prompt has the token {max(prompt_ids)}, and the model's vocab_size is "
-                f"{vocab_size}. The tokenizer is another model's; download the checkpoint again."
-            )
-        metadata = {k: v for k, v in row.items() if k not in (config.input_key, config.label_key)}
-        prompts.append(
-            Prompt(
-                index=len(prompts),
-                prompt_ids=prompt_ids,
-                label=label,
-                text=text,
-                metadata=metadata,
-                messages=_messages(content) if config.apply_chat_template else None,
-            )
-        )
+        num_rows += 1
+        prompt = reader.read(len(prompts), row, where)
+        if (same := identity(prompt, read.fields)) not in seen:
+            seen.add(same)
+            prompts.append(prompt)
     if not prompts:
         raise ConfigError(f"{name}: no rows. Give one with at least one prompt.")
+    if repeated := num_rows - len(prompts):
+        what = f"all fields but {', '.join(sorted(ROW_NAMES))}" if read.fields else "label"
+        logger.info(
+            "%s: %d of %d rows repeat an earlier one in prompt and %s, and are left out",
+            *(name, repeated, num_rows, what),
+        )
     return prompts
 
 
+def identity(prompt: Prompt, with_fields: bool = True) -> int:
+    """Return 128 bits that two prompts share if the policy and the reward are given the same: the text
+    with its tools, the label, and `with_fields` all other fields but those that name a row."""
+    fields = {key: _unnamed(value) for key, value in prompt.metadata.items()} if with_fields else {}
+    same = (prompt.text, prompt.label, _ordered(_unnamed(fields)))
+    return xxhash.xxh3_128_intdigest(repr(same).encode("utf-8", "surrogatepass"))
+
+
+def _unnamed(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {key: each for key, each in value.items() if key not in ROW_NAMES}
+
+
+def _ordered(value: Any) -> Any:
+    """Return a value without the order of its objects' fields."""
+    if isinstance(value, dict):
+        return sorted((str(key), _ordered(each)) for key, each in value.items())
+    return [_ordered(each) for each in value] if isinstance(value, list) else repr(value)
+
+
+@dataclass(kw_only=True)
+class RowReader:
+    """A reader of rows, which makes a prompt of each."""
+
+    config: DataConfig
+    tokenizer: PreTrainedTokenizerBase
+    max_prompt_len: int
+    vocab_size: int | None = None
+
+    needs_label: bool = True
+    """Whether a row without a label is refused; otherwise its label is empty."""
+
+    _template: ChatTemplate | None = field(default=None, init=False)
+
+    def read(self, index: int, row: dict[str, Any], where: str) -> Prompt:
+        """Return the prompt of a row. Raises ConfigError with `where` if there can be none."""
+        config = self.config
+        content = field_of(row, config.input_key, where)
+        label = self._label(row, where)
+        text, prompt_ids, messages = self._tokens(content, row, where)
+        self._require_short(prompt_ids, where)
+        return Prompt(
+            index=index,
+            prompt_ids=prompt_ids,
+            label=label,
+            text=text,
+            metadata={
+                k: v for k, v in row.items() if k not in (config.input_key, config.label_key)
+            },
+            messages=messages,
+        )
+
+    def _tokens(
+        self, content: Any, row: dict[str, Any], where: str
+    ) -> tuple[str, list[int], list[dict[str, Any]] | None]:
+        """Return a prompt's text, its tokens, and the messages of a chat."""
+        try:
+            if self.config.apply_chat_template:
+                messages = self._messages(content, where)
+                text = self.template.opening(messages, self._tools(row, where))
+                prompt_ids = self.template.encode(text)
+            else:
+                messages, text = None, self._text(content, where)
+                prompt_ids = text_ids(self.tokenizer, text)
+        except (TypeError, ValueError) as error:  # of the template, or half of a surrogate pair
+            raise ConfigError(
+                f"{where}: {self.config.input_key}={content!r:.200} cannot be used "
+                f"({in_one_line(error)}). Correct the row, or the chat template."
+            ) from error
+        if not prompt_ids:
+            raise ConfigError(f"{where}: prompt={text!r} has no tokens. Drop the row.")
+        return text, prompt_ids, messages
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The tokenizer's chat template, with --chat-template-kwargs."""
+        if self._template is None:
+            if getattr(self.tokenizer, "chat_template", None) is None:
+                raise ConfigError(
+                    f"--apply-chat-template: {NO_TEMPLATE}. Leave the flag out, or add "
+                    "chat_template.jinja to the checkpoint."
+                )
+            options = template_options(self.config.chat_template_kwargs)
+            self._template = make_template(self.tokenizer, options=options)
+        return self._template
+
+    def _messages(self, content: Any, where: str) -> list[dict[str, Any]]:
+        try:
+            return read_chat(content)
+        except ValueError as error:
+            raise ConfigError(
+                f"{where}: {self.config.input_key}: {error}. Correct the row, or set --input-key to the "
+                "field with the prompt."
+            ) from error
+
+    def _tools(self, row: dict[str, Any], where: str) -> list[dict[str, Any]]:
+        return tools_of(row, self.config.tool_key, where)
+
+    def _text(self, content: Any, where: str) -> str:
+        if isinstance(content, list):
+            raise ConfigError(
+                f"{where}: the prompt is a list of chat messages. Add --apply-chat-template."
+            )
+        if not isinstance(content, str) or not content:
+            raise ConfigError(f"{where}: prompt={content!r}. It must be text or chat messages.")
+        return content
+
+    def _require_short(self, prompt_ids: list[int], where: str) -> None:
+        if len(prompt_ids) > self.max_prompt_len:
+            raise ConfigError(
+                f"{where}: the prompt has {len(prompt_ids)} tokens; with the longest response it may "
+                f"have {self.max_prompt_len}, so that both fit the model's context. Drop the row, or "
+                "lower --rollout-max-response-len."
+            )
+        if self.vocab_size is not None and max(prompt_ids) >= self.vocab_size:
+            raise ConfigError(
+                f"{where}: the prompt has the token {max(prompt_ids)}, and the model's vocab_size is "
+                f"{self.vocab_size}. The tokenizer is another model's; download the checkpoint again."
+            )
+
+    def _label(self, row: dict[str, Any], where: str) -> str:
+        key = self.config.label_key
+        if key == "label" and row.get("label") is None and "reward_model" in row:
+            key = "reward_model.ground_truth"
+        if not self.needs_label and key == "label" and row.get("label") is None:
+            return ""
+        value = field_of(row, key, where)
+        text = label_text(value)
+        if text is None:
+            raise ConfigError(
+                f"{where}: {key}={value!r}. A label must be a string or a finite number. A reward "
+                "function of your own can read other fields of the row in prompt.metadata."
+            )
+        return text
+
+
+def tools_of(row: dict[str, Any], key: str, where: str) -> list[dict[str, Any]]:
+    """Return the tools of a row. Raises ConfigError for a field that holds something else."""
+    try:
+        return read_tools(row.get(key))
+    except ValueError as error:
+        raise ConfigError(
+            f"{where}: {key}={error}. Correct the row, or set --tool-key to another name if these are "
+            "no tools."
+        ) from error
+
+
+def label_text(value: Any) -> str | None:
+    """Return a label as text: a whole number without a fraction, since a column that has a gap is one of
+    floats; None for what is no label."""
+    if isinstance(value, float):
+        if not isfinite(value):
+            return None
+        return str(int(value)) if value.is_integer() else str(value)
+    if value is None or isinstance(value, (dict, list, bytes)):
+        return None
+    return str(value)
+
+
 def field_of(row: dict[str, Any], key: str, where: str) -> Any:
-    """The value under a key; a dotted key reaches into objects."""
+    """Return the value under a key; a dotted key reaches into objects."""
     value: Any = row
     for part in [key] if key in row else key.split("."):
         if not isinstance(value, dict) or part not in value:
@@ -110,100 +285,3 @@ def field_of(row: dict[str, Any], key: str, where: str) -> Any:
             )
         value = value[part]
     return value
-
-
-def _label(row: dict[str, Any], key: str, where: str) -> str:
-    if key == "label" and "label" not in row and "reward_model" in row:
-        key = "reward_model.ground_truth"
-    value = field_of(row, key, where)
-    is_missing = value is None or value != value  # NaN stands for a missing number in parquet
-    if is_missing or isinstance(value, (dict, list, bytes)):
-        raise ConfigError(f"{where}: {key}={value!r}. A label must be a string or a number.")
-    return str(value)
-
-
-def _require_prompt(content: Any, chat: bool, where: str) -> None:
-    if isinstance(content, list) and not chat:
-        raise ConfigError(
-            f"{where}: the prompt is a list of chat messages. Add --apply-chat-template."
-        )
-    if not isinstance(content, (str, list)) or not content:
-        raise ConfigError(f"{where}: prompt={content!r}. It must be text or chat messages.")
-    if isinstance(content, list) and not all(isinstance(m, dict) and "role" in m for m in content):
-        raise ConfigError(
-            f"{where}: prompt={content!r}. Chat messages are objects with a role and a content."
-        )
-
-
-def _tools(row: dict[str, Any], config: DataConfig, where: str) -> list[dict[str, Any]]:
-    """The tools that the row's template is given; none of a row without any."""
-    value = row.get(config.tool_key) if config.apply_chat_template else None
-    try:
-        tools = parse_json(value) if isinstance(value, str) and value else value or []
-    except ValueError:
-        tools = None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ConfigError(
-            f"{where}: {config.tool_key}={value!r:.80}: tools must be a list of JSON schemas, or its "
-            "JSON as text. Correct the row, or set --tool-key to another name if these are no tools."
-        )
-    return [_without_none(tool) for tool in tools]
-
-
-def _without_none(value: Any) -> Any:
-    """Less what a column of Arrow's fills in: each of its objects has the fields of all others."""
-    if isinstance(value, dict):
-        return {k: _without_none(v) for k, v in value.items() if v is not None}
-    return [_without_none(v) for v in value] if isinstance(value, list) else value
-
-
-def _tokenize(
-    content: Any,
-    tools: list[dict[str, Any]],
-    chat: bool,
-    tokenizer: PreTrainedTokenizerBase,
-    where: str,
-) -> tuple[str, list[int]]:
-    text = _apply_template(content, tools, tokenizer, where) if chat else content
-    try:
-        prompt_ids = tokenizer.encode(text, add_special_tokens=not chat)
-    except (TypeError, ValueError) as error:  # such as half of a surrogate pair
-        raise ConfigError(
-            f"{where}: prompt={text!r} cannot be tokenised ({in_one_line(error)}). Correct the row."
-        ) from error
-    if not prompt_ids:
-        raise ConfigError(f"{where}: prompt={text!r} has no tokens. Drop the row.")
-    return text, prompt_ids
-
-
-def _messages(content: Any) -> list[dict[str, Any]]:
-    return content if isinstance(content, list) else [{"role": "user", "content": content}]
-
-
-def _apply_template(
-    content: Any, tools: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, where: str
-) -> str:
-    if tokenizer.chat_template is None:
-        raise ConfigError(
-            "--apply-chat-template: the checkpoint's tokenizer has no chat template. Leave the "
-            "flag out, or add chat_template.jinja to the checkpoint."
-        )
-    messages = _messages(content)
-
-    def render(tools: list[dict[str, Any]] | None) -> str:
-        more: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
-        return cast(str, tokenizer.apply_chat_template(messages, tools=tools, **more))  # type: ignore[arg-type]
-
-    try:
-        text, bare = render(tools or None), render(None) if tools else ""
-    except Exception as error:  # a template is a program of the checkpoint's
-        raise ConfigError(
-            f"{where}: the checkpoint's chat template refuses the prompt ({in_one_line(error)}). "
-            "Correct the row, or the template."
-        ) from error
-    if text == bare:
-        raise ConfigError(
-            f"{where}: has tools, and the checkpoint's chat template writes none of them. Take a "
-            "checkpoint whose template knows tools, or set --tool-key to a field that no row has."
-        )
-    return text

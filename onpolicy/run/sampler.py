@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onpolicy.agents.chat import ChatTemplate
+from onpolicy.chat.template import make_template
 from onpolicy.config import TrainConfig
+from onpolicy.config.groups import template_options
 from onpolicy.errors import AgentError, TrainingError
 from onpolicy.models.grammars import require_held
 from onpolicy.outputs.samples import FailedAttempt
@@ -124,7 +125,11 @@ class Sampler:
             raise ValueError(
                 "append: chat messages come after an answer, all at once; append text or token ids here"
             )
-        template = ChatTemplate(self.inputs.tokenizer, self.inputs.stop_token_ids)
+        template = make_template(
+            self.inputs.tokenizer,
+            self.inputs.stop_token_ids,
+            options=template_options(self.config.data.chat_template_kwargs),
+        )
         return template.after_answer(so_far.token_ids, more)
 
     def _open_groups(self) -> OpenGroups:

@@ -6,7 +6,7 @@ import json
 import random
 import threading
 
-from onpolicy.agents.chat import Continuation
+from onpolicy.chat.template import Continuation
 from onpolicy.rollout.episode_rules import EpisodeRules
 from onpolicy.rollout.episodes import Rollouter
 from onpolicy.rollout.open_episode import OpenEpisode
@@ -38,8 +38,10 @@ class SpelledOut:
         more = self.encode(more if token_ids[-1] == STOP else f"|{more}")
         return Continuation(kept=len(token_ids), token_ids=more)
 
-    def encode(self, text, *, begins=False):
+    def encode(self, text):
         return [ord(character) for character in text]
+
+    begin_text = encode
 
     def _spelled(self, message):
         if message["role"] == "forbidden":

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from onpolicy.agents.chat import ChatTemplate
 from onpolicy.agents.gateway.parsing import AnswerParser
 from onpolicy.agents.gateway.rollouter import Agent
 from onpolicy.agents.gateway.server import Gateway
 from onpolicy.agents.gateway.session import SessionRules
+from onpolicy.chat.template import make_template
 from onpolicy.config.groups.agents import GatewayConfig
 from onpolicy.errors import ConfigError
 from onpolicy.system.user_functions import load_function
@@ -55,15 +56,21 @@ def _require_known(flag: str, name: str, known: Collection[str]) -> None:
 
 
 def make_gateway(
-    config: GatewayConfig, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]
+    config: GatewayConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: Sequence[int],
+    options: Mapping[str, Any],
 ) -> Gateway:
-    """One that listens when the first session is opened."""
+    """Return a gateway that listens when the first session is opened.
+
+    options: variables of the chat template. Raises ConfigError for one that it does not read.
+    """
     for client in ("httpx", "httpx2"):  # they log a line for each request
         logging.getLogger(client).setLevel(logging.WARNING)
     # The parsers log a traceback for each answer that is none of theirs.
     logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)
     rules = SessionRules(
-        template=ChatTemplate(tokenizer, stop_token_ids, config.chat_drift),
+        template=make_template(tokenizer, stop_token_ids, rule=config.chat_drift, options=options),
         parser=AnswerParser(
             tool_call_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
         ),

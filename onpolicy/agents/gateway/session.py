@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from onpolicy.agents.chat import ChatDriftError, ChatTemplate, exactly, loosely
 from onpolicy.agents.gateway.calls import Call, Message
 from onpolicy.agents.gateway.errors import RefusedError, invalid, session_is_over
 from onpolicy.agents.gateway.known import KnownTurn, KnownTurns, digest_of
 from onpolicy.agents.gateway.parsing import AnswerParser
 from onpolicy.agents.gateway.replies import make_reply
+from onpolicy.chat.messages import exactly, loosely
+from onpolicy.chat.template import ChatDriftError, ChatTemplate
 from onpolicy.rollout.branches import order_of
 from onpolicy.rollout.episodes import ContextExceededError, Turns
 from onpolicy.rollout.grammars import grammar_of
@@ -285,7 +286,9 @@ class Session:
             return before, length, list(prompt[length:])
         known = "" if before is None or before.text is None else before.text
         text = prompt.removeprefix(known)
-        return before, length, self.rules.template.encode(text, begins=before is None)
+        template = self.rules.template
+        encode = template.begin_text if before is None else template.encode
+        return before, length, encode(text)
 
 
 def _seen(sampling: asyncio.Task[KnownTurn]) -> None:

@@ -8,7 +8,12 @@ under the prefix that stands beside it (`config.flags`).
 """
 
 from onpolicy.algorithm.registry import LossAggregation
-from onpolicy.config.groups.agents import AgentConfig, SessionsConfig
+from onpolicy.config.groups.agents import (
+    AgentConfig,
+    SessionsConfig,
+    TemplateOptions,
+    template_options,
+)
 from onpolicy.config.groups.algorithm import AlgorithmConfig
 from onpolicy.config.groups.cluster import ClusterConfig, HostsConfig
 from onpolicy.config.groups.correction import FallbackConfig, GovernorFlags
@@ -31,7 +36,13 @@ from onpolicy.config.groups.evaluation import (
     EvalSetsConfig,
     sets_of,
 )
-from onpolicy.config.groups.inputs import CheckpointConfig, DataConfig, ModelConfig, RowsConfig
+from onpolicy.config.groups.inputs import (
+    BY_TEMPLATE,
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    RowsConfig,
+)
 from onpolicy.config.groups.lora import (
     NOT_MERGED,
     EvaluatedLoraConfig,
@@ -46,6 +57,7 @@ from onpolicy.config.groups.training import MegatronConfig, TrainBackend, Traine
 
 __all__ = [
     "BY_CRITIC",
+    "BY_TEMPLATE",
     "NEVER_BEST",
     "NOT_MERGED",
     "AgentConfig",
@@ -81,9 +93,11 @@ __all__ = [
     "ServerConfig",
     "ServersConfig",
     "SessionsConfig",
+    "TemplateOptions",
     "TrainBackend",
     "TrainerConfig",
     "WeightSync",
     "WeightSyncConfig",
     "sets_of",
+    "template_options",
 ]

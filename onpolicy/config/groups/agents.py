@@ -1,14 +1,12 @@
 """Who acts in an episode, and what becomes of one that fails."""
 
-import json
 from dataclasses import dataclass, fields
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fallback_correction.ranges import ReadBy, above, at_least, at_most
 from onpolicy.config.flags import also
-from onpolicy.config.kinds import Count, Seconds
+from onpolicy.config.kinds import Count, Seconds, json_object
 from onpolicy.config.rules import NO_RESULT, Against, Facts, Parsed
-from onpolicy.errors import ConfigError
 
 
 def has_agent(run: "Facts | AgentConfig") -> bool:
@@ -26,16 +24,17 @@ def is_of_verifiers(run: "Facts | AgentConfig") -> bool:
     return bool(run.environment.startswith("verifiers:"))
 
 
-def _require_object(text: str) -> None:
-    try:
-        is_object = isinstance(json.loads(text), dict)
-    except ValueError:
-        is_object = False
-    if not is_object:
-        raise ConfigError(
-            f"--environment-args={text!r:.60}: must be a JSON object, such as '{{\"max_turns\": 3}}'."
-        )
+def _environment_args(text: str) -> dict[str, Any]:
+    return json_object(text, "--environment-args", '{"max_turns": 3}')
 
+
+def template_options(text: str) -> dict[str, Any]:
+    """Return what --chat-template-kwargs holds. Raises ConfigError for what is no JSON object."""
+    return json_object(text, "--chat-template-kwargs", '{"enable_thinking": false}')
+
+
+TemplateOptions = Annotated[str, Parsed(template_options)]
+"""Variables of a chat template, as JSON text."""
 
 _AGENTS = "--custom-generate-function-path, --custom-agent-function-path or --environment"
 BY_AGENT = ReadBy(_AGENTS, has_agent)
@@ -92,6 +91,10 @@ class SessionsConfig(GatewayConfig):
     """Also serve a gateway, as agents of a run have it: POST /sessions there opens a session for one,
     DELETE ends it and returns what was sampled (docs/agents.md)."""
 
+    chat_template_kwargs: Annotated[TemplateOptions, BY_SESSIONS] = "{}"
+    """Variables of the chat template in sessions as a JSON object, such as '{"enable_thinking": false}'.
+    One that the template does not read is refused."""
+
     session_time_limit: Annotated[Seconds, BY_SESSIONS] = 3600.0
     """Seconds besides sampling after which a session ends by itself, and after its end those that its
     trajectories are kept for."""
@@ -137,7 +140,7 @@ class AgentConfig(GatewayConfig):
     path/to/file.py:Class), verifiers:NAME for an environment of that package, whose dataset are the
     prompts, or openenv:URL for an OpenEnv server (docs/agents.md)."""
 
-    environment_args: Annotated[str, Parsed(_require_object), BY_ENVIRONMENT] = "{}"
+    environment_args: Annotated[str, Parsed(_environment_args), BY_ENVIRONMENT] = "{}"
     """What the environment is made with: a JSON object of arguments by name."""
 
     environment_rewards: Annotated[Literal["episode", "turn", "token"], BY_STEPS] = "episode"

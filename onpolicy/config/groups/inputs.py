@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from fallback_correction.ranges import ReadBy, above, at_least, at_most
-from onpolicy.config.groups.agents import is_of_verifiers
+from onpolicy.config.groups.agents import TemplateOptions, has_agent, is_of_verifiers
 from onpolicy.config.kinds import Count
 from onpolicy.config.rules import NO_RESULT, Against, Facts, Together
 
@@ -66,6 +66,14 @@ class RowsConfig:
 
     apply_chat_template: bool = False
     """Turn prompts into chats with the tokenizer's template."""
+
+    chat_template_kwargs: Annotated[
+        TemplateOptions,
+        ReadBy("--apply-chat-template or an agent",
+            lambda run: run.apply_chat_template or has_agent(run)),
+    ] = "{}"  # fmt: skip
+    """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}', for prompts
+    and for all that agents add. One that the template does not read is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.rollout.engine_args import CONTEXT_MARGIN
-from onpolicy.rollout.prompts import make_prompts, rows_of
+from onpolicy.rollout.prompts import RowReader, identity, rows_of
 from onpolicy.run.launch.lengths import fit_length
 from onpolicy.types import Prompt
 
@@ -38,6 +38,11 @@ class Found:
     """One of each prompt that a run takes, or would if it were not too long."""
 
     duplicates: int = 0
+    """Rows that a run leaves out: another is the same in all that policy and reward are given."""
+
+    unlabelled: int = 0
+    """Rows without a label, which rules such as math need."""
+
     too_long: list[str] = field(default_factory=list)
     """Where they stand."""
 
@@ -52,6 +57,8 @@ class Found:
         count = self.num_rows
         keys = ", ".join(k if n == count else f"{k} (in {n})" for k, n in self.keys.items())
         lines = {"rows": f"{count}", "fields": keys, "duplicates": f"{self.duplicates}"}
+        if self.unlabelled:
+            lines["no label"] = f"{self.unlabelled}; --rm-type math, dapo and exact need one"
         if lengths := sorted(self.lengths):
             at = [lengths[round(q * (len(lengths) - 1))] for q in QUANTILES]
             lines[self.unit] = "min {}  median {}  90 % {}  99 % {}  max {}".format(*at)
@@ -85,13 +92,15 @@ def look(config: LookConfig) -> Found:
         label_key=config.label_key,
         tool_key=config.tool_key,
         apply_chat_template=config.apply_chat_template,
+        chat_template_kwargs=config.chat_template_kwargs,
     )
-    seen: set[tuple[str, str]] = set()
+    reader = RowReader(config=data, tokenizer=tokenizer, max_prompt_len=NO_LIMIT, needs_label=False)
+    seen: set[int] = set()
     for where, row in rows_of(config.file, config.reasoning_gym_size, 0, "FILE"):
         found.num_rows += 1
         found.keys.update(row.keys())
         try:
-            (prompt,) = make_prompts([(where, row)], data, tokenizer, NO_LIMIT, None, where)
+            prompt = reader.read(found.num_rows, row, where)
         except ConfigError as error:
             found.refused.append(str(error))
             continue
@@ -99,11 +108,12 @@ def look(config: LookConfig) -> Found:
     return found
 
 
-def _add(found: Found, prompt: Prompt, where: str, seen: set[tuple[str, str]]) -> None:
-    if (key := (prompt.text, prompt.label)) in seen:
+def _add(found: Found, prompt: Prompt, where: str, seen: set[int]) -> None:
+    found.unlabelled += not prompt.label
+    if (same := identity(prompt)) in seen:
         found.duplicates += 1
         return
-    seen.add(key)
+    seen.add(same)
     found.first = found.first or prompt.text
     found.lengths.append(len(prompt.prompt_ids))
     if found.lengths[-1] > found.longest:

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from onpolicy.agents.gateway.launch import make_gateway, require_parsers
 from onpolicy.cluster.engine_host import make_server
 from onpolicy.cluster.engine_places import Places
-from onpolicy.config.groups import EngineConfig
+from onpolicy.config.groups import EngineConfig, template_options
 from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, EngineError
@@ -151,10 +151,11 @@ def _sessions(
     path, trust = config.model.hf_checkpoint, config.model.trust_remote_code
     hf_config, tokenizer = load_config(path, trust), load_tokenizer(path, trust)
     stops, room = stop_token_ids(path, hf_config), hf_config.max_position_embeddings
+    options = template_options(config.gateway.chat_template_kwargs)
     api_key, limits = servers[0].spec.api_key, EngineConfig()
     seconds = limits.rollout_request_timeout, limits.rollout_health_timeout
     sessions = ServedSessions(
-        make_gateway(config.gateway, tokenizer, stops),
+        make_gateway(config.gateway, tokenizer, stops, options),
         [EngineClient(server.url, api_key, *seconds) for server in servers],
         api_key=api_key,
         params=SamplingParams(temperature=1.0, max_new_tokens=room, stop_token_ids=stops),

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import DataConfig, EvalSet
-from onpolicy.config.groups.reward import weights_of
+from onpolicy.config.groups.agents import has_agent
+from onpolicy.config.groups.reward import RULES, is_function, weights_of
 from onpolicy.rewards.scorer import Scorer
-from onpolicy.rollout.prompts import load_prompts
+from onpolicy.rollout.prompts import Read, load_prompts
 from onpolicy.rollout.reasoning_gym import is_procedural
+from onpolicy.system.reading import read_text
 from onpolicy.types import Prompt
 
 
@@ -38,14 +42,34 @@ class PromptReader:
     def read(
         self, file: str, flag: str, data: DataConfig | None = None, each: EvalSet | None = None
     ) -> list[Prompt]:
-        """Those of a file. each: the set that they are, which may say what scores them."""
+        """Return the prompts of a file. each: the set that they are, which may say what scores them."""
         given = self.longest, self.vocab_size, flag, self.config.seed
-        prompts = load_prompts(file, data or self.config.data, self.tokenizer, *given)
+        sources = each.sources if each is not None and each.sources else self.scorer.sources
+        prompts = load_prompts(
+            file,
+            data or self.config.data,
+            self.tokenizer,
+            *given,
+            read=self._read_of_a_row(sources),
+        )
         if each is not None and each.sources:
             rewards = weights_of(each.rewards)
             prompts = [replace(x, rule=each.rm_type, rewards=rewards) for x in prompts]
         self.scorer.check_labels(prompts, f"{flag}={file}")
         return prompts
+
+    def _read_of_a_row(self, sources: Collection[str]) -> Read:
+        """Return what these rewards, and the run's agent, read of a row beside its prompt."""
+        label = any(name in RULES for name in sources)
+        if "judge" in sources:
+            file = self.config.reward.judge_prompt
+            label |= "{label}" in read_text(Path(file), f"--judge-prompt={file}")
+        fields = "remote_rm" in sources or any(map(is_function, sources))
+        run = self.config
+        return Read(
+            label=label,
+            fields=fields or has_agent(run.agent) or bool(run.distillation.teacher_key),
+        )
 
     def read_set(self, each: EvalSet) -> EvalPrompts:
         """Those of an evaluation set."""

@@ -13,7 +13,7 @@ from onpolicy.agents.gateway.server import Gateway
 from onpolicy.agents.worker_link import AgentFunction
 from onpolicy.agents.workers import WorkerRollouter, num_workers
 from onpolicy.config import TrainConfig
-from onpolicy.config.groups.agents import AgentConfig, is_of_verifiers
+from onpolicy.config.groups.agents import AgentConfig, is_of_verifiers, template_options
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.rollout.episodes import Rollouter, SingleTurn
@@ -47,4 +47,5 @@ def _calling(own: AgentFunction, config: AgentConfig) -> Rollouter:
 def _gateway(config: TrainConfig) -> Gateway:
     path, trust = config.model.hf_checkpoint, config.model.trust_remote_code
     stops = stop_token_ids(path, load_config(path, trust), config.rollout.rollout_stop_token_ids)
-    return launch.make_gateway(config.agent, load_tokenizer(path, trust), stops)
+    options = template_options(config.data.chat_template_kwargs)
+    return launch.make_gateway(config.agent, load_tokenizer(path, trust), stops, options)

@@ -9,11 +9,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from onpolicy.agents.chat import ChatTemplate, Message
+from onpolicy.chat.messages import Message, read_chat
+from onpolicy.chat.template import ChatTemplate, make_template, text_ids
+from onpolicy.config.groups import template_options
 from onpolicy.config.sft import AnswersConfig
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.rollout.data_files import read_rows
-from onpolicy.rollout.prompts import field_of
+from onpolicy.rollout.prompts import field_of, tools_of
 from onpolicy.trajectory import Trajectory
 from onpolicy.types import Prompt, Sample, TrainSample
 
@@ -26,7 +28,7 @@ class Example:
     """What comes before the first answer; its text is that of the whole row, its label all answers."""
 
     trajectories: list[Trajectory]
-    """One, but of a chat whose template writes the past anew (`agents/chat.py`) one for each past, as
+    """One, but of a chat whose template writes the past anew (`chat/template.py`) one for each past, as
     the policy would sample it. Every answer is learnt in the first that has it."""
 
     @property
@@ -86,19 +88,21 @@ class _Reader:
         stop_token_ids: Sequence[int],
     ):
         self._config, self._tokenizer = config, tokenizer
-        self._template = ChatTemplate(tokenizer, stop_token_ids)
+        options = template_options(config.chat_template_kwargs)
+        self._template = make_template(tokenizer, stop_token_ids, options=options)
         if tokenizer.eos_token_id is None and not config.apply_chat_template:
             raise ConfigError(
                 "--hf-checkpoint: the tokenizer has no end-of-sequence token, so an answer would have "
                 "no end to learn. Add eos_token to its tokenizer_config.json."
             )
 
-    def example(self, index: int, row: Mapping[str, Any], where: str) -> Example:
-        content = field_of(dict(row), self._config.input_key, where)
+    def example(self, index: int, row: dict[str, Any], where: str) -> Example:
+        """Return the example of a row. Raises ConfigError with `where` if there can be none."""
+        content = field_of(row, self._config.input_key, where)
         try:
             if self._config.apply_chat_template:
                 messages = self._messages(content, row, where)
-                tools = row.get(self._config.tool_key) or ()
+                tools = tools_of(row, self._config.tool_key, where)
                 trajectories = [*conversation(self._template, messages, tools)]
             else:
                 trajectories = [self._text(content, self._label(row, where), where)]
@@ -123,32 +127,42 @@ class _Reader:
         if not isinstance(prompt, str) or not prompt:
             hint = " Add --apply-chat-template." if isinstance(prompt, list) else ""
             raise ConfigError(f"{where}: prompt={prompt!r}. It must be text.{hint}")
-        given = Trajectory.begin(self._tokenizer.encode(prompt))
+        given = Trajectory.begin(text_ids(self._tokenizer, prompt))
         if not given.token_ids:
             raise ConfigError(f"{where}: prompt={prompt!r} has no tokens. Drop the row.")
         answer_ids = self._tokenizer.encode(answer, add_special_tokens=False)
         return learning(given, [*answer_ids, self._tokenizer.eos_token_id])
 
-    def _messages(self, content: Any, row: Mapping[str, Any], where: str) -> list[Message]:
-        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-        if not isinstance(messages, list) or not all(
-            isinstance(each, dict) and "role" in each for each in messages
-        ):
+    def _messages(self, content: Any, row: dict[str, Any], where: str) -> list[dict[str, Any]]:
+        """Return a chat that ends with an answer: its own, or the row's label."""
+        try:
+            messages = read_chat(content)
+        except ValueError as error:
             raise ConfigError(
-                f"{where}: {self._config.input_key}={content!r}. It must be text, or chat messages: "
-                "objects with a role and a content."
+                f"{where}: {self._config.input_key}: {error}. Correct the row, or set --input-key to "
+                "the field with the messages."
+            ) from error
+        if messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": self._label(row, where)})
+        if any(_is_empty(message) for message in messages):
+            raise ConfigError(
+                f"{where}: an answer of the assistant is empty, so nothing is to be learnt of it. Drop "
+                "the row, or the message."
             )
-        if messages and messages[-1]["role"] == "assistant":
-            return messages
-        return [*messages, {"role": "assistant", "content": self._label(row, where)}]
+        return messages
 
-    def _label(self, row: Mapping[str, Any], where: str) -> str:
-        answer = field_of(dict(row), self._config.label_key, where)
-        if not isinstance(answer, str):
+    def _label(self, row: dict[str, Any], where: str) -> str:
+        answer = field_of(row, self._config.label_key, where)
+        if not isinstance(answer, str) or not answer:
             raise ConfigError(
                 f"{where}: {self._config.label_key}={answer!r}. An answer to learn is text."
             )
         return answer
+
+
+def _is_empty(message: Message) -> bool:
+    said = (message.get(field) for field in ("content", "reasoning_content", "tool_calls"))
+    return message["role"] == "assistant" and not any(said)
 
 
 def conversation(

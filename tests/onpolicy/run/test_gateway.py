@@ -9,11 +9,11 @@ import openai
 import pytest
 import requests
 
-from onpolicy.agents.chat import ChatTemplate
 from onpolicy.agents.gateway.parsing import AnswerParser
 from onpolicy.agents.gateway.rollouter import AgentRollouter, in_thread
 from onpolicy.agents.gateway.server import Gateway
 from onpolicy.agents.gateway.session import SessionRules
+from onpolicy.chat.template import ChatTemplate
 from onpolicy.rollout.failures import OtherTokensError
 from onpolicy.run.run import Run
 from tests.onpolicy.run.test_drawing import Clock, journal_of, steps_of

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from onpolicy.config import TrainConfig
 from onpolicy.run.sampler import Sampler
 from onpolicy.trajectory import Trajectory
 from tests.support.chat_tokenizers import END, PLAIN, byte_tokenizer
@@ -18,7 +19,8 @@ def given():
     """(what is appended, the branch so far) -> its text."""
     tokenizer = byte_tokenizer(PLAIN)
     stops = (tokenizer.convert_tokens_to_ids(END),)
-    sampler = SimpleNamespace(inputs=SimpleNamespace(tokenizer=tokenizer, stop_token_ids=stops))
+    inputs = SimpleNamespace(tokenizer=tokenizer, stop_token_ids=stops)
+    sampler = SimpleNamespace(inputs=inputs, config=TrainConfig())
 
     def appended(more, so_far):
         return tokenizer.decode(Sampler._tokens_of(sampler, more, so_far))

@@ -7,7 +7,6 @@ import aiohttp
 import pytest
 from openai import BadRequestError
 
-from onpolicy.agents.chat import ChatDriftError
 from onpolicy.agents.gateway.errors import RefusedError
 from onpolicy.agents.gateway.fields import Fields
 from onpolicy.agents.gateway.parsing import AnswerParser
@@ -15,6 +14,7 @@ from onpolicy.agents.gateway.protocols import chat_completions
 from onpolicy.agents.gateway.rollouter import AgentRollouter, in_thread
 from onpolicy.agents.gateway.server import Gateway
 from onpolicy.agents.gateway.session import SessionRules
+from onpolicy.chat.template import ChatDriftError
 from onpolicy.errors import AgentError
 from onpolicy.rollout.episodes import Episode
 from tests.support.acting import Draws, Says, SpelledOut, begin, decode, roll_out

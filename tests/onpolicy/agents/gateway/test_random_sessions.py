@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onpolicy.agents.chat import Continuation
 from onpolicy.agents.gateway.errors import RefusedError
 from onpolicy.agents.gateway.fields import Fields
 from onpolicy.agents.gateway.parsing import Parsed
 from onpolicy.agents.gateway.protocols import chat_completions, completions
 from onpolicy.agents.gateway.session import Session, SessionRules
+from onpolicy.chat.template import Continuation
 from onpolicy.errors import AgentError
 from onpolicy.rollout.episodes import Episode
 from tests.support.acting import PARAMS, Draws, SpelledOut, roll_out

@@ -8,9 +8,10 @@ from tests.support.tiny import make_checkpoint
 
 LONG = "a" * 300
 ROWS = [
-    {"prompt": "1+1", "label": 2, "source": "x"},
+    {"prompt": "1+1", "label": 2, "index": 4},
     {"prompt": "1+1", "label": 2},
-    {"prompt": "1+22", "label": None},
+    {"prompt": "1+22", "label": [2]},
+    {"prompt": "1+3", "label": None},
     {"prompt": LONG, "label": 3},
 ]
 
@@ -23,18 +24,19 @@ def file(tmp_path):
 
 
 def lines(capsys):
-    return {line[:12].strip(): line[12:] for line in capsys.readouterr().out.splitlines()[-9:]}
+    return {line[:12].strip(): line[12:] for line in capsys.readouterr().out.splitlines()[-10:]}
 
 
 def test_rows_fields_lengths_duplicates_and_what_a_run_would_refuse(capsys, file):
     assert main(["data", file]) == 1
     said = lines(capsys)
-    assert said["rows"] == "4"
-    assert said["fields"] == "prompt, label, source (in 1)"
+    assert said["rows"] == "5"
+    assert said["fields"] == "prompt, label, index (in 1)"
     assert said["duplicates"] == "1"
+    assert said["no label"] == "1; --rm-type math, dapo and exact need one"
     assert said["characters"] == "min 3  median 3  90 % 300  99 % 300  max 300"
     assert said["refused"] == "1"
-    assert said["1"].startswith(f"FILE={file}:3: label=None. A label must be")
+    assert said["1"].startswith(f"FILE={file}:3: label=[2]. A label must be")
     assert said["row 1"] == "'1+1'"
 
 
@@ -46,7 +48,7 @@ def test_a_checkpoint_says_which_are_too_long_and_what_its_template_makes(capsys
     said = lines(capsys)
     assert said["tokens"].startswith("min ")
     assert said["too long"].startswith("1 of more than ")
-    assert said["too long"].endswith(f"the first FILE={file}:4")
+    assert said["too long"].endswith(f"the first FILE={file}:5")
     assert "1+1<|im_end|>" in said["row 1"]
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from onpolicy.agents.chat import ChatTemplate
+from onpolicy.chat.template import ChatTemplate
 from onpolicy.config.sft import AnswersConfig
 from onpolicy.errors import ConfigError
 from onpolicy.run.supervised.answers import conversation, load_examples, samples_of

@@ -11,16 +11,18 @@ with the text of the tokens, the template drifts, and a rule says what becomes o
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from transformers import PreTrainedTokenizerBase
+from onpolicy.chat.messages import Message
+from onpolicy.chat.rendering import ChatRenderer
+from onpolicy.errors import ConfigError
 
-Message = Mapping[str, Any]
-"""As OpenAI has it: a role, a content (text, or parts of text), maybe reasoning_content, tool_calls
-(their arguments are JSON in a string) and tool_call_id."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 DriftRule = Literal["new", "keep", "refuse"]
 """Where a template writes the past anew: begin a new trajectory at the first token that differs, keep
@@ -66,21 +68,23 @@ class Continuation:
     drift: Drift | None = None
 
 
-class ChatTemplate:
+class ChatTemplate(ChatRenderer):
     """The template of a tokenizer, as SGLang's chat endpoint applies it.
 
-    `stop_token_ids`: what ends an answer. `options`: further variables of the template, such as
-    enable_thinking. All functions raise ValueError for what the template does not take.
+    stop_token_ids: what ends an answer. options: further variables of the template, such as
+    enable_thinking. Raises ValueError for an option that the template does not read; all methods raise
+    it for what the template does not take.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        stop_token_ids: Sequence[int],
+        stop_token_ids: Sequence[int] = (),
         rule: DriftRule = "new",
         options: Mapping[str, Any] | None = None,
     ):
-        self._tokenizer, self.rule, self._options = tokenizer, rule, dict(options or {})
+        super().__init__(tokenizer, options)
+        self.rule = rule
         self._stops = {self._decode([token]) for token in stop_token_ids}
         added = tokenizer.get_added_vocab().values()
         self._special = {self._decode([token]) for token in added} | self._stops
@@ -89,8 +93,13 @@ class ChatTemplate:
     def begin(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        """The tokens of a chat that the policy is to go on with."""
-        return self.encode(self._render(messages, tools))
+        """Return the tokens of a chat that the policy is to go on with: it answers, or goes on with the
+        assistant's message that comes last."""
+        return self.encode(self.opening(messages, tools))
+
+    def begin_text(self, text: str) -> list[int]:
+        """Return the tokens of a text that is no chat, as the beginning of a sequence."""
+        return text_ids(self._tokenizer, text)
 
     def answer(
         self,
@@ -98,18 +107,46 @@ class ChatTemplate:
         answer: Message,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """The tokens of an answer to the messages before it, as a policy would have sampled it: from the
-        end of `begin` to the stop token that ends it."""
-        before = self._render(known, tools)
-        whole = self._render([*known, answer], tools, goes_on=False)
-        text = whole.removeprefix(before)
-        ends = [text.index(stop) + len(stop) for stop in self._stops if stop in text]
-        if not whole.startswith(before) or not ends:
+        """Return the tokens of an answer as a policy would have sampled it: from the end of `begin` to
+        the stop token that ends it. The text of a stop token within the answer is ordinary text."""
+        before, marked, marks = self._render(known, tools), answer, dict[str, str]()
+        if self._is_in(answer):
+            marks = {stop: _mark_of(i) for i, stop in enumerate(sorted(self._stops))}
+            marked = _replaced(answer, marks)
+        text = self._render([*known, marked], tools, goes_on=False)
+        said = text.removeprefix(before)
+        ends = [said.index(stop) + len(stop) for stop in self._stops if stop in said]
+        if not text.startswith(before) or not ends:
             raise ValueError(
                 "the chat template has an answer not after its own beginning, or ends it with no stop "
                 "token, so what is to be learnt is not known"
             )
-        return self.encode(text[: min(ends)])
+        said = said[: min(ends)]
+        if not marks:
+            return self.encode(said)
+        token_ids = self._encode_marked(said, {mark: stop for stop, mark in marks.items()})
+        whole = self._normal(self._render([*known, answer], tools, goes_on=False))
+        if not whole.startswith(self._normal(before) + self._text(token_ids)):
+            raise ValueError(
+                f"the answer holds the text of a stop token ({', '.join(map(repr, marks))}), and the "
+                "tokenizer or the template cannot write it without ending the answer"
+            )
+        return token_ids
+
+    def _is_in(self, answer: Message) -> bool:
+        """Return whether an answer holds the text of a stop token."""
+        return any(stop in text for text in _texts(answer) for stop in self._stops)
+
+    def _encode_marked(self, text: str, stops: Mapping[str, str]) -> list[int]:
+        """Return the tokens of text in which marks stand for the texts of stop tokens; these become
+        ordinary tokens."""
+        token_ids: list[int] = []
+        for piece in filter(None, re.split(f"([{''.join(stops)}])", text)):
+            token_ids += self._tokenizer.encode(
+                stops.get(piece, piece), add_special_tokens=False,
+                split_special_tokens=piece in stops,
+            )  # fmt: skip
+        return token_ids
 
     def go_on(
         self,
@@ -173,9 +210,9 @@ class ChatTemplate:
             count -= 1
         return count, len(text)
 
-    def encode(self, text: str, *, begins: bool = False) -> list[int]:
-        """Text as tokens; `begins`: with those that a sequence begins with."""
-        return list(self._tokenizer.encode(text, add_special_tokens=begins))
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of text within a chat."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _text(self, token_ids: Sequence[int]) -> str:
         """What tokens say, in the form that text is brought into before it becomes tokens: what was
@@ -193,40 +230,55 @@ class ChatTemplate:
             )
         )
 
-    def _render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        *,
-        goes_on: bool = True,
-    ) -> str:
-        """Arguments of calls are objects, as most templates want them, or text, as DeepSeek's does.
 
-        goes_on: whether an answer is to follow.
-        """
-        if self._tokenizer.chat_template is None:
-            raise ValueError("the checkpoint's tokenizer has no chat template")
-        flat = [{**message, "content": text_of(message.get("content"))} for message in messages]
-        try:
-            return self._apply([_with_objects(message) for message in flat], tools, goes_on)
-        except Exception as error:  # a template is a program of the checkpoint's
-            try:
-                return self._apply(flat, tools, goes_on)
-            except Exception:
-                raise ValueError(f"the chat template refuses the messages: {error}") from error
+def make_template(
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: Sequence[int] = (),
+    *,
+    rule: DriftRule = "new",
+    options: Mapping[str, Any] | None = None,
+) -> ChatTemplate:
+    """Return the template of a checkpoint. Raises ConfigError for an option that it does not read."""
+    try:
+        return ChatTemplate(tokenizer, stop_token_ids, rule, options)
+    except ValueError as error:
+        raise ConfigError(f"{error}.") from error
 
-    def _apply(
-        self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], goes_on: bool
-    ) -> str:
-        return str(
-            self._tokenizer.apply_chat_template(
-                messages,
-                tools=[dict(tool) for tool in tools] or None,
-                tokenize=False,
-                add_generation_prompt=goes_on,
-                **self._options,
-            )
-        )
+
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the tokens of text that begins a sequence, with what the tokenizer begins one with.
+
+    A text that a template has made may hold its beginning already, which then comes once.
+    """
+    begin = str(getattr(tokenizer, "bos_token", None) or "")
+    has_begun = bool(begin) and text.startswith(begin)
+    return list(tokenizer.encode(text, add_special_tokens=not has_begun))
+
+
+def _mark_of(number: int) -> str:
+    """Return a character that no text has, of the last private plane."""
+    return chr(0x10FF00 + number)
+
+
+def _replaced(value: Any, texts: Mapping[str, str]) -> Any:
+    """Return a message, or a part of one, with texts in it replaced."""
+    if isinstance(value, Mapping):
+        return {key: _replaced(each, texts) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_replaced(each, texts) for each in value]
+    if isinstance(value, str):
+        for text, other in texts.items():
+            value = value.replace(text, other)
+    return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts of a message."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(each)
 
 
 def _marked_answers(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
@@ -237,57 +289,3 @@ def _marked_answers(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
         call = {"type": "function", "id": first.get("tool_call_id", ""), "function": function}
         yield {"role": "assistant", "content": "", "tool_calls": [call]}
     yield {"role": "assistant", "content": _MARK}
-
-
-def text_of(content: Any) -> Any:
-    """The content of a message, parts of text joined. Raises ValueError for parts of another kind."""
-    if not isinstance(content, (list, tuple)):
-        return content
-    texts = []
-    for part in content:
-        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise ValueError(f"content part of type={kind!r}: this model reads text alone")
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def exactly(message: Message) -> Any:
-    """What of a message is equal where a client returned it unchanged."""
-    calls = [call.get("function", {}) for call in message.get("tool_calls") or ()]
-    named = [[call.get("name"), call.get("arguments")] for call in calls]
-    thinking, answers = message.get("reasoning_content"), message.get("tool_call_id")
-    content = text_of(message.get("content"))
-    return [message.get("role"), content or "", named, thinking or "", answers or ""]
-
-
-def loosely(message: Message) -> Any:
-    """What of a message is equal where a client returned it with the same meaning: with other space
-    around the content, arguments serialised anew, or without the thinking."""
-    calls = [call.get("function", {}) for call in message.get("tool_calls") or ()]
-    named = [[call.get("name"), _object(call.get("arguments"))] for call in calls]
-    return [message.get("role"), str(text_of(message.get("content")) or "").strip(), named]
-
-
-def _object(arguments: Any) -> Any:
-    """JSON in a string as what it says; another string as it is."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
-
-
-def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    parsed = [
-        {
-            **call,
-            "function": {**call["function"], "arguments": _object(call["function"]["arguments"])},
-        }
-        for call in calls
-    ]
-    return {**message, "tool_calls": parsed}

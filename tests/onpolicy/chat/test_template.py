@@ -9,7 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
-from onpolicy.agents.chat import ChatDriftError, ChatTemplate, exactly, loosely
+from onpolicy.chat.messages import exactly, loosely
+from onpolicy.chat.template import ChatDriftError, ChatTemplate
 from tests.support.chat_tokenizers import (
     END,
     PLAIN,

@@ -1,0 +1,215 @@
+"""Messages and tools in OpenAI's form: what rows hold is checked, and brought into one form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from onpolicy.system.reading import parse_json
+
+Message = Mapping[str, Any]
+"""OpenAI's form: role, content (text, or a list of text parts), and maybe reasoning_content, tool_calls
+(arguments are JSON text or objects) and tool_call_id."""
+
+_TEXT_PARTS = (None, "text", "input_text", "output_text")
+"""Types of the parts that are text, in OpenAI's two interfaces; datasets often leave the type out."""
+
+
+class Arguments(dict[str, Any]):
+    """Arguments of a tool call as most templates want them: an object, whose text is its JSON.
+
+    Some templates write `arguments | tojson`, some iterate over the items, and some write `arguments`
+    as it is, of which Python would make `{'a': 1}`.
+    """
+
+    def __init__(self, values: Mapping[str, Any], text: str):
+        super().__init__(values)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def read_chat(value: Any) -> list[dict[str, Any]]:
+    """Return the messages of a prompt: a text is one of the user's, and JSON text of a chat is a chat.
+
+    Fields that are null and empty lists of calls are left out, and parts of text are joined. A message
+    of the assistant's that only calls tools has the content None. Raises ValueError with the message and
+    the rule for anything that would not reach the policy as it stands.
+    """
+    if isinstance(value, str):
+        messages = _chat_in(value)
+        value = [{"role": "user", "content": value}] if messages is None else messages
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{value!r:.80}: must be text, or a list of chat messages")
+    return [_read_message(message, number) for number, message in enumerate(value, 1)]
+
+
+def read_tools(value: Any) -> list[dict[str, Any]]:
+    """Return the tools of a row: none, JSON schemas of functions, or their JSON as text.
+
+    Raises ValueError for anything else.
+    """
+    try:
+        tools = parse_json(value) if isinstance(value, str) and value.strip() else value or []
+        if isinstance(tools, list):
+            tools = [parse_json(tool) if isinstance(tool, str) else tool for tool in tools]
+    except ValueError:
+        tools = None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(
+            f"{value!r:.80}: tools must be a list of JSON schemas, or its JSON as text"
+        )
+    return tools
+
+
+def _chat_in(text: str) -> list[Any] | None:
+    """Return the chat that a text holds as JSON, which is how CSV can hold one."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        value = parse_json(text)
+    except ValueError:
+        return None
+    is_chat = isinstance(value, list) and value and all(_has_role(each) for each in value)
+    return value if is_chat else None
+
+
+def _has_role(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str)
+
+
+def _read_message(value: Any, number: int) -> dict[str, Any]:
+    if not _has_role(value):
+        raise ValueError(
+            f"message {number} is {value!r:.80}: chat messages are objects with a role and a content"
+        )
+    message = {key: each for key, each in value.items() if each is not None}
+    role, content = message["role"], text_of(message.get("content"))
+    if calls := message.pop("tool_calls", None):
+        message["tool_calls"] = _read_calls(calls, number)
+    may_be_silent = role == "assistant" and (calls or message.get("reasoning_content"))
+    if not isinstance(content, str) and not (content is None and may_be_silent):
+        raise ValueError(
+            f"message {number}, role={role}: content={content!r:.80}, and it must be text, or a list "
+            "of text parts"
+        )
+    if role == "user" and not content:
+        raise ValueError(f"message {number}, role=user: content is empty, so nothing is asked")
+    return {"role": role, "content": content} | {
+        key: each for key, each in message.items() if key not in ("role", "content")
+    }
+
+
+def _read_calls(value: Any, number: int) -> list[dict[str, Any]]:
+    """Return tool calls without null fields, in OpenAI's form or with the name beside the arguments."""
+    calls = value if isinstance(value, list) else [value]
+    found = []
+    for call in calls:
+        named = call.get("function") or call if isinstance(call, dict) else None
+        if not isinstance(named, dict) or not isinstance(named.get("name"), str):
+            raise ValueError(
+                f"message {number}: tool_calls={value!r:.80}, and they must be a list of objects, "
+                "each with a function that has a name and arguments"
+            )
+        found.append({key: each for key, each in call.items() if each is not None})
+    return found
+
+
+def text_of(content: Any) -> Any:
+    """Return the content of a message with its text parts joined; other content as it is.
+
+    Raises ValueError for a part that is not text.
+    """
+    if not isinstance(content, (list, tuple)):
+        return content
+    texts = []
+    for part in content:
+        is_object = isinstance(part, Mapping)
+        kind = part.get("type") if is_object else type(part).__name__
+        if not is_object or kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise ValueError(f"content part of type={kind!r}: this model reads text alone")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+class CallForm(NamedTuple):
+    """A form in which templates read tool calls."""
+
+    as_objects: bool
+    """Whether arguments are objects, or JSON text."""
+
+    content: str | None
+    """The content of a message that only calls."""
+
+
+FORMS = (CallForm(True, ""), CallForm(False, ""), CallForm(True, None), CallForm(False, None))
+"""Most templates want objects, and some of them search the content (Qwen3). DeepSeek-V3's wants text and
+None: with "" it leaves the calls out."""
+
+
+def for_template(message: Message, form: CallForm) -> dict[str, Any]:
+    """Return a message as chat templates read it: content as one text, calls in one form, and no field
+    that is None, but maybe the content."""
+    plain = {key: each for key, each in message.items() if each is not None}
+    plain["content"] = text_of(message.get("content"))
+    if calls := plain.pop("tool_calls", None):
+        plain["content"] = plain["content"] or form.content
+        plain["tool_calls"] = [_with_arguments(call, form.as_objects) for call in calls]
+    return plain
+
+
+def _with_arguments(call: Mapping[str, Any], as_objects: bool) -> dict[str, Any]:
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_arguments(call["function"], as_objects)}
+    arguments = call.get("arguments", {})
+    values = parsed(arguments) if isinstance(arguments, str) and arguments.strip() else arguments
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if not as_objects:
+        return {**call, "arguments": text}
+    # A call without arguments has an empty text in some clients' histories.
+    values = {} if values == "" or values is None else values
+    is_object = isinstance(values, Mapping)
+    return {**call, "arguments": Arguments(values, text or "{}") if is_object else values}
+
+
+def parsed(arguments: Any) -> Any:
+    """Return what JSON text says; other text, and what is no text, as it is."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def exactly(message: Message) -> Any:
+    """Return what of a message is equal where a client returned it unchanged."""
+    calls = [call.get("function", {}) for call in message.get("tool_calls") or ()]
+    named = [[call.get("name"), call.get("arguments")] for call in calls]
+    thinking, answers = message.get("reasoning_content"), message.get("tool_call_id")
+    content = text_of(message.get("content"))
+    return [message.get("role"), content or "", named, thinking or "", answers or ""]
+
+
+def loosely(message: Message) -> Any:
+    """Return what of a message is equal where a client returned it with the same meaning: with other
+    space around the content, arguments serialised anew, or without the thinking."""
+    calls = [call.get("function", {}) for call in message.get("tool_calls") or ()]
+    named = [[call.get("name"), parsed(call.get("arguments"))] for call in calls]
+    return [message.get("role"), str(text_of(message.get("content")) or "").strip(), named]
+
+
+def answered(messages: Sequence[Message], response: str) -> list[Message]:
+    """Return a prompt's messages and the answer, which goes on with a last one of the assistant's."""
+    *before, last = messages
+    if last["role"] != "assistant":
+        return [*messages, {"role": "assistant", "content": response}]
+    return [*before, {**last, "content": (last.get("content") or "") + response}]
+
+
+def names_called(messages: Sequence[Message]) -> list[str]:
+    """Return the names of the functions that messages call, in their order."""
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    return [(call.get("function") or call).get("name", "") for call in calls]

@@ -1,0 +1,133 @@
+"""A chat as text: what the template makes of messages and tools, and what it must not leave out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from onpolicy.chat.messages import FORMS, CallForm, Message, for_template, names_called, text_of
+from onpolicy.errors import in_one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NO_TEMPLATE = "the checkpoint's tokenizer has no chat template"
+
+OURS = {
+    "messages", "conversation", "tools", "chat_template", "tokenize", "add_generation_prompt",
+    "continue_final_message", "return_dict", "return_tensors", "padding", "truncation", "max_length",
+}  # fmt: skip
+"""Arguments of `apply_chat_template` that are no variables of a template."""
+
+
+class ChatRenderer:
+    """The template of a tokenizer, as SGLang's chat endpoint applies it.
+
+    options: variables of the template beside its messages and tools, such as enable_thinking. Raises
+    ValueError for one that the template does not read; all methods raise it for what the template does
+    not take.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None
+    ):
+        self._tokenizer, self._options = tokenizer, dict(options or {})
+        for name in self._options:
+            self._require_option(name)
+
+    @property
+    def _source(self) -> str:
+        return str(self._tokenizer.chat_template or "")
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Return the text of `begin`.
+
+        Raises ValueError where the template leaves out tools, a call, or the words of anybody but the
+        assistant and the tools, which some templates write in another form.
+        """
+        text = self._render(messages, tools, begins=True)
+        for message in messages:
+            said = str(text_of(message.get("content")) or "").strip()
+            if message["role"] not in ("assistant", "tool") and said not in text:
+                raise ValueError(
+                    f"the chat template leaves out what role={message['role']} says ({said!r:.40}). "
+                    "Give it another role"
+                )
+        for name in names_called(messages):
+            if name not in text:
+                raise ValueError(f"the chat template leaves out the call of {name!r}")
+        if tools and text == self._render(messages, (), begins=True):
+            raise ValueError("has tools, and the chat template writes none of them")
+        return text
+
+    def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Return the text of a chat after which nobody is to speak."""
+        return self._render(messages, tools, goes_on=False)
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        goes_on: bool = True,
+        begins: bool = False,
+    ) -> str:
+        """Return what the template makes of messages, in the first form of calls that it writes.
+
+        goes_on: whether an answer is to follow. begins: whether a last message of the assistant's is the
+        beginning of that answer.
+        """
+        if not self._source:
+            raise ValueError(NO_TEMPLATE)
+        last = messages[-1] if messages else {}
+        continues = begins and last.get("role") == "assistant" and not last.get("tool_calls")
+        more: dict[str, Any] = {"add_generation_prompt": goes_on and not continues}
+        if continues:
+            more["continue_final_message"] = True
+        called, first = names_called(messages), ""
+        errors: list[Exception] = []
+        for form in FORMS if called else FORMS[:1]:
+            try:
+                text = self._apply(messages, tools, more, form)
+            except Exception as error:  # a template is a program of the checkpoint's
+                errors.append(error)
+                continue
+            if all(name in text for name in called):
+                return text
+            first = first or text
+        if first:
+            return first
+        reason = in_one_line(errors[0])
+        raise ValueError(f"the chat template refuses the messages: {reason}") from errors[0]
+
+    def _apply(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        more: Mapping[str, Any],
+        form: CallForm,
+    ) -> str:
+        plain = [for_template(message, form) for message in messages]
+        for message in plain:
+            # Most templates know no developer, and leave the message out.
+            if message.get("role") == "developer" and "developer" not in self._source:
+                message["role"] = "system"
+        return str(
+            self._tokenizer.apply_chat_template(
+                plain,
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                **more,
+                **self._options,
+            )
+        )
+
+    def _require_option(self, name: str) -> None:
+        if name in OURS:
+            raise ValueError(f"--chat-template-kwargs: {name!r} is set by onpolicy. Leave it out")
+        if not re.search(rf"\b{re.escape(name)}\b", self._source):
+            raise ValueError(
+                f"--chat-template-kwargs: the chat template reads no variable {name!r}. Correct the "
+                "name, or leave it out"
+            )
