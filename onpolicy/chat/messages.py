@@ -103,9 +103,10 @@ def _read_message(value: Any, number: int) -> dict[str, Any]:
 
 
 def _read_calls(value: Any, number: int) -> list[dict[str, Any]]:
-    """Return tool calls without null fields, in OpenAI's form or with the name beside the arguments."""
-    calls = value if isinstance(value, list) else [value]
-    found = []
+    """Return tool calls without null fields, in OpenAI's form or with the name beside the arguments, which
+    may be JSON text as tables often have them."""
+    calls, found = parsed(value), []
+    calls = calls if isinstance(calls, list) else [calls]
     for call in calls:
         named = call.get("function") or call if isinstance(call, dict) else None
         if not isinstance(named, dict) or not isinstance(named.get("name"), str):

@@ -218,6 +218,9 @@ def test_arguments_are_written_once_whether_they_are_text_or_an_object(tmp_path,
     chat = [ASKED, calling("add", given), {"role": "tool", "content": "1"}]
     lines(tmp_path / "a.jsonl", [{"prompt": chat, "label": "84"}])
     assert '<call>add {"a": 1}</call>' in prompts_of(tmp_path / "a.jsonl")[0].text
+    chat[1]["tool_calls"] = json.dumps(chat[1]["tool_calls"])
+    lines(tmp_path / "b.jsonl", [{"prompt": chat, "label": "84"}])
+    assert '<call>add {"a": 1}</call>' in prompts_of(tmp_path / "b.jsonl")[0].text
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,9 @@ def read(fields: Fields, params: SamplingParams) -> Call:
     fields.refuse("modalities", ["text"], because="the policy answers in text.")
     fields.refuse("top_logprobs", 0, because="only those of sampled tokens are known. Ask for 0.")
     fields.refuse("parallel_tool_calls", True, because="nothing constrains what is sampled.")
+    fields.refuse(
+        "chat_template_kwargs", {}, because="--chat-template-kwargs sets them for all sessions."
+    )
     options = Fields(fields.take("stream_options", dict, {}), "stream_options")
     tools = tuple(read_tool(tool) for tool in fields.objects("tools"))
     call = Call(
