@@ -103,8 +103,8 @@ def _read_message(value: Any, number: int) -> dict[str, Any]:
 
 
 def _read_calls(value: Any, number: int) -> list[dict[str, Any]]:
-    """Return tool calls without null fields, in OpenAI's form or with the name beside the arguments, which
-    may be JSON text as tables often have them."""
+    """Return tool calls without null fields, in OpenAI's form or with the name beside the arguments,
+    from JSON text too, as tables often have them."""
     calls, found = parsed(value), []
     calls = calls if isinstance(calls, list) else [calls]
     for call in calls:
