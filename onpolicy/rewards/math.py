@@ -1,23 +1,54 @@
 r"""The response's last answer must be mathematically equal to the label (math-verify).
 
-Understands LaTeX and plain expressions. If there is a \boxed{}, the last one is the answer.
+If there is a \boxed{} in a response, the last one holds the answer, which is read as LaTeX. The label is
+read in the same way: data sets have LaTeX without dollar signs, of which math-verify's reader of plain
+text takes one number, so that 2 would be right for 2\sqrt{3}. A response without a box is read in
+math-verify's own order: a final answer, or else the last formula or number.
+
+verl's `math_verify` puts the label into \boxed{} too.
 """
 
 import logging
+import re
 from functools import cache, lru_cache
 from typing import Any
 
 from math_verify import parse, verify
+from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
+from sympy import Eq, Expr, N, UnevaluatedExpr, simplify, solve
+
+from onpolicy.rewards.math_text import (
+    as_latex,
+    delimited,
+    introduced,
+    is_delimited,
+    last_box,
+    words,
+)
+
+MAY_HANG = True
+"""A comparison may end neither by itself nor by a signal: towers of powers are computed in C."""
+
+_NEARLY = 1e-4
+"""Numbers that are further apart than this share of the larger one are not equal. math-verify alone
+rounds to places behind the point, where 1/2^98 and 1/2^99 are both 0."""
+
+_FEWEST_WORDS_OF_PROSE = 3
+
+_MORE_THAN_A_NUMBER = re.compile(r"[A-Za-z\\√]|[(\[{].*,")
+_ALL_TARGETS = (LatexExtractionConfig(), ExprExtractionConfig())
 
 
 def score(response: str, label: str) -> float:
-    """1.0 if the answer is equal to the label, else 0.0."""
-    return float(verify(_parse_label(label), _parse(_tail(response)), timeout_seconds=None))
+    """Return 1.0 if the answer is equal to the label, else 0.0."""
+    gold, found = _read(label), _read_response(response)
+    is_equal = verify(gold, found, timeout_seconds=None)
+    return float(is_equal and not _is_equal_by_mistake(gold[0], found[0]))
 
 
 def answer(response: str) -> str:
-    r"""The answer as SymPy writes it, so that 0.5 and \frac{1}{2} are one; empty if there is none."""
-    found = _parse(_tail(response))
+    r"""Return the answer as SymPy writes it (0.5 and \frac{1}{2} are one); empty if there is none."""
+    found = _read_response(response)
     try:
         return str(found[0]) if found else ""
     except ValueError:  # a number with more digits than Python writes
@@ -25,28 +56,71 @@ def answer(response: str) -> str:
 
 
 def check_label(label: str) -> None:
-    """Raise ValueError if math-verify finds no expression in the label."""
-    if all(isinstance(found, str) for found in _parse_label(label)):
-        raise ValueError("math-verify finds no mathematical expression in it")
+    r"""Raise ValueError for a label that is a sentence, or that is not itself right in a \boxed{}.
+
+    It takes as long as a comparison, and may hang as one may.
+    """
+    text = introduced(label) or label
+    if _is_prose(text) and re.search(r"\d|\\[A-Za-z]", text):
+        raise ValueError("it is a sentence, and one of its numbers would be taken for the answer")
+    if score(rf"\boxed{{{label}}}", label) != 1.0:
+        raise ValueError(rf"the response \boxed{{{label}}} would be wrong")
 
 
-def _tail(response: str) -> str:
-    return response[max(response.rfind(r"\boxed"), 0) :]
+def _read_response(response: str) -> list[Any]:
+    """Return what math-verify reads of a response: an expression and its text, or one, or neither."""
+    box = last_box(response)
+    if box is not None:
+        return _read(box)
+    said = introduced(response) or response.strip().rpartition("\n")[2]
+    if _MORE_THAN_A_NUMBER.search(said) and not words(said):
+        found = _read(said)
+        if found and not isinstance(found[0], str):
+            return found
+    return _parse(delimited(response))
 
 
-def _parse_label(label: str) -> list[Any]:
-    return _parse(label) or _parse(f"${label}$")
+def _read(text: str) -> list[Any]:
+    """Return what math-verify reads of a label, or of what stands in a box."""
+    text = introduced(text) or text
+    is_formula_in_words = words(text) and is_delimited(text)
+    found = _parse(delimited(text)) if _is_prose(text) or is_formula_in_words else []
+    latex = as_latex(text)
+    if found or not re.search(r"\w|\\[A-Za-z]|\{\}|[^\x00-\x7f]", latex):
+        return found
+    return _parse(rf"\boxed{{{latex}}}", (LatexExtractionConfig(),))
+
+
+def _is_prose(text: str) -> bool:
+    return len(words(text)) >= _FEWEST_WORDS_OF_PROSE
 
 
 @lru_cache(maxsize=4)
-def _parse(text: str) -> list[Any]:
+def _parse(text: str, targets: tuple[Any, ...] = _ALL_TARGETS) -> list[Any]:
     _be_quiet()
-    expressions: list[Any] = parse(text, parsing_timeout=None)
+    expressions: list[Any] = parse(text, targets, parsing_timeout=None)
     return expressions
+
+
+def _is_equal_by_mistake(gold: Any, found: Any) -> bool:
+    """Return whether math-verify calls two expressions equal that are not."""
+    if gold == found:
+        return False
+    if isinstance(gold, Expr) and isinstance(found, Expr) and gold.is_number and found.is_number:
+        if gold.has(UnevaluatedExpr) or found.has(UnevaluatedExpr):  # percent: 50 % is 50 and 0.5
+            return False
+        one, other = N(gold), N(found)
+        return bool(abs(one - other) > _NEARLY * max(abs(one), abs(other)))
+    if isinstance(gold, Eq) and isinstance(found, Eq) and not solve(gold, gold.free_symbols):
+        ratio = simplify((gold.lhs - gold.rhs) / (found.lhs - found.rhs))  # neither has a solution
+        return not ratio.is_number or ratio.is_zero is True
+    return False
 
 
 @cache
 def _be_quiet() -> None:
-    """The scorer's worker process keeps the time limit; math-verify's own needs signals, and its absence
-    is announced at every call."""
+    """Silence math-verify, which says at every call that its own time limit is off.
+
+    That limit needs signals; the scorer's worker process keeps one that works.
+    """
     logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -1,0 +1,111 @@
+r"""The text of an answer, found in a response or a label, and made ready for math-verify's LaTeX reader.
+
+That reader takes what stands side by side for a product: 1 000 is 1 * 0 to it, 3 1/2 is 2, pi is i * p.
+`as_latex` writes such text as the LaTeX that it means, and leaves all other text alone.
+"""
+
+import re
+from collections.abc import Callable
+
+_SPACE = r"(?:\\[,;:!> ]|[ ~\u00a0\u2009\u202f])"
+_THOUSANDS = rf"(?<![\d.,])\d{{1,3}}(?:{_SPACE}\d{{3}})+(?!\d)"
+_NAMES = "arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|ln|log|exp|pi"
+_CHARACTERS = {
+    "∞": r"\infty ",
+    "°": r"^\circ ",
+    "²": "^2",
+    "³": "^3",
+    "·": r"\cdot ",
+    "\u2013": "-",
+}
+_CHARACTERS |= {"½": r"\frac{1}{2}", **dict.fromkeys("€£¥", "")}
+
+_Replacement = str | Callable[[re.Match[str]], str]
+_REWRITTEN: tuple[tuple[str, _Replacement], ...] = (
+    (_THOUSANDS, lambda number: re.sub(_SPACE, "", number[0])),
+    (rf"(?<![\d.,/^_{{])(\d+){_SPACE}+(\d+)/(\d+)(?!\d)", r"\1\\frac{\2}{\3}"),  # a mixed number
+    (r"^([-+]?(?:\d+\.?\d*|\.\d+))[eE]([-+]?\d+)$", r"\1\\times 10^{\2}"),
+    (r"\*\*", "^"),
+    (r"\^(-\d+)", r"^{\1}"),
+    (r"√\s*(\d+|[A-Za-z])", r"\\sqrt{\1}"),
+    (r"√\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+)
+_REWRITTEN_OUTSIDE_LATEX = (
+    (rf"(?<![A-Za-z])({_NAMES})(?![A-Za-z])", r"\\\1 "),
+    (r"^([-+]?[\d.,/]+) ((?!per|pct)[A-Za-z]{3,}(?: [A-Za-z]{3,})*)$", r"\1\\text{ \2}"),  # a unit
+)
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_INTRODUCTION = re.compile(r"(?i)####|\banswer(?:\s+is)?\s*:|\banswer\s+is\b")
+_DELIMITED = re.compile(r"\$(?=\S)[^$]*(?<=\S)\$(?!\d)|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
+_COMMAND_WITH_TEXT = r"\\(?:text[a-z]*|math[a-z]+|mbox|operatorname|begin|end)\s*\{[^{}]*\}"
+_WORDS = re.compile(
+    rf"{_COMMAND_WITH_TEXT}|\\[A-Za-z]+|\b(?:and|or|{_NAMES}|sqrt)\b|([A-Za-z]{{2,}})"
+)
+_LETTER = r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])"
+_ATOM = rf"(?:{_COMMAND_WITH_TEXT}|\\[A-Za-z]+|\\[^A-Za-z]|{_LETTER}|[^\sA-Za-z\\])"
+_FORMULA = re.compile(rf"(?<!\S)(?![aAI]\s){_ATOM}(?:\s*{_ATOM})*")
+
+
+def last_box(response: str) -> str | None:
+    r"""Return what the last \boxed{} or \fbox{} holds, or None if there is none.
+
+    Of a box that never ends nothing is returned, since nobody knows where the answer would have ended.
+    Of a box without braces it is all up to white space or a dollar sign.
+    """
+    boxes = list(_BOX.finditer(response))
+    if not boxes:
+        return None
+    start = boxes[-1].end()
+    if response[start : start + 1] != "{":
+        return re.split(r"[\s$]", response[start:], maxsplit=1)[0]
+    depth = 0
+    for brace in _BRACE.finditer(response, start):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return response[start + 1 : brace.start()]
+    return ""
+
+
+def introduced(text: str) -> str:
+    """Return what follows the last "answer is", "answer:" or "####" on its line; empty without one."""
+    introductions = list(_INTRODUCTION.finditer(text))
+    rest = text[introductions[-1].end() :].strip() if introductions else ""
+    return rest.splitlines()[0] if rest else ""
+
+
+def words(text: str) -> list[str]:
+    """Return the words of text that are no LaTeX, no name of a function, and neither "and" nor "or"."""
+    return [word[1] for word in _WORDS.finditer(_DELIMITED.sub("", text)) if word[1]]
+
+
+def is_delimited(text: str) -> bool:
+    r"""Return whether there is a formula between $...$, \(...\) or \[...\] in it."""
+    return bool(_DELIMITED.search(text))
+
+
+def delimited(text: str) -> str:
+    """Return text with dollar signs around its formulas, if it has LaTeX and none of it is delimited."""
+    if "\\" not in text or is_delimited(text):
+        return text
+    return _FORMULA.sub(_with_dollars, text)
+
+
+def _with_dollars(formula: re.Match[str]) -> str:
+    bare = formula[0].rstrip(".,;:!?*")
+    return (
+        f"${as_latex(bare)}${formula[0][len(bare) :]}"
+        if re.search(r"\\[A-Za-z]", bare)
+        else formula[0]
+    )
+
+
+def as_latex(text: str) -> str:
+    """Return a number, a formula or a few words as LaTeX, without what stands around an answer."""
+    text = re.sub(r"^(?:=|≈|\\approx)\s*", "", text.strip().strip("*`").strip())
+    text = re.sub(r"(?<!\.)\.$", "", text).translate(str.maketrans(_CHARACTERS)).strip()
+    outside = () if "\\" in text else _REWRITTEN_OUTSIDE_LATEX
+    for pattern, replacement in (*_REWRITTEN, *outside):
+        text = re.sub(pattern, replacement, text)
+    return text
