@@ -3,7 +3,8 @@
 A rule is a function `score(response: str, label: str) -> float | dict[str, float]`; a dict holds
 the reward under "score" and further numbers to log. `answer(response: str) -> str` is what it compares
 with the label, empty if there is nothing. `check_label(label)` raises ValueError for a label the rule
-cannot read.
+cannot read; it is called in the run's own process and must be quick. A rule that cannot know without
+scoring has `trials(label) -> dict[str, float]` too: responses, and what each must score.
 """
 
 from __future__ import annotations

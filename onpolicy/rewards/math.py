@@ -6,6 +6,9 @@ text takes one number, so that 2 would be right for 2\sqrt{3}. A response withou
 math-verify's own order: a final answer, or else the last formula or number.
 
 verl's `math_verify` puts the label into \boxed{} too.
+
+A comparison may end neither by itself nor by a signal, since powers of powers are computed in C: call
+`score` and `answer` in a process that can be ended.
 """
 
 import logging
@@ -26,15 +29,16 @@ from onpolicy.rewards.math_text import (
     words,
 )
 
-MAY_HANG = True
-"""A comparison may end neither by itself nor by a signal: towers of powers are computed in C."""
-
 _NEARLY = 1e-4
 """Numbers that are further apart than this share of the larger one are not equal. math-verify alone
 rounds to places behind the point, where 1/2^98 and 1/2^99 are both 0."""
 
 _FEWEST_WORDS_OF_PROSE = 3
 
+_NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,9})?")
+_IS_THERE = re.compile(r"\w|\\[A-Za-z]|\{\}|[^\x00-\x7f]")
+_GROWS = re.compile(r"\^|\*\*|!")
+_UNLIKELY = "-31415926.53"
 _MORE_THAN_A_NUMBER = re.compile(r"[A-Za-z\\√]|[(\[{].*,")
 _ALL_TARGETS = (LatexExtractionConfig(), ExprExtractionConfig())
 
@@ -56,15 +60,24 @@ def answer(response: str) -> str:
 
 
 def check_label(label: str) -> None:
-    r"""Raise ValueError for a label that is a sentence, or that is not itself right in a \boxed{}.
-
-    It takes as long as a comparison, and may hang as one may.
-    """
+    """Raise ValueError for a label that holds no answer, or that is a sentence."""
     text = introduced(label) or label
+    if not _IS_THERE.search(as_latex(text)):
+        raise ValueError("there is nothing in it to compare")
     if _is_prose(text) and re.search(r"\d|\\[A-Za-z]", text):
         raise ValueError("it is a sentence, and one of its numbers would be taken for the answer")
-    if score(rf"\boxed{{{label}}}", label) != 1.0:
-        raise ValueError(rf"the response \boxed{{{label}}} would be wrong")
+
+
+def trials(label: str) -> dict[str, float]:
+    r"""Return responses and what each must score: the label in a \boxed{}; none for a plain number.
+
+    For powers of powers, whose value may never be computed, another number is there too: an expression is
+    equal to itself without being computed.
+    """
+    if _NUMBER.fullmatch(label):
+        return {}
+    right = {rf"\boxed{{{label}}}": 1.0}
+    return right | {rf"\boxed{{{_UNLIKELY}}}": 0.0} if len(_GROWS.findall(label)) > 1 else right
 
 
 def _read_response(response: str) -> list[Any]:
@@ -86,7 +99,7 @@ def _read(text: str) -> list[Any]:
     is_formula_in_words = words(text) and is_delimited(text)
     found = _parse(delimited(text)) if _is_prose(text) or is_formula_in_words else []
     latex = as_latex(text)
-    if found or not re.search(r"\w|\\[A-Za-z]|\{\}|[^\x00-\x7f]", latex):
+    if found or not _IS_THERE.search(latex):
         return found
     return _parse(rf"\boxed{{{latex}}}", (LatexExtractionConfig(),))
 

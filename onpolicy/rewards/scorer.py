@@ -9,9 +9,10 @@ from itertools import chain
 from onpolicy.config.groups import RewardConfig
 from onpolicy.config.groups.reward import REMOTE, is_function, name_of
 from onpolicy.errors import ConfigError, RewardError
-from onpolicy.rewards import ANSWER, Answers, Failure, Numbers, load_rule
+from onpolicy.rewards import ANSWER, Answers, Failure, Numbers
 from onpolicy.rewards.classifier import Classifier
 from onpolicy.rewards.judge import Judge
+from onpolicy.rewards.labels import Refused, refused_labels, told
 from onpolicy.rewards.remote_rm import RemoteReward
 from onpolicy.rewards.workers import START_SECONDS, Workers
 from onpolicy.token_weights import TOKEN_WEIGHTS
@@ -39,17 +40,16 @@ class Scorer:
         self._imported: set[str] = set()
         self._reported: set[str] = set()
 
+    def refused_labels(self, prompts: Sequence[Prompt]) -> list[Refused]:
+        """Return the labels that a rule of ours cannot read, or by which a right answer is wrong."""
+        return refused_labels(
+            prompts, lambda prompt: filter(_is_ours, self._sources_of(prompt)), self.config
+        )
+
     def check_labels(self, prompts: Sequence[Prompt], name: str) -> None:
-        """Raise ConfigError for the first label that a rule cannot read; `name`: flag and file."""
-        for prompt in prompts:
-            for rule in filter(_is_ours, self._sources_of(prompt)):
-                try:
-                    load_rule(rule).check_label(prompt.label)
-                except ValueError as error:
-                    raise ConfigError(
-                        f"{name}: prompt {prompt.index}, label={prompt.label!r}: {self._name(rule)} "
-                        f"cannot read it: {error}. Correct the row, or choose another rule."
-                    ) from error
+        """Raise ConfigError if there are `refused_labels`, and say how many; `name`: flag and file."""
+        if refused := self.refused_labels(prompts):
+            raise ConfigError(f"{name}: {told(refused, len(prompts), self._name)}")
 
     def try_out(self, prompt: Prompt) -> Collection[str]:
         """Score a made-up response to `prompt`, its label, once by all that is not ours.
