@@ -1,11 +1,12 @@
 """The flags of `onpolicy data`."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
 from onpolicy.config.groups.agents import TemplateOptions
+from onpolicy.config.groups.reward import RuleName
 from onpolicy.config.kinds import Count, Unasked
 
 
@@ -39,6 +40,10 @@ class LookConfig:
 
     chat_template_kwargs: TemplateOptions = "{}"
     """Variables of the chat template as a JSON object."""
+
+    rm_type: Literal["", RuleName] = ""
+    """Rule that is to score responses. Labels by which it would call right answers wrong are refused,
+    as a run would refuse them."""
 
     reasoning_gym_size: Count = 100
     """Problems of each dataset of reasoning-gym that are looked at."""

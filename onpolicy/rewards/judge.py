@@ -12,10 +12,11 @@ from onpolicy.config.secrets import reveal
 from onpolicy.errors import ConfigError
 from onpolicy.rewards import Answers, Failure, Numbers
 from onpolicy.rewards.endpoint import Endpoint
+from onpolicy.rewards.judged_words import words_of
 from onpolicy.rewards.numbers import numbers_or_failure, shown
 from onpolicy.types import Sample
 
-_PLACES = re.compile(r"\{(prompt|response|label)\}")
+_PLACES = re.compile(r"\{(prompt|question|response|label)\}")
 
 
 class Judge:
@@ -32,13 +33,9 @@ class Judge:
         return lambda: [self._reward(answer) for answer in wait()]
 
     def _body(self, sample: Sample) -> dict[str, Any]:
-        of = {
-            "prompt": sample.prompt.text,
-            "response": sample.response,
-            "label": sample.prompt.label,
-        }
+        words = words_of(sample)
         # In one pass: a response may have {label} in it.
-        question = _PLACES.sub(lambda place: of[place[1]], self.template)
+        question = _PLACES.sub(lambda place: words[place[1]], self.template)
         return {
             "model": self.config.judge_model,
             "messages": [{"role": "user", "content": question}],
@@ -50,10 +47,18 @@ class Judge:
         if isinstance(answer, Failure):
             return answer
         try:
-            text = answer["choices"][0]["message"]["content"]
-            verdicts = self._verdict.findall(text)
-        except (KeyError, IndexError, TypeError):
+            (choice, *_) = answer["choices"]
+            text, ended_by = choice["message"].get("content"), choice.get("finish_reason")
+        except (KeyError, ValueError, TypeError, AttributeError):
             return Failure(reason=f"was answered with {shown(answer)}: it is no chat completion")
+        if ended_by == "length":  # a verdict in it may be a draft, or a part of a number
+            limit = f"--judge-max-tokens={self.config.judge_max_tokens}"
+            return Failure(reason=f"has an answer that was cut off at {limit}. Raise it")
+        if not isinstance(text, str):
+            return Failure(
+                reason=f"was answered with content={shown(text)}, finish_reason={ended_by!r}: no words"
+            )
+        verdicts = self._verdict.findall(text)
         if not verdicts:
             return Failure(reason=f"was answered with {shown(text)}: no --judge-verdict is in it")
         try:
@@ -63,13 +68,14 @@ class Judge:
 
 
 def _read(file: str) -> str:
+    """Return the text of --judge-prompt. Raises ConfigError for one without the response."""
     try:
-        text = Path(file).read_text()
+        text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--judge-prompt={file}: cannot be read ({error}).") from error
     if "{response}" not in text:
         raise ConfigError(
             f"--judge-prompt={file}: the judge would not see what it judges. Write {{response}} where "
-            "the response is to stand, and {prompt} and {label} where these are."
+            "the response is to stand, and {prompt}, {question} and {label} where these are."
         )
     return text

@@ -50,6 +50,16 @@ def _require_verdict(pattern: str) -> None:
         )
 
 
+SCORE = (
+    r"(?is)score(?:\s*[(\[][^()\[\]]*[)\]](?=\W*[:=]))?"  # maybe with its range, in brackets
+    r"\W*?(?<![\d.,\u2212\u2013])([-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?)"
+    r"(?![\w%]|[.,]\d|[ \xa0\u202f]\d|-\w)"  # the number goes on
+    r"(?!\s*(?:%|percent)|\s*(?:[-\u2013/:]|to|(?:out )?of)\s*\d)"  # or is part of a fraction or a range
+    r"(?!.*score\W*\d)"  # and no other score comes later, be it one that cannot be read
+)
+"""Finds the number after the word "score", whole. It finds nothing in 7/10, 70 % and 1,000, which may be
+read as one number or another."""
+
 REMOTE, JUDGE, MODEL = asks("remote_rm"), asks("judge"), asks("model")
 ANY = ReadBy(
     "--rm-type remote_rm, judge or model, --rewards or a set of --eval-config with one of them, or "
@@ -124,15 +134,15 @@ class RemoteRewardConfig:
     """API key of that server, or @ and a file that holds it."""
 
     judge_prompt: Annotated[str, JUDGE, INCOMPLETE_JUDGE] = ""
-    """File with what the judge is asked; {prompt}, {response} and {label} stand for the sample's."""
+    """File with what the judge is asked; {prompt} (the messages as words), {question} (the last of the
+    user), {response} and {label} stand for the sample's."""
 
-    judge_verdict: Annotated[str, Parsed(_require_verdict), JUDGE] = (
-        r"(?i)score\W*?(-?\d+(?:\.\d+)?)"
-    )
-    """Regular expression with one group: its last match in the judge's answer is the reward."""
+    judge_verdict: Annotated[str, Parsed(_require_verdict), JUDGE] = SCORE
+    """Regular expression with one group: its last match in the judge's answer is the reward. The default
+    finds the number of `Score: 7`."""
 
     judge_max_tokens: Annotated[Count, JUDGE] = 2048
-    """Longest answer of the judge."""
+    """Longest answer of the judge, with its thinking. One that is cut off there has failed."""
 
     reward_checkpoint: Annotated[
         str, MODEL, INCOMPLETE_MODEL,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from onpolicy.config.groups import DataConfig
+from onpolicy.config.groups import DataConfig, RewardConfig
+from onpolicy.config.groups.reward import RuleName
 from onpolicy.config.look import LookConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.tokenizer import load_tokenizer
+from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.engine_args import CONTEXT_MARGIN
 from onpolicy.rollout.prompts import RowReader, identity, rows_of
 from onpolicy.run.launch.lengths import fit_length
@@ -94,8 +97,12 @@ def look(config: LookConfig) -> Found:
         apply_chat_template=config.apply_chat_template,
         chat_template_kwargs=config.chat_template_kwargs,
     )
-    reader = RowReader(config=data, tokenizer=tokenizer, max_prompt_len=NO_LIMIT, needs_label=False)
+    rule = config.rm_type
+    reader = RowReader(
+        config=data, tokenizer=tokenizer, max_prompt_len=NO_LIMIT, needs_label=bool(rule)
+    )
     seen: set[int] = set()
+    taken: dict[str, Prompt] = {}
     for where, row in rows_of(config.file, config.reasoning_gym_size, 0, "FILE"):
         found.num_rows += 1
         found.keys.update(row.keys())
@@ -104,8 +111,22 @@ def look(config: LookConfig) -> Found:
         except ConfigError as error:
             found.refused.append(str(error))
             continue
+        if rule:
+            taken[where] = replace(prompt, prompt_ids=[], text="", metadata={}, messages=None)
         _add(found, prompt, where, seen)
+    if rule:
+        found.refused += _refused_labels(taken, rule)
     return found
+
+
+def _refused_labels(prompts: Mapping[str, Prompt], rule: RuleName) -> list[str]:
+    """Return what a run would say of the labels of prompts, by where they stand."""
+    places = [*prompts]
+    numbered = [replace(prompt, index=i) for i, prompt in enumerate(prompts.values())]
+    return [
+        f"{places[prompt.index]}: label={prompt.label!r}: --rm-type={rule} cannot read it: {reason}"
+        for prompt, _, reason in Scorer(RewardConfig(rm_type=rule)).refused_labels(numbered)
+    ]
 
 
 def _add(found: Found, prompt: Prompt, where: str, seen: set[int]) -> None:

@@ -52,6 +52,19 @@ def test_a_checkpoint_says_which_are_too_long_and_what_its_template_makes(capsys
     assert "1+1<|im_end|>" in said["row 1"]
 
 
+def test_labels_that_a_rule_cannot_read_are_refused_as_a_run_would(capsys, tmp_path):
+    path = tmp_path / "data.jsonl"
+    rows = [{"prompt": f"{i}", "label": x} for i, x in enumerate(["1", r"\frac{1}{2", r"\sqrt{3}"])]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["data", str(path), "--rm-type", "math"]) == 1
+    said = lines(capsys)
+    assert said["refused"] == "1"
+    assert said["1"].startswith(
+        f"FILE={path}:2: label='\\\\frac{{1}}{{2': --rm-type=math cannot read it"
+    )
+    assert main(["data", str(path)]) == 0
+
+
 def test_problems_of_reasoning_gym_are_looked_at(capsys):
     assert main(["data", "reasoning-gym:chain_sum", "--reasoning-gym-size", "3"]) == 0
     assert lines(capsys)["rows"] == "3"
