@@ -8,6 +8,7 @@ is rounded away. So the dtype is asked for, and what it costs is counted.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,8 +75,8 @@ class Merged:
 def export_merged(source: Path, adapter: str, directory: Path, dtype: str) -> Merged:
     """Write the checkpoint of `source` with an adapter in its weights, all parameters in `dtype`.
 
-    Raises ConfigError for an adapter of another model, and for a base that has not the weights of each
-    adapted linear by themselves.
+    Raises ConfigError for an adapter of another model, for a base that has not the weights of each
+    adapted linear by themselves, and for numbers that are not finite in `dtype`; then nothing is left.
     """
     config = load_config(str(source), False)
     if getattr(config, "quantization_config", None):
@@ -90,7 +91,11 @@ def export_merged(source: Path, adapter: str, directory: Path, dtype: str) -> Me
     names = _names_in_files(source, model, updates)
     buffers = {name for name, _ in model.named_buffers()}
     buckets = _buckets(source, names, buffers, updates, getattr(torch, dtype), merged)
-    export_checkpoint(buckets, directory, source, dtype)
+    try:
+        export_checkpoint(buckets, directory, source, dtype)
+    except ConfigError:
+        shutil.rmtree(directory)
+        raise
     return merged
 
 
@@ -214,10 +219,18 @@ def _buckets(
     dtype: torch.dtype,
     merged: Merged,
 ) -> Iterator[WeightBucket]:
-    """Parameters are cast; buffers stay as they are."""
+    """Yield the checkpoint: parameters are cast, buffers stay as they are."""
+
+    def written(name: str, tensor: Tensor) -> Tensor:
+        if name in buffers:
+            return tensor
+        found = updates.added(names.get(name, name), tensor, dtype, merged)
+        if not found.isfinite().all():
+            raise ConfigError(
+                f"--dtype={str(dtype).removeprefix('torch.')}: numbers of {name} are not finite in it. "
+                "Give one with a wider range, as bfloat16, or a base whose own numbers are finite."
+            )
+        return found
+
     for bucket in CheckpointReader(source).buckets():
-        yield [
-            (name, tensor if name in buffers
-             else updates.added(names.get(name, name), tensor, dtype, merged))
-            for name, tensor in bucket
-        ]  # fmt: skip
+        yield [(name, written(name, tensor)) for name, tensor in bucket]

@@ -30,6 +30,11 @@ the wrapper of their down_proj."""
 
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_(A\.weight|B\.weight|magnitude_vector)")
 
+_OTHERWISE_NAMED = re.compile(
+    r"(?:base_model\.model\.)?(.+)\.lora_(?:(A|B)(?:\.\w+)?\.weight|magnitude_vector(?:\.\w+)+)"
+)
+"""A factor under the name that it has in a wrapped model, or without what PEFT puts before all names."""
+
 MAGNITUDE = "magnitude.m"
 """What is `Magnitude.m` to an adapter."""
 
@@ -146,6 +151,13 @@ def _factors(file: Path, name: str) -> dict[str, tuple[int, ...]]:
         ) from error
     for key in shapes:
         if not _FACTOR.fullmatch(key):
+            if other := _OTHERWISE_NAMED.fullmatch(key):
+                factor = f"{other[2]}.weight" if other[2] else NAMES[MAGNITUDE]
+                raise ConfigError(
+                    f"{name}: holds {key}, and in a file of PEFT's that factor is "
+                    f"base_model.model.{other[1]}.lora_{factor}. Rename all of them so, or write the "
+                    "file with PEFT's save_pretrained."
+                )
             raise ConfigError(
                 f"{name}: holds {key}, which is no factor of a linear. Train an adapter of linears "
                 "alone; if PEFT added the base's output projection, save_pretrained(..., "

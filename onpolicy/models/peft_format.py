@@ -92,9 +92,16 @@ def first_factors(begins_with: str, seed: int) -> FactorValues:
 
 
 def read_factors(adapter: PeftAdapter) -> dict[str, Tensor]:
-    """The numbers of an adapter that was checked, under the names and in the shapes of a model's
-    parameters, in the dtype in which they are stored."""
-    stored = {linear_of(key): x for key, x in load_file(adapter.directory / WEIGHTS).items()}
+    """Return the numbers of an adapter that was checked, under the names and in the shapes of a model's
+    parameters, in the dtype in which they are stored. Raises ConfigError unless all are finite."""
+    tensors = load_file(adapter.directory / WEIGHTS)
+    for key, x in tensors.items():
+        if count := int((~x.float().isfinite()).sum()):
+            raise ConfigError(
+                f"{adapter.directory / WEIGHTS}: {count} of {x.numel()} numbers of {key} are not finite, so "
+                "nothing can be computed with them. Take an earlier checkpoint of the adapter."
+            )
+    stored = {linear_of(key): x for key, x in tensors.items()}
     modules = {module for module, _ in stored}
     experts = {m for m in modules if m.endswith(NESTED) or f"{m}{NESTED}" in modules}
     return dict(

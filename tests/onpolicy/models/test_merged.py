@@ -1,6 +1,7 @@
 """A base and its adapter in one checkpoint."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -67,6 +68,28 @@ def test_what_a_grid_rounds_away_is_said(checkpoint, tmp_path, capsys):
     (changed, error), (changed_there, error_there) = shares
     assert changed > 99 and error < 1
     assert changed_there < 20 and error_there > 50
+
+
+@pytest.mark.parametrize(
+    ("number", "dtype", "says"),
+    [
+        (float("nan"), "bfloat16", "numbers of .*lora_B.weight are not finite"),
+        (
+            1e30,
+            "float16",
+            "--dtype=float16: numbers of model.layers.0.self_attn.q_proj.weight are not",
+        ),
+    ],
+)
+def test_an_adapter_that_makes_numbers_that_are_not_finite_is_refused(
+    checkpoint, tmp_path, capsys, number, dtype, says
+):
+    factors = write_adapter(tmp_path / "adapter", checkpoint)
+    next(x for name, x in factors.items() if name.endswith("lora_B.weight"))[0, 0] = number
+    save_file(factors, tmp_path / "adapter" / "adapter_model.safetensors")
+    assert merged(checkpoint, tmp_path, "--dtype", dtype) == 2
+    assert re.search(says, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("what", ["dtype", "both", "unread", "tied", "quantised", "other"])

@@ -1,6 +1,7 @@
 """What an adapter in PEFT's format says, and what is refused of one."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from onpolicy.errors import ConfigError
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.peft_adapter import read_peft_adapter
-from onpolicy.models.peft_format import require_adapter_fits
+from onpolicy.models.peft_format import read_factors, require_adapter_fits
 
 TOLD = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "megatron_core": "megatron.core"}
 
@@ -112,6 +113,34 @@ def test_files_that_are_no_adapter_are_refused(write, tmp_path, what):
     }
     with pytest.raises(ConfigError, match=f"--lora-adapter={directory}: .*{rule[what]}"):
         read_peft_adapter(directory, "--lora-adapter")
+
+
+@pytest.mark.parametrize(
+    ("named", "right"),
+    [
+        (
+            "base_model.model.model.layers.0.a.lora_A.default.weight",
+            "model.layers.0.a.lora_A.weight",
+        ),
+        ("model.layers.0.a.lora_B.weight", "model.layers.0.a.lora_B.weight"),
+        ("base_model.model.a.lora_magnitude_vector.default.weight", "a.lora_magnitude_vector"),
+    ],
+)
+def test_factors_under_other_names_are_to_be_renamed(write, named, right):
+    rule = f"holds {named}, and in a file of PEFT's that factor is base_model.model.{right}. Rename all"
+    with pytest.raises(ConfigError, match=re.escape(rule)):
+        read_peft_adapter(write(add={named: torch.zeros(2)}), "--lora-adapter")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_factors_that_are_not_finite_are_refused(write, bad):
+    broken = torch.zeros(2, 96)
+    broken[1, 5] = bad
+    adapter = read_peft_adapter(write(add={name_of(1, "v_proj", "A"): broken}), "--lora-adapter")
+    with pytest.raises(
+        ConfigError, match=r"1 of 192 numbers of .*layers.1.*v_proj.lora_A.weight are"
+    ):
+        read_factors(adapter)
 
 
 @pytest.fixture(scope="module")
