@@ -98,8 +98,8 @@ def read_factors(adapter: PeftAdapter) -> dict[str, Tensor]:
     for key, x in tensors.items():
         if count := int((~x.float().isfinite()).sum()):
             raise ConfigError(
-                f"{adapter.directory / WEIGHTS}: {count} of {x.numel()} numbers of {key} are not finite, so "
-                "nothing can be computed with them. Take an earlier checkpoint of the adapter."
+                f"{adapter.directory / WEIGHTS}: {count} of {x.numel()} numbers of {key} are not "
+                "finite: nothing can be computed with them. Take an earlier checkpoint of the adapter."
             )
     stored = {linear_of(key): x for key, x in tensors.items()}
     modules = {module for module, _ in stored}
