@@ -65,5 +65,5 @@ def _words(message: Mapping[str, Any]) -> str:
 
 
 def _json(call: Mapping[str, Any]) -> str:
-    arguments = call.get("arguments")
+    arguments = call.get("arguments") or {}
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -10,15 +10,10 @@ from collections.abc import Callable
 _SPACE = r"(?:\\[,;:!> ]|[ ~\u00a0\u2009\u202f])"
 _THOUSANDS = rf"(?<![\d.,])\d{{1,3}}(?:{_SPACE}\d{{3}})+(?!\d)"
 _NAMES = "arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|ln|log|exp|pi"
-_CHARACTERS = {
-    "∞": r"\infty ",
-    "°": r"^\circ ",
-    "²": "^2",
-    "³": "^3",
-    "·": r"\cdot ",
-    "\u2013": "-",
-}
-_CHARACTERS |= {"½": r"\frac{1}{2}", **dict.fromkeys("€£¥", "")}
+_CHARACTERS: dict[str, str | int | None] = {
+    "∞": r"\infty ", "°": r"^\circ ", "²": "^2", "³": "^3", "·": r"\cdot ", "\u2013": "-",
+    "½": r"\frac{1}{2}", "€": "", "£": "", "¥": "",
+}  # fmt: skip
 
 _Replacement = str | Callable[[re.Match[str]], str]
 _REWRITTEN: tuple[tuple[str, _Replacement], ...] = (
