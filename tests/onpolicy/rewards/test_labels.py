@@ -34,10 +34,10 @@ def test_a_run_is_told_how_many_labels_cannot_be_met_and_which():
 
 
 def test_a_label_whose_comparison_hangs_is_found_in_time_and_the_others_are_tried():
-    scorer = Scorer(RewardConfig(rm_type="math", rm_time_limit=2.0, rm_workers=1))
+    scorer = Scorer(RewardConfig(rm_type="math", rm_time_limit=1.0, rm_workers=1))
     refused = scorer.refused_labels(prompts(r"\sqrt{2}", TOWER, r"\sqrt{3}", r"\frac{1}{2"))
     assert [each.prompt.label for each in refused] == [TOWER, r"\frac{1}{2"]
-    assert "--rm-time-limit=2 seconds" in refused[0].reason
+    assert "--rm-time-limit=1 seconds" in refused[0].reason
 
 
 def test_labels_that_hang_are_given_up_after_a_few(monkeypatch):
