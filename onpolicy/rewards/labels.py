@@ -20,6 +20,9 @@ MOST_LATE = 8
 _TRIED_AT_ONCE = 16
 """Labels for each worker."""
 
+_MANY = 1000
+"""Trials that take so long that somebody would wonder."""
+
 
 class Refused(NamedTuple):
     """A label that no answer can meet."""
@@ -90,6 +93,10 @@ def _reasons_by_trial(rule: str, trials: Sequence[Trial], config: RewardConfig) 
     """Return why a rule does not score responses as it must, by label."""
     count = min(config.rm_workers or default_workers(), 1 + len(trials) // _TRIED_AT_ONCE)
     size = count * _TRIED_AT_ONCE
+    if len(trials) > _MANY:
+        logger.info(
+            "labels: trying %d responses that %s must score right or wrong", len(trials), rule
+        )
     workers = Workers(config, [rule], count=count)
     reasons: dict[str, str] = {}
     num_late = 0

@@ -30,12 +30,12 @@ from onpolicy.rewards.math_text import (
 )
 
 _NEARLY = 1e-4
-"""Numbers that are further apart than this share of the larger one are not equal. math-verify alone
-rounds to places behind the point, where 1/2^98 and 1/2^99 are both 0."""
+"""Numbers that are further apart than this share of their mean are not equal. math-verify alone rounds
+to places behind the point, where 1/2^98 and 1/2^99 are both 0."""
 
 _FEWEST_WORDS_OF_PROSE = 3
 
-_NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,9})?")
+_NUMBER = re.compile(r"-?(?:\d{1,15}(?:\.\d{1,9})?|\\[dt]?frac\{\d{1,9}\}\{[1-9]\d{0,8}\})")
 _IS_THERE = re.compile(r"\w|\\[A-Za-z]|\{\}|[^\x00-\x7f]")
 _GROWS = re.compile(r"\^|\*\*|!")
 _UNLIKELY = "-31415926.53"
@@ -123,7 +123,9 @@ def _is_equal_by_mistake(gold: Any, found: Any) -> bool:
         if gold.has(UnevaluatedExpr) or found.has(UnevaluatedExpr):  # percent: 50 % is 50 and 0.5
             return False
         one, other = N(gold), N(found)
-        return bool(abs(one - other) > _NEARLY * max(abs(one), abs(other)))
+        apart, size = abs(one - other), (abs(one) + abs(other)) / 2
+        are_known = apart.is_Float and size.is_Float  # and not infinite, nor a sum without a value
+        return bool(are_known and apart > _NEARLY * size)
     if isinstance(gold, Eq) and isinstance(found, Eq) and not solve(gold, gold.free_symbols):
         ratio = simplify((gold.lhs - gold.rhs) / (found.lhs - found.rhs))  # neither has a solution
         return not ratio.is_number or ratio.is_zero is True

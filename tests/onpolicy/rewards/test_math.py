@@ -3,6 +3,8 @@
 import re
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from onpolicy.rewards import math
 
@@ -61,6 +63,7 @@ def test_a_number_of_a_label_is_wrong(label, wrong):
         (r"\boxed{6.72 \times 10^{-5}}", ".0000672", 1.0),
         (r"\boxed{2x^2+2=0}", "x^2+1=0", 1.0),
         (r"\boxed{50}", r"50\%", 1.0),
+        (r"\boxed{2\infty}", r"\infty", 1.0),
         (r"\boxed{\text{no solution}}", "No solution", 1.0),
         (r"\boxed{7 \text{ people}}", "7 people", 1.0),
         (r"\boxed{\fbox{7}}", "7", 1.0),
@@ -120,8 +123,16 @@ def test_a_label_that_is_broken_fails_its_trial(label):
     assert math.score(response, label) == 0.0 != must
 
 
+@given(st.from_regex(math._NUMBER, fullmatch=True, alphabet=st.characters(max_codepoint=127)))
+@settings(max_examples=40, deadline=None)
+def test_labels_that_need_no_trial_are_right(label):
+    assert math.trials(label) == {}
+    assert math.score(rf"\boxed{{{label}}}", label) == 1.0
+
+
 @pytest.mark.parametrize(
-    ("label", "count"), [("-1.5", 0), (r"2\sqrt{3}", 1), ("2^{3^4}", 2), ("3!!", 2)]
+    ("label", "count"),
+    [("-1.5", 0), (r"-\frac{1}{12}", 0), (r"2\sqrt{3}", 1), ("2^{3^4}", 2), ("3!!", 2)],
 )
 def test_a_label_that_may_never_be_computed_is_tried_with_another_number(label, count):
     trials = math.trials(label)
