@@ -1,4 +1,4 @@
-"""The token with which a chat template ends an assistant's turn is found by rendering, whatever it is."""
+"""The token with which a chat template ends an assistant's turn is found by rendering an answer."""
 
 import pytest
 from tokenizers import AddedToken
