@@ -338,9 +338,10 @@ def test_a_chat_ends_where_an_answer_of_a_run_does_and_a_text_where_a_text_of_a_
             seed = request.sampling_seed
             if stops == of_chats:
                 (choice,) = chat(client, [USER], seed, max_tokens=LENGTH).choices
+                assert choice.response_token_ids == completion.response_ids
             else:
                 (choice,) = ask(client, "12+34=", seed).choices
-            assert choice.token_ids == completion.response_ids
+                assert choice.token_ids == completion.response_ids
         ends = {completion.response_ids[-1] for completion in sampled}
         assert (TURN_END in ends) == (stops == of_chats)
         assert any(TURN_END in completion.response_ids for completion in sampled)
@@ -356,7 +357,7 @@ def test_an_answer_within_a_grammar_ends_where_a_runs_does(engines, client):
             model="any", messages=[USER], seed=request.sampling_seed, max_tokens=LENGTH,
             extra_body={"return_token_ids": True, "regex": regex},
         ).choices  # fmt: skip
-        assert choice.token_ids == completion.response_ids
+        assert choice.response_token_ids == completion.response_ids
     assert TURN_END in {completion.response_ids[-1] for completion in sampled}
 
 
