@@ -7,18 +7,28 @@ from collections.abc import Sequence
 from onpolicy.agents.gateway.calls import Call, Ending, Reply, ToolCall
 from onpolicy.agents.gateway.known import digest_of
 from onpolicy.agents.gateway.parsing import AnswerParser
+from onpolicy.agents.gateway.token_bytes import ReadBytes, as_utf8
 from onpolicy.rollout.episodes import Answer, Turns
 from onpolicy.trajectory import FinishReason
 
 
 def make_reply(
-    call: Call, branch: Turns, prompt_ids: Sequence[int], answer: Answer, parser: AnswerParser
+    call: Call,
+    branch: Turns,
+    prompt_ids: Sequence[int],
+    answer: Answer,
+    parser: AnswerParser,
+    read_bytes: ReadBytes | None = None,
 ) -> Reply:
-    """The answer without the token or text that ended it, and what a parser finds in it."""
+    """Return the answer without the token or text that ended it, and what a parser finds in it.
+
+    read_bytes: gives the bytes of tokens; without it they are those of each token's text.
+    """
     name = digest_of(branch.key)[:24]
     text, stopped_by = _shown(call, branch, answer)
     parsed = parser.parse(text, call.tools)
     is_cut = answer.finish_reason == FinishReason.LENGTH
+    texts = [answer.decode([t]) for t in answer.token_ids] if call.log_probs else []
     ending: Ending = "tool_calls" if parsed.calls else "length" if is_cut else "stop"
     return Reply(
         name=name,
@@ -33,7 +43,8 @@ def make_reply(
         prompt_ids=prompt_ids,
         token_ids=answer.token_ids,
         log_probs=answer.log_probs if call.log_probs else (),
-        token_texts=[answer.decode([t]) for t in answer.token_ids] if call.log_probs else (),
+        token_texts=texts,
+        token_bytes=read_bytes(answer.token_ids) if texts and read_bytes else as_utf8(texts),
     )
 
 

@@ -13,6 +13,7 @@ from onpolicy.agents.gateway.errors import RefusedError, invalid, session_is_ove
 from onpolicy.agents.gateway.known import KnownTurn, KnownTurns, digest_of
 from onpolicy.agents.gateway.parsing import AnswerParser
 from onpolicy.agents.gateway.replies import make_reply
+from onpolicy.agents.gateway.token_bytes import ReadBytes
 from onpolicy.chat.messages import exactly, loosely
 from onpolicy.chat.template import ChatDriftError, ChatTemplate
 from onpolicy.rollout.branches import order_of
@@ -32,6 +33,9 @@ class SessionRules:
     """What of a message that a client gives back has to be as it was."""
 
     parser: AnswerParser
+    read_bytes: ReadBytes | None = None
+    """Gives the bytes of tokens, some of which are parts of characters."""
+
     model_name: str = "policy"
 
     most_at_once: int = 64
@@ -228,7 +232,9 @@ class Session:
             message = f"This model's maximum context length is exceeded: {error}."
             code = "context_length_exceeded"
             raise RefusedError(400, message, code=code, field="messages") from error
-        reply = make_reply(call, branch, prompt_ids, answer, self.rules.parser)
+        reply = make_reply(
+            call, branch, prompt_ids, answer, self.rules.parser, self.rules.read_bytes
+        )
         turn = KnownTurn(
             turns=branch, call=call, digest=digest, number=number, reply=reply, parent=parent,
             num_shared=length,
