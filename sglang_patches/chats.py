@@ -7,8 +7,8 @@ one of the user's; ends no answer at the token with which the chat template ends
 does not list it; and ends every response at tokens of other models (`<|eom_id|>`), should a vocabulary
 have them. Here a developer is a system, parts are joined as they are, an answer that was given is one
 that is finished, and messages whose words a template leaves out are refused.
-Source: serving_chat.py and serving_responses.py, sglang/srt/entrypoints/openai. Can go when SGLang does
-the same.
+Source: OpenAIServingChat and OpenAIServingResponses, sglang/srt/entrypoints/openai. Can go when SGLang
+does the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ADDITIONAL = "sglang.srt.utils.hf_transformers.common.attach_additional_stop_tok
 _TEXT_PARTS = ("text", "input_text")
 
 _ends: WeakKeyDictionary[Any, tuple[str, list[int]]] = WeakKeyDictionary()
-"""Of each tokenizer the template that was looked at, and its ends."""
+"""The template of each tokenizer that was looked at, and its ends."""
 
 
 def install() -> None:

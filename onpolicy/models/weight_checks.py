@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,20 +14,27 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from onpolicy.errors import ConfigError
 
-if TYPE_CHECKING:
-    from onpolicy.models.weight_files import CheckpointReader
-
 logger = logging.getLogger(__name__)
 
 ROWS_AT_A_TIME = 4096
 """Rows of two tensors that are compared at a time."""
+
+
+class Reader(Protocol):
+    """Reads the tensors of a checkpoint, as `CheckpointReader` does."""
+
+    def __contains__(self, name: str) -> bool: ...
+    def shape(self, name: str) -> torch.Size: ...
+    def kinds(self) -> Iterator[tuple[str, str]]: ...
+    def read(self, name: str, block: Iterable[slice | int]) -> Tensor: ...
+
 
 FLOATING = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
 """Types of safetensors files whose values are numbers as they stand."""
 
 
 def require_ties(
-    reader: CheckpointReader, model: PreTrainedModel, config: PretrainedConfig, name: str
+    reader: Reader, model: PreTrainedModel, config: PretrainedConfig, name: str
 ) -> None:
     """Raise ConfigError if two tensors that the model ties are stored with other bits.
 
@@ -47,7 +55,7 @@ def require_ties(
             )
 
 
-def require_numbers(reader: CheckpointReader, model: PreTrainedModel, name: str) -> None:
+def require_numbers(reader: Reader, model: PreTrainedModel, name: str) -> None:
     """Raise ConfigError for weights that are stored as integers, without what they are multiplied by."""
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     of_integers = {n for n, buffer in model.named_buffers() if not buffer.is_floating_point()}
@@ -66,7 +74,7 @@ def require_numbers(reader: CheckpointReader, model: PreTrainedModel, name: str)
         )
 
 
-def say_left_out(reader: CheckpointReader, model: PreTrainedModel, name: str) -> None:
+def say_left_out(reader: Reader, model: PreTrainedModel, name: str) -> None:
     """Say which stored tensors transformers leaves out by rule, such as layers that draft tokens."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     own = model.state_dict().keys()
@@ -102,15 +110,13 @@ def require_finite(block: Tensor, tensor: str, name: str) -> Tensor:
     )
 
 
-def _stored_name(reader: CheckpointReader, model: PreTrainedModel, tensor: str) -> str:
+def _stored_name(reader: Reader, model: PreTrainedModel, tensor: str) -> str:
     """Return the name that a checkpoint has a tensor under: its own, or the base model's; or ''."""
     names = tensor, tensor.removeprefix(f"{model.base_model_prefix}.")
     return next((name for name in names if name in reader), "")
 
 
-def _difference(
-    reader: CheckpointReader, first: str, second: str, dtype: torch.dtype | None
-) -> str:
+def _difference(reader: Reader, first: str, second: str, dtype: torch.dtype | None) -> str:
     """Return how two stored tensors differ, read a few rows at a time; '' if their bits are equal."""
     shapes = [list(reader.shape(name)) for name in (first, second)]
     if shapes[0] != shapes[1]:
