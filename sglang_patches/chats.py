@@ -5,8 +5,9 @@ Stock SGLang hands a developer's message to templates that know no developer, an
 it (sgl-project/sglang#40082); joins parts of text by a space; makes a last message of the assistant's
 one of the user's; ends no answer at the token with which the chat template ends it, if `eos_token_id`
 does not list it; and ends every response at tokens of other models (`<|eom_id|>`), should a vocabulary
-have them. Here a developer is a system, parts are joined as they are, an answer that was given is one
-that is finished, and messages whose words a template leaves out are refused.
+have them. Here a developer is a system where the template knows none, parts are joined as they are, a
+last message of the assistant's is gone on with, and messages whose words a template leaves out are
+refused.
 Source: OpenAIServingChat and OpenAIServingResponses, sglang/srt/entrypoints/openai. Can go when SGLang
 does the same.
 """
@@ -17,8 +18,8 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from onpolicy.models.left_out import left_out
-from onpolicy.models.turn_ends import TurnEnds, turn_ends
+from onpolicy.chat.left_out import left_out
+from onpolicy.chat.turn_ends import TurnEnds, turn_ends
 from sglang_patches import registry
 
 _HANDLERS = "sglang.srt.entrypoints.openai"
@@ -50,10 +51,13 @@ def _process(
     if request.input_ids is not None or not _renders_by_jinja(handler):
         return original(handler, request, *args, **kw)
     roles = [message.role for message in request.messages]
+    template = str(handler.tokenizer_manager.tokenizer.chat_template)
     for message in request.messages:
-        _make_plain(message)
-    if roles[-1] == "assistant" and request._format_add_generation_prompt is None:
-        request._format_add_generation_prompt = True
+        _make_plain(message, template)
+    last = request.messages[-1]
+    if last.role == "assistant" and request._format_add_generation_prompt is None:
+        request._format_add_generation_prompt = True  # or SGLang gives the message to the user
+        request.continue_final_message |= not last.tool_calls
     result = original(handler, request, *args, **kw)
     _require_written(handler, request, roles)
     return result
@@ -69,8 +73,8 @@ def _renders_by_jinja(handler: Any) -> bool:
     )
 
 
-def _make_plain(message: Any) -> None:
-    if message.role == "developer":
+def _make_plain(message: Any, template: str) -> None:
+    if message.role == "developer" and "developer" not in template:
         message.role = "system"
     parts = message.content
     if isinstance(parts, list) and all(part.type in _TEXT_PARTS for part in parts):

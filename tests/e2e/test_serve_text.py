@@ -368,6 +368,7 @@ def test_a_response_ends_where_its_template_ends_an_answer(client):
 
 
 SYSTEM = {"role": "system", "content": "ab"}
+CALLED = {"type": "function", "id": "x", "function": {"name": "f", "arguments": "{}"}}
 
 
 @pytest.mark.parametrize(
@@ -383,12 +384,13 @@ SYSTEM = {"role": "system", "content": "ab"}
             [{"role": "user", "content": [{"type": "text", "text": x} for x in ("12", "+34")]}],
             [USER],
         ),
-        ([USER, {"role": "assistant", "content": "ab"}], "12+34ab§="),
+        ([USER, {"role": "assistant", "content": "ab"}], "12+34=ab"),
+        ([USER, {"role": "assistant", "tool_calls": [CALLED], "content": "ab"}], "12+34ab§="),
         ([USER, {"role": "assistant", "content": "ab"}, SYSTEM], "12+34ab§ab="),
         ([SYSTEM, USER, {"role": "user", "content": ""}], [SYSTEM, USER]),
     ],
 )
-def test_a_chat_is_read_as_the_gateway_reads_it(client, messages, same):
+def test_a_chat_is_read_as_a_run_reads_it(client, messages, same):
     extra = {"return_prompt_token_ids": True}
 
     def prompt(messages):

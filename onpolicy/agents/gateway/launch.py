@@ -73,9 +73,10 @@ def make_gateway(
     rules = SessionRules(
         template=make_template(tokenizer, stop_token_ids, rule=config.chat_drift, options=options),
         parser=AnswerParser(
-            tool_call_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
+            read_bytes=bytes_reader(tokenizer),
         ),
-        read_bytes=bytes_reader(tokenizer),
         model_name=config.gateway_model_name,
         most_at_once=config.gateway_parallel_answers,
     )

@@ -7,23 +7,14 @@ from collections.abc import Sequence
 from onpolicy.agents.gateway.calls import Call, Ending, Reply, ToolCall
 from onpolicy.agents.gateway.known import digest_of
 from onpolicy.agents.gateway.parsing import AnswerParser
-from onpolicy.agents.gateway.token_bytes import ReadBytes, as_utf8
 from onpolicy.rollout.episodes import Answer, Turns
 from onpolicy.trajectory import FinishReason
 
 
 def make_reply(
-    call: Call,
-    branch: Turns,
-    prompt_ids: Sequence[int],
-    answer: Answer,
-    parser: AnswerParser,
-    read_bytes: ReadBytes | None = None,
+    call: Call, branch: Turns, prompt_ids: Sequence[int], answer: Answer, parser: AnswerParser
 ) -> Reply:
-    """Return the answer without the token or text that ended it, and what a parser finds in it.
-
-    read_bytes: gives the bytes of tokens; without it they are those of each token's text.
-    """
+    """Return the answer without the token or text that ended it, and what a parser finds in it."""
     name = digest_of(branch.key)[:24]
     text, stopped_by = _shown(call, branch, answer)
     parsed = parser.parse(text, call.tools)
@@ -44,8 +35,15 @@ def make_reply(
         token_ids=answer.token_ids,
         log_probs=answer.log_probs if call.log_probs else (),
         token_texts=texts,
-        token_bytes=read_bytes(answer.token_ids) if texts and read_bytes else as_utf8(texts),
+        token_bytes=_bytes_of(answer, parser, texts),
     )
+
+
+def _bytes_of(answer: Answer, parser: AnswerParser, texts: Sequence[str]) -> list[bytes]:
+    """Return the bytes of each token of which there is a text."""
+    if texts and parser.read_bytes is not None:
+        return parser.read_bytes(answer.token_ids)
+    return [text.encode() for text in texts]
 
 
 def _shown(call: Call, branch: Turns, answer: Answer) -> tuple[str, str]:

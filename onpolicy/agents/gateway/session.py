@@ -13,7 +13,6 @@ from onpolicy.agents.gateway.errors import RefusedError, invalid, session_is_ove
 from onpolicy.agents.gateway.known import KnownTurn, KnownTurns, digest_of
 from onpolicy.agents.gateway.parsing import AnswerParser
 from onpolicy.agents.gateway.replies import make_reply
-from onpolicy.agents.gateway.token_bytes import ReadBytes
 from onpolicy.chat.messages import exactly, loosely
 from onpolicy.chat.template import ChatDriftError, ChatTemplate
 from onpolicy.rollout.branches import order_of
@@ -33,9 +32,6 @@ class SessionRules:
     """What of a message that a client gives back has to be as it was."""
 
     parser: AnswerParser
-    read_bytes: ReadBytes | None = None
-    """Gives the bytes of tokens, some of which are parts of characters."""
-
     model_name: str = "policy"
 
     most_at_once: int = 64
@@ -232,9 +228,7 @@ class Session:
             message = f"This model's maximum context length is exceeded: {error}."
             code = "context_length_exceeded"
             raise RefusedError(400, message, code=code, field="messages") from error
-        reply = make_reply(
-            call, branch, prompt_ids, answer, self.rules.parser, self.rules.read_bytes
-        )
+        reply = make_reply(call, branch, prompt_ids, answer, self.rules.parser)
         turn = KnownTurn(
             turns=branch, call=call, digest=digest, number=number, reply=reply, parent=parent,
             num_shared=length,

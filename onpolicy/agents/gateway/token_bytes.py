@@ -45,11 +45,6 @@ def bytes_reader(tokenizer: PreTrainedTokenizerBase) -> ReadBytes:
     return read_all
 
 
-def as_utf8(texts: Iterable[str]) -> list[bytes]:
-    """Return the bytes of tokens of which only the text is known."""
-    return [text.encode() for text in texts]
-
-
 def offsets(token_bytes: Iterable[bytes]) -> Iterator[int]:
     """Yield in which character of the text, counted from 0, each token begins."""
     decoder, count = codecs.getincrementaldecoder("utf-8")("replace"), 0

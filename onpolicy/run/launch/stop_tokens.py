@@ -10,11 +10,11 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from onpolicy.chat.turn_ends import TurnEnds, turn_ends
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups.agents import has_gateway
 from onpolicy.errors import ConfigError
 from onpolicy.models.tokenizer import load_tokenizer
-from onpolicy.models.turn_ends import TurnEnds, turn_ends
 from onpolicy.system.reading import read_json_object
 
 logger = logging.getLogger(__name__)

@@ -110,7 +110,7 @@ def test_a_decoder_of_other_steps_gives_each_tokens_own_text():
 
 def test_clients_get_them():
     tokenizer = byte_tokenizer(PLAIN)
-    read_bytes = make_gateway(GatewayConfig(), tokenizer, [261]).rules.read_bytes
+    read_bytes = make_gateway(GatewayConfig(), tokenizer, [261], {}).rules.parser.read_bytes
     token_ids = tokenizer.encode("a語b", add_special_tokens=False)
     reply = Reply(
         name="x",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from onpolicy.models.left_out import left_out
+from onpolicy.chat.left_out import left_out
 from tests.support.chat_tokenizers import TEMPLATES, byte_tokenizer
 
 FOUR_ROLES = (

@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import AddedToken
 
-from onpolicy.models.turn_ends import TurnEnds, turn_ends
+from onpolicy.chat.turn_ends import TurnEnds, turn_ends
 from tests.support.chat_tokenizers import REAL, TEMPLATES, byte_tokenizer, real_tokenizer
 
 
