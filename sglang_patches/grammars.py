@@ -76,7 +76,7 @@ def _process(manager: Any, req: Any) -> bool:
             "or start the server without --sglang-reasoning-parser."
         )
         return False
-    stops = params.stop_token_ids or manager.scheduler.model_config.hf_eos_token_id or ()
+    stops = params.stop_token_ids or _own_stops(manager, req)
     key = (kind, text, tuple(sorted(stops)))
     if manager.grammar_backend is None:
         manager.grammar_backend = _backend(manager)
@@ -87,6 +87,12 @@ def _process(manager: Any, req: Any) -> bool:
     req.grammar_key = key
     manager.grammar_queue.append(req)
     return True
+
+
+def _own_stops(manager: Any, req: Any) -> set[int]:
+    """Return the tokens at which SGLang ends a response that asks for no others."""
+    of_tokenizer = {req.tokenizer.eos_token_id} if req.tokenizer is not None else set()
+    return (of_tokenizer - {None}) | (manager.scheduler.model_config.hf_eos_token_id or set())
 
 
 def _begin_ready(ready: list[Any], *_: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from onpolicy.contract import (
 from onpolicy.ops import Operators, make_operators
 from onpolicy.ops.backends import backend_of
 from sglang_patches import (
+    chats,
     classifier,
     compressed,
     configurations,
@@ -35,6 +36,7 @@ from sglang_patches import (
     model_names,
     named_adapters,
     named_weights,
+    neutral_values,
     packed_weights,
     prefill_once,
     prompt_answers,
@@ -64,6 +66,8 @@ def load() -> None:
     shared_names.install()
     harmful_requests.install()
     model_names.install()
+    chats.install()
+    neutral_values.install()
     status.install()
     compressed.install()
     weights.install(contract, _watch(contract))

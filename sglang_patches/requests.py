@@ -47,6 +47,10 @@ def install() -> None:
 
 
 def _refuse_others(params: Any, *_: Any, **__: Any) -> None:
+    if not any((params.logit_bias or {}).values()):  # of no token, or by nothing
+        params.logit_bias = None
+    if params.watermark is not None and not (params.watermark.enabled or params.watermark.key):
+        params.watermark = None
     asked = [
         name
         for name, neutral in _NEUTRAL.items()
@@ -61,6 +65,11 @@ def _refuse_completion(problem: str | None, handler: Any, request: Any) -> str |
     """What SGLang's /v1/completions would ignore."""
     if request.best_of not in (None, request.n):
         return f"best_of={request.best_of}: {_REASON}"
+    if request.suffix and handler.template_manager.completion_template_name is None:
+        return (
+            f"suffix={request.suffix!r:.60}: the server would not read it, having no template for what "
+            "stands around a completion. Leave it out."
+        )
     return problem
 
 

@@ -130,8 +130,8 @@ def only_taps(file):
 
 
 @of_each(files("sglang_patches"))
-def test_the_plugin_knows_only_operators_contract_models_and_weights(file):
-    known = {"compat", "ops", "contract", "errors", "models", "system", "weights"}
+def test_the_plugin_knows_only_operators_contract_chats_models_and_weights(file):
+    known = {"chat", "compat", "ops", "contract", "errors", "models", "system", "weights"}
     assert ours(file, "onpolicy") - ({"explain"} if file in OF_EXPLAIN else set()) <= known
     assert only_taps(file)
 

@@ -23,6 +23,12 @@ from transformers.utils import logging as transformers_logging
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.models.compressed import KEY, SHAPE, Compressed, by_weight
 from onpolicy.models.empty import empty_causal_lm
+from onpolicy.models.weight_checks import (
+    require_finite,
+    require_numbers,
+    require_ties,
+    say_left_out,
+)
 from onpolicy.system.reading import read_json_object
 from onpolicy.weights.digest import WeightBucket, in_buckets
 
@@ -114,9 +120,14 @@ def matched_model(
     ConfigError unless the weights are those of a model of this configuration. `of_critic`: it may have a
     value head, and no output projection.
     """
-    stored = stored_shapes(Path(path), flag)
+    reader, name = CheckpointReader(path, flag), f"{flag}={path}"
+    stored = reader.shapes()
     with _quiet():
         model = empty_causal_lm(config, trust_remote_code)
+        require_numbers(reader, model, name)
+        if not of_critic:
+            require_ties(reader, model, config, name)
+        say_left_out(reader, model, name)
         if of_critic:
             stored = _with_projection(stored, model)
         tied = getattr(model, "all_tied_weights_keys", {})
@@ -134,13 +145,13 @@ def matched_model(
     _require_none(
         [f"{name} {list(has)} for {list(needs)}" for name, has, needs in info["mismatched_keys"]],
         "tensors have other shapes than config.json says",
-        f"{flag}={path}",
+        name,
     )
     for kind, problem in (
         ("missing_keys", "the model of its config.json needs tensors that it lacks"),
         ("unexpected_keys", "it has tensors that the model of its config.json does not know"),
     ):
-        _require_none(sorted(info[kind]), problem, f"{flag}={path}")
+        _require_none(sorted(info[kind]), problem, name)
     return matched
 
 
@@ -218,6 +229,16 @@ class CheckpointReader:
             found[weight] = torch.empty(shape, device="meta")
         return found
 
+    def shape(self, name: str) -> torch.Size:
+        """Return the shape of a whole weight, however it is stored."""
+        return self.shapes()[name].shape
+
+    def kinds(self) -> Iterator[tuple[str, str]]:
+        """Yield the weights that are stored as they are, with their type in safetensors' words."""
+        for name, parts in self._parts.items():
+            if self._compressed is None or parts == {"": name}:
+                yield name, self._slice(name).get_dtype()
+
     def _header(self, name: str) -> Tensor:
         """What a file's header says of a tensor; of one that holds a shape, all."""
         if name.endswith(SHAPE):
@@ -255,8 +276,12 @@ class CheckpointReader:
         return self._handles[name].get_slice(name)
 
     def read(self, name: str, block: Iterable[slice | int]) -> Tensor:
-        """The block of a tensor, in the dtype in which it is stored, or was before it was rounded."""
+        """Return the block of a tensor, in the dtype in which it is stored, or was before it was
+        rounded. Raises ConfigError if it holds NaN or an infinity."""
         index = tuple(block) or (slice(None),)
+        return require_finite(self._read(name, index), name, f"{self._flag}={self.path}")
+
+    def _read(self, name: str, index: tuple[slice | int, ...]) -> Tensor:
         if self._compressed is None or self._parts[name] == {"": name}:
             return torch.as_tensor(self._slice(name)[index])
         if self._latest is None or self._latest[0] != name:  # a rank may take several blocks of it

@@ -13,9 +13,12 @@ import pytest
 import requests
 
 from onpolicy.cli.main import main
+from onpolicy.grammar import Grammar
+from onpolicy.models.hf_config import load_config
 from onpolicy.outputs.trajectories import read
 from onpolicy.rollout.client import EngineClient
 from onpolicy.rollout.sampling import sampling_seed
+from onpolicy.run.launch.stop_tokens import stop_token_ids
 from onpolicy.types import Request, SamplingParams
 from tests.support.clients import client_of
 from tests.support.serving import serving
@@ -23,24 +26,35 @@ from tests.support.tiny import make_tokenizer
 
 pytestmark = pytest.mark.engine
 
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}={% if 0 %}{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}{{ m.content }}"
+    "{% if m.role == 'assistant' %}§{% endif %}{% endif %}{% endfor %}={% if 0 %}{% endif %}"
+)
+"""Knows as many roles as most, and ends an answer with a token that no file lists."""
+
+TURN_END = 136
+
 PROMPTS = ["12+34=", "abcabcabc", "x", "?!" * 40]
 LENGTH = 24
 
 
 @pytest.fixture(scope="module")
-def started(checkpoint, tmp_path_factory):
-    """(base URL, key, URL of sessions) of a server as a user starts it.
-
-    The checkpoint has a chat template, and wants top_p and top_k like many published ones.
-    """
-    directory = tmp_path_factory.mktemp("text")
-    model = shutil.copytree(checkpoint, directory / "model")
+def model(checkpoint, tmp_path_factory):
+    """A checkpoint that has a chat template, and wants top_p and top_k like many published ones."""
+    model = shutil.copytree(checkpoint, tmp_path_factory.mktemp("text") / "model")
     tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["§"])  # which is there
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(model)
     generation = {"eos_token_id": 1, "temperature": 0.6, "top_p": 0.95, "top_k": 20}
     (model / "generation_config.json").write_text(json.dumps(generation))
+    return model
+
+
+@pytest.fixture(scope="module")
+def started(model):
+    """(base URL, key, URL of sessions) of a server as a user starts it."""
+    directory = model.parent
     with serving(model, directory, "--dtype", "float32", "--sessions") as (flags, printed):
         _, url, _, key = flags
         assert f"base_url {url}/v1" in printed
@@ -59,11 +73,11 @@ def client(server):
     return client_of(f"{url}/v1", key)
 
 
-def a_runs_requests(prompts, temperature=1.0, **asked):
+def a_runs_requests(prompts, temperature=1.0, stops=(1,), **asked):
     """As a run makes them: token ids, a seed of the run's, the checkpoint's stop tokens."""
     tokenizer = make_tokenizer()
     params = SamplingParams(
-        temperature=temperature, max_new_tokens=LENGTH, stop_token_ids=(1,), **asked
+        temperature=temperature, max_new_tokens=LENGTH, stop_token_ids=stops, **asked
     )
     return [
         Request(
@@ -126,7 +140,7 @@ def test_a_stream_is_the_same_sample_piece_by_piece(client):
 
 
 def test_a_chat_is_sampled_from_its_template_without_the_checkpoints_own_filters(engines, client):
-    ours = a_runs_requests(["12+34="])
+    ours = a_runs_requests(["12+34="], stops=(1, TURN_END))
     (completion,) = engines.generate(ours)
     asked = {"seed": ours[0].sampling_seed, "max_tokens": LENGTH, "logprobs": True}
     messages = [{"role": "user", "content": "12+34"}]
@@ -196,6 +210,8 @@ def test_what_a_completion_would_ignore_is_refused(client):
     message = "best_of=3: not available in true-on-policy mode"
     with pytest.raises(openai.BadRequestError, match=message):
         client.completions.create(model="any", prompt="x", best_of=3)
+    with pytest.raises(openai.BadRequestError, match="suffix='y': the server would not read it"):
+        client.completions.create(model="any", prompt="x", suffix="y")
 
 
 def echoed(client, prompt, **fields):
@@ -298,6 +314,181 @@ def test_every_endpoint_takes_any_name_for_the_model_and_answers_by_it(client):
         client.responses.create(model="any", input="12+34", max_output_tokens=16),
     ):
         assert answer.model == "any"
+
+
+def chat(client, messages, seed=5, **fields):
+    return client.chat.completions.create(
+        model="any", messages=messages, seed=seed, extra_body={"return_token_ids": True}, **fields
+    )
+
+
+USER = {"role": "user", "content": "12+34"}
+
+
+def test_a_chat_ends_where_an_answer_of_a_run_does_and_a_text_where_a_text_of_a_run_does(
+    engines, client, model
+):
+    of_chats = stop_token_ids(str(model), load_config(str(model)))
+    of_text = stop_token_ids(str(model), load_config(str(model)), of_chats=False)
+    assert (of_chats, of_text) == ((1, TURN_END), (1,))
+    for stops in (of_chats, of_text):
+        ours = a_runs_requests(["12+34="] * 30, stops=stops)
+        sampled = engines.generate(ours)
+        for request, completion in zip(ours, sampled, strict=True):
+            seed = request.sampling_seed
+            if stops == of_chats:
+                (choice,) = chat(client, [USER], seed, max_tokens=LENGTH).choices
+                assert choice.response_token_ids == completion.response_ids
+            else:
+                (choice,) = ask(client, "12+34=", seed).choices
+                assert choice.token_ids == completion.response_ids
+        ends = {completion.response_ids[-1] for completion in sampled}
+        assert (TURN_END in ends) == (stops == of_chats)
+        assert any(TURN_END in completion.response_ids for completion in sampled)
+
+
+def test_an_answer_within_a_grammar_ends_where_a_runs_does(engines, client):
+    stops, regex = (1, TURN_END), "[a-z]{1,30}"
+    grammar = Grammar(kind="regex", text=regex, stop_token_ids=stops)
+    ours = a_runs_requests(["12+34="] * 12, stops=stops, grammar=grammar)
+    sampled = engines.generate(ours)
+    for request, completion in zip(ours, sampled, strict=True):
+        (choice,) = client.chat.completions.create(
+            model="any", messages=[USER], seed=request.sampling_seed, max_tokens=LENGTH,
+            extra_body={"return_token_ids": True, "regex": regex},
+        ).choices  # fmt: skip
+        assert choice.response_token_ids == completion.response_ids
+    assert TURN_END in {completion.response_ids[-1] for completion in sampled}
+
+
+def test_a_response_ends_where_its_template_ends_an_answer(client):
+    for _ in range(12):
+        answer = client.responses.create(model="any", input="12+34", max_output_tokens=60)
+        assert "§" not in answer.output_text
+
+
+SYSTEM = {"role": "system", "content": "ab"}
+CALLED = {"type": "function", "id": "x", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "same"),
+    [
+        ([{"role": "developer", "content": "ab"}, USER], [SYSTEM, USER]),
+        ([{"role": "Developer", "content": "ab"}, USER], [SYSTEM, USER]),
+        (
+            [{"role": "developer", "content": [{"type": "text", "text": "ab"}]}, USER],
+            [SYSTEM, USER],
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": x} for x in ("12", "+34")]}],
+            [USER],
+        ),
+        ([USER, {"role": "assistant", "content": "ab"}], "12+34=ab"),
+        ([USER, {"role": "assistant", "tool_calls": [CALLED], "content": "ab"}], "12+34ab§="),
+        ([USER, {"role": "assistant", "content": "ab"}, SYSTEM], "12+34ab§ab="),
+        ([SYSTEM, USER, {"role": "user", "content": ""}], [SYSTEM, USER]),
+    ],
+)
+def test_a_chat_is_read_as_a_run_reads_it(client, messages, same):
+    extra = {"return_prompt_token_ids": True}
+
+    def prompt(messages):
+        answer = client.chat.completions.create(
+            model="any", messages=messages, max_tokens=1, extra_body=extra
+        )
+        return make_tokenizer().decode(answer.choices[0].prompt_token_ids)
+
+    assert prompt(messages) == (same if isinstance(same, str) else prompt(same))
+
+
+@pytest.mark.parametrize(
+    ("message", "refused"),
+    [
+        (
+            {"role": "tool", "tool_call_id": "x", "content": "7"},
+            r"messages\[1\]: role='tool': the mod",
+        ),
+        ({"role": "function", "name": "f", "content": "7"}, r"messages\[1\]: role='function': the"),
+        ({"role": "critic", "content": "7"}, "critic|'role' must be one of"),
+    ],
+)
+def test_a_message_that_the_template_leaves_out_is_refused(client, message, refused):
+    with pytest.raises(openai.BadRequestError, match=refused):
+        chat(client, [USER, message, USER], max_tokens=1)
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}], ids=["whole", "streamed"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_limit_of_no_token_scores_what_was_sent(engines, client, temperature, fields):
+    answer = client.completions.create(
+        model="any", prompt=PROMPTS[3], echo=True, max_tokens=0, logprobs=2, seed=5,
+        temperature=temperature, **fields,
+    )  # fmt: skip
+    pieces = [chunk.choices[0] for chunk in answer] if fields else answer.choices
+    numbers = [x for piece in pieces if piece.logprobs for x in piece.logprobs.token_logprobs]
+    likeliest = [x for piece in pieces if piece.logprobs for x in piece.logprobs.top_logprobs]
+    (expected,) = engines.trainer.log_probs([make_tokenizer().encode(PROMPTS[3])], [1], temperature)
+    assert "".join(piece.text for piece in pieces) == PROMPTS[3]
+    assert pieces[-1].finish_reason == "length" and numbers[0] is None
+    assert numpy.array(numbers[1:], numpy.float32).tobytes() == expected.numpy().tobytes()
+    assert len(likeliest) == len(numbers)
+
+
+def test_several_texts_are_scored_at_once_as_an_evaluation_harness_asks_for_it(engines, client):
+    texts = [make_tokenizer().encode(prompt) for prompt in PROMPTS]
+    answer = client.completions.create(
+        model="any", prompt=texts, echo=True, max_tokens=0, logprobs=1, temperature=0, seed=1
+    )
+    expected = engines.trainer.log_probs(texts, [1] * len(texts), 1.0)
+    for choice, ours in zip(answer.choices, expected, strict=True):
+        numbers = numpy.array(choice.logprobs.token_logprobs[1:], numpy.float32)
+        assert numbers.tobytes() == ours.numpy().tobytes()
+    assert answer.usage.completion_tokens == 0
+
+
+def test_no_token_is_no_token_under_either_name_of_the_limit(client):
+    for name in ("max_tokens", "max_completion_tokens"):
+        answer = client.chat.completions.create(model="any", messages=[USER], **{name: 0})
+        assert answer.usage.completion_tokens == 0 and answer.choices[0].message.content == ""
+    with pytest.raises(openai.BadRequestError, match="max_tokens must be positive"):
+        client.completions.create(model="any", prompt="x", max_tokens=-1)
+
+
+NEUTRAL = {
+    "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {}, "n": 1,
+    "best_of": 1, "stop": [], "stop_token_ids": [], "stop_regex": [], "suffix": "", "echo": False,
+    "stream": False, "stream_options": {"include_usage": True}, "temperature": 1, "top_p": 1,
+    "top_k": -1, "min_p": 0, "min_tokens": 0, "user": "me", "metadata": {"a": "b"}, "store": False,
+    "service_tier": "auto", "tools": [], "tool_choice": "none", "functions": [],
+    "function_call": "none", "parallel_tool_calls": True, "modalities": ["text"], "seed": 5,
+    "response_format": {"type": "text"}, "top_logprobs": 0, "chat_template_kwargs": {}, "regex": "",
+    "prediction": None, "audio": None, "reasoning_effort": None, "max_completion_tokens": None,
+    "watermark": {}, "custom_params": {}, "extra_key": None, "logprobs": None, "model": "any",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [("completions", {"prompt": "12+34="}), ("chat/completions", {"messages": [USER]})],
+)
+def test_fields_that_ask_for_nothing_change_nothing(server, path, asked):
+    url, key = server
+
+    def post(**fields):
+        body = {"max_tokens": 6, "seed": 5, **asked, **fields}
+        headers = {"Authorization": f"Bearer {key}"}
+        answer = requests.post(f"{url}/v1/{path}", json=body, headers=headers, timeout=60)
+        assert answer.status_code == 200, (fields, answer.text)
+        (choice,) = answer.json()["choices"]
+        return choice.get("text") or choice["message"]["content"]
+
+    expected = post()
+    others = [("stop", None), ("logit_bias", {"5": 0}), ("logit_bias", None)]
+    for name, value in [*NEUTRAL.items(), *others]:
+        assert post(**{name: value}) == expected, name
+        if name not in ("seed", *asked):
+            assert post(**{name: None}) == expected, name
 
 
 def test_what_a_client_had_sampled_in_a_session_has_the_trainers_log_probabilities(

@@ -88,6 +88,9 @@ class Reply:
     token_texts: Sequence[str] = ()
     """Those of each token, where log-probabilities were asked for."""
 
+    token_bytes: Sequence[bytes] = field(default=(), repr=False)
+    """The same as bytes, which joined are the text's UTF-8: a token may be a part of a character."""
+
     @property
     def message(self) -> dict[str, Any]:
         """As a client gives it back."""

@@ -13,6 +13,7 @@ from onpolicy.agents.gateway.parsing import AnswerParser
 from onpolicy.agents.gateway.rollouter import Agent
 from onpolicy.agents.gateway.server import Gateway
 from onpolicy.agents.gateway.session import SessionRules
+from onpolicy.agents.gateway.token_bytes import bytes_reader
 from onpolicy.chat.template import make_template
 from onpolicy.config.groups.agents import GatewayConfig
 from onpolicy.errors import ConfigError
@@ -72,7 +73,9 @@ def make_gateway(
     rules = SessionRules(
         template=make_template(tokenizer, stop_token_ids, rule=config.chat_drift, options=options),
         parser=AnswerParser(
-            tool_call_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
+            read_bytes=bytes_reader(tokenizer),
         ),
         model_name=config.gateway_model_name,
         most_at_once=config.gateway_parallel_answers,

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from onpolicy.agents.gateway.token_bytes import ReadBytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
@@ -30,6 +32,9 @@ class AnswerParser:
 
     reasoning_parser: str = ""
     """One of SGLang's `--reasoning-parser`; empty: reasoning is text like any other."""
+
+    read_bytes: ReadBytes | None = None
+    """Gives the bytes of tokens; without it they are those of each token's text."""
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Parsed:
         """The parts. An answer in which a parser fails or finds arguments that are no object is text."""

@@ -14,11 +14,12 @@ from onpolicy.trajectory import FinishReason
 def make_reply(
     call: Call, branch: Turns, prompt_ids: Sequence[int], answer: Answer, parser: AnswerParser
 ) -> Reply:
-    """The answer without the token or text that ended it, and what a parser finds in it."""
+    """Return the answer without the token or text that ended it, and what a parser finds in it."""
     name = digest_of(branch.key)[:24]
     text, stopped_by = _shown(call, branch, answer)
     parsed = parser.parse(text, call.tools)
     is_cut = answer.finish_reason == FinishReason.LENGTH
+    texts = [answer.decode([t]) for t in answer.token_ids] if call.log_probs else []
     ending: Ending = "tool_calls" if parsed.calls else "length" if is_cut else "stop"
     return Reply(
         name=name,
@@ -33,8 +34,16 @@ def make_reply(
         prompt_ids=prompt_ids,
         token_ids=answer.token_ids,
         log_probs=answer.log_probs if call.log_probs else (),
-        token_texts=[answer.decode([t]) for t in answer.token_ids] if call.log_probs else (),
+        token_texts=texts,
+        token_bytes=_bytes_of(answer, parser, texts),
     )
+
+
+def _bytes_of(answer: Answer, parser: AnswerParser, texts: Sequence[str]) -> list[bytes]:
+    """Return the bytes of each token of which there is a text."""
+    if texts and parser.read_bytes is not None:
+        return parser.read_bytes(answer.token_ids)
+    return [text.encode() for text in texts]
 
 
 def _shown(call: Call, branch: Turns, answer: Answer) -> tuple[str, str]:

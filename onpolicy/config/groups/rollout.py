@@ -77,6 +77,10 @@ class SamplingConfig:
     rollout_stop_token_ids: Annotated[tuple[int, ...], at_least(0)] = ()
     """Tokens that end a response, besides the checkpoint's end-of-sequence tokens."""
 
+    rollout_stop_at_turn_ends: bool = True
+    """Have the tokenizer's end-of-sequence token end a response too and, in chats, the token with which
+    the chat template ends an answer, where config.json and generation_config.json do not list it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(SamplingConfig):

@@ -25,7 +25,7 @@ from onpolicy.run.launch.prompt_inputs import PromptReader
 from onpolicy.run.launch.push_checks import require_transport
 from onpolicy.run.launch.reward_checks import require_classifier
 from onpolicy.run.launch.rollouters import make_rollouter
-from onpolicy.run.launch.stop_tokens import stop_token_ids
+from onpolicy.run.launch.stop_tokens import stop_tokens_of
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
             tokenizer=tokenizer,
             prompts=PromptSource([], config.seed, shuffle=False),
             eval_sets=sets,
-            stop_token_ids=stop_token_ids(path, hf_config, config.rollout.rollout_stop_token_ids),
+            stop_token_ids=stop_tokens_of(config, hf_config, tokenizer),
         )
         require_fit(path, hf_config, trust)
         spec = rollout_spec(config, hf_config, ladder.contract, inputs.longest_sequence(config))

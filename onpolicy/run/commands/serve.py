@@ -150,7 +150,8 @@ def _sessions(
         return
     path, trust = config.model.hf_checkpoint, config.model.trust_remote_code
     hf_config, tokenizer = load_config(path, trust), load_tokenizer(path, trust)
-    stops, room = stop_token_ids(path, hf_config), hf_config.max_position_embeddings
+    stops = stop_token_ids(path, hf_config, tokenizer=tokenizer)
+    room = hf_config.max_position_embeddings
     options = template_options(config.gateway.chat_template_kwargs)
     api_key, limits = servers[0].spec.api_key, EngineConfig()
     seconds = limits.rollout_request_timeout, limits.rollout_health_timeout

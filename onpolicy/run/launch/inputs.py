@@ -42,7 +42,7 @@ from onpolicy.run.launch.push_checks import require_transport
 from onpolicy.run.launch.replay_checks import read_replayed
 from onpolicy.run.launch.reward_checks import require_classifier
 from onpolicy.run.launch.rollouters import make_rollouter
-from onpolicy.run.launch.stop_tokens import stop_token_ids
+from onpolicy.run.launch.stop_tokens import stop_tokens_of
 from onpolicy.run.launch.teacher_checks import require_teachers
 from onpolicy.token_weights import require_terms
 from onpolicy.train.correction import Corrections
@@ -128,7 +128,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
             tokenizer=tokenizer,
             prompts=PromptSource(prompts, config.seed, config.data.shuffle, parts),
             eval_sets={name: reader.read_set(each) for name, each in config.eval_sets.items()},
-            stop_token_ids=stop_token_ids(path, hf_config, config.rollout.rollout_stop_token_ids),
+            stop_token_ids=stop_tokens_of(config, hf_config, tokenizer),
             replayed=read_replayed(config, prompts),
         )
         require_weights(config, hf_config)

@@ -17,7 +17,7 @@ from onpolicy.config.groups.agents import AgentConfig, is_of_verifiers, template
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.rollout.episodes import Rollouter, SingleTurn
-from onpolicy.run.launch.stop_tokens import stop_token_ids
+from onpolicy.run.launch.stop_tokens import stop_tokens_of
 
 
 def make_rollouter(config: TrainConfig) -> Rollouter:
@@ -46,6 +46,7 @@ def _calling(own: AgentFunction, config: AgentConfig) -> Rollouter:
 
 def _gateway(config: TrainConfig) -> Gateway:
     path, trust = config.model.hf_checkpoint, config.model.trust_remote_code
-    stops = stop_token_ids(path, load_config(path, trust), config.rollout.rollout_stop_token_ids)
+    tokenizer = load_tokenizer(path, trust)
+    stops = stop_tokens_of(config, load_config(path, trust), tokenizer)
     options = template_options(config.data.chat_template_kwargs)
-    return launch.make_gateway(config.agent, load_tokenizer(path, trust), stops, options)
+    return launch.make_gateway(config.agent, tokenizer, stops, options)

@@ -1,39 +1,146 @@
-"""The tokens that end a response, from the checkpoint's files and the user's flag."""
+"""The tokens that end a response: one set for train, eval, sft, the gateway and serve."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from onpolicy.chat.turn_ends import TurnEnds, turn_ends
+from onpolicy.config import TrainConfig
+from onpolicy.config.groups.agents import has_gateway
 from onpolicy.errors import ConfigError
+from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.system.reading import read_json_object
+
+logger = logging.getLogger(__name__)
+
+_OF_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+"""Files of which a checkpoint with a tokenizer has one."""
 
 
 def stop_token_ids(
-    path: str, hf_config: PretrainedConfig, extra: Sequence[int] = ()
+    path: str,
+    hf_config: PretrainedConfig,
+    extra: Sequence[int] = (),
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    of_chats: bool = True,
+    at_turn_ends: bool = True,
 ) -> tuple[int, ...]:
-    """The checkpoint's end-of-sequence tokens and `extra`, in order.
+    """Return the tokens that end a response, in order.
 
+    They are the `eos_token_id` of config.json and of generation_config.json, the tokenizer's
+    end-of-sequence token, which SGLang adds where it serves text and which `sft` teaches after a text,
+    and in chats the tokens with which the chat template ends an assistant's turn. Those that neither
+    file lists are said.
+
+    path: the checkpoint, whose tokenizer is read unless `tokenizer` is given.
+    extra: the user's own tokens.
+    of_chats: whether prompts go through the chat template.
+    at_turn_ends: whether what only the tokenizer and its template say ends a response.
     Raises ConfigError for a token that the model does not have.
     """
-    ids = set(_require_tokens("--rollout-stop-token-ids", extra, hf_config))
-    name = f"--hf-checkpoint={path}"
-    ids |= _require_tokens(f"{name}: config.json: eos_token_id", hf_config.eos_token_id, hf_config)
-    file = Path(path) / "generation_config.json"
+    name, file = f"--hf-checkpoint={path}", Path(path) / "generation_config.json"
+    own = _require_tokens("--rollout-stop-token-ids", extra, hf_config)
+    ids = _require_tokens(f"{name}: config.json: eos_token_id", hf_config.eos_token_id, hf_config)
     if file.is_file():
         eos = read_json_object(file, f"{name}: {file.name}").get("eos_token_id")
         ids |= _require_tokens(f"{name}: {file.name}: eos_token_id", eos, hf_config)
-    return tuple(sorted(ids))
+    if tokenizer is None and any((Path(path) / each).is_file() for each in _OF_TOKENIZERS):
+        tokenizer = load_tokenizer(path)
+    if tokenizer is not None:
+        more = _ends_of_tokenizer(tokenizer, name, hf_config, of_chats)
+        ends_there = "responses end there too" if at_turn_ends else "no response ends there"
+        for how, tokens in more.items():
+            if unlisted := tokens - ids - own:
+                _say_unlisted(
+                    name, f"{_shown(tokenizer, unlisted)}, with which {how}: {ends_there}"
+                )
+        ids |= set().union(*more.values()) if at_turn_ends else set()
+    if not ids | own:
+        _warn(
+            f"{name}: no token ends a response, so each goes on to its longest length. Put the model's "
+            "end-of-sequence token into generation_config.json as eos_token_id."
+        )
+    return tuple(sorted(ids | own))
+
+
+def stop_tokens_of(
+    config: TrainConfig, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, ...]:
+    """Return the tokens that end a response of a run, whose prompts are chats or text."""
+    path, of_chats = config.model.hf_checkpoint, _asks_in_chats(config)
+    own = config.rollout.rollout_stop_token_ids
+    ids = stop_token_ids(
+        path,
+        hf_config,
+        own,
+        tokenizer,
+        of_chats=of_chats,
+        at_turn_ends=config.rollout.rollout_stop_at_turn_ends,
+    )
+    ends = turn_ends(tokenizer) or TurnEnds()
+    if not of_chats and (left := {*ends.token_ids} - {*ids}):
+        logger.info(
+            "%s has a chat template, which ends an answer with %s. The prompts are text, so no response "
+            "ends there. If they are chats, add --apply-chat-template, or --rollout-stop-token-ids %s.",
+            *(path, _shown(tokenizer, left), " ".join(map(str, sorted(left)))),
+        )
+    return ids
+
+
+def _asks_in_chats(config: TrainConfig) -> bool:
+    return config.data.apply_chat_template or has_gateway(config.agent)
+
+
+def _ends_of_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, name: str, hf_config: PretrainedConfig, of_chats: bool
+) -> dict[str, set[int]]:
+    """Return the tokens by what they end, as words of a message."""
+    eos = tokenizer.eos_token_id
+    of_text = _require_tokens(f"{name}: the tokenizer's eos_token_id", eos, hf_config)
+    found = {"the tokenizer ends a text": of_text}
+    ends = turn_ends(tokenizer) if of_chats else None
+    if ends is None:
+        return found
+    if ends.text:
+        _warn(
+            f"{name}: the chat template ends an answer with the text {ends.text[:40]!r}, which is no "
+            "token of the tokenizer, so no response ends there. Make it one token of the tokenizer, or "
+            "have the template end an answer with the end-of-sequence token."
+        )
+    of_turns = _require_tokens(f"{name}: the chat template's end", ends.token_ids, hf_config)
+    return {**found, "the chat template ends an answer": of_turns - of_text}
+
+
+def _shown(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> str:
+    return ", ".join(f"{tokenizer.convert_ids_to_tokens(x)} ({x})" for x in sorted(tokens))
+
+
+def _say_unlisted(name: str, what: str) -> None:
+    _warn(
+        f"{name}: eos_token_id of config.json and generation_config.json does not list {what}. List it "
+        "in generation_config.json, so that other tools know it (--rollout-stop-at-turn-ends says what "
+        "a run does)."
+    )
+
+
+@cache
+def _warn(message: str) -> None:
+    """Say it once: several parts of a run ask for its stop tokens."""
+    logger.warning("%s", message)
 
 
 def _require_tokens(name: str, tokens: Any, config: PretrainedConfig) -> set[int]:
-    """The tokens that `name`, a flag or a field of a file, gives: one, several, or None."""
+    """Return the tokens that `name`, a flag or a field of a file, gives: one, several, or None."""
     given = list(tokens) if isinstance(tokens, (list, tuple)) else [tokens] * (tokens is not None)
     for token in given:
-        if not isinstance(token, int) or not 0 <= token < config.vocab_size:
+        if type(token) is not int or not 0 <= token < config.vocab_size:
             raise ConfigError(
                 f"{name}={token!r}: the model's tokens are 0 to {config.vocab_size - 1}. Correct it."
             )

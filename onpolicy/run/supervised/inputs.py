@@ -69,7 +69,9 @@ def read_inputs(config: SftConfig) -> SftInputs:
         load_examples,
         config=data,
         tokenizer=tokenizer,
-        stop_token_ids=stop_token_ids(path, hf_config),
+        stop_token_ids=stop_token_ids(
+            path, hf_config, tokenizer=tokenizer, of_chats=data.apply_chat_template
+        ),
         max_tokens=longest,
     )
     examples = load(data.prompt_data, flag="--prompt-data")

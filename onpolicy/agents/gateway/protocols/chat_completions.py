@@ -137,8 +137,10 @@ def log_probs(reply: Reply) -> dict[str, Any]:
     """Those of the sampled tokens, which have no alternatives."""
     return {
         "content": [
-            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, value in zip(reply.token_texts, reply.log_probs, strict=True)
+            {"token": text, "logprob": value, "bytes": list(part), "top_logprobs": []}
+            for text, value, part in zip(
+                reply.token_texts, reply.log_probs, reply.token_bytes, strict=True
+            )
         ],
         "refusal": None,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Any
 
 from onpolicy.agents.gateway.calls import Call, Reply
@@ -11,6 +10,7 @@ from onpolicy.agents.gateway.errors import RefusedError, invalid
 from onpolicy.agents.gateway.fields import Fields
 from onpolicy.agents.gateway.protocols import Event
 from onpolicy.agents.gateway.protocols.parts import ALWAYS_SENT, CREATED, usage
+from onpolicy.agents.gateway.token_bytes import offsets
 from onpolicy.types import SamplingParams
 
 PATH = "/completions"
@@ -80,12 +80,11 @@ def _choice(call: Call, index: int, reply: Reply) -> dict[str, Any]:
 
 
 def _log_probs(reply: Reply) -> dict[str, Any]:
-    lengths = [len(text) for text in reply.token_texts]
     return {
         "tokens": list(reply.token_texts),
         "token_logprobs": list(reply.log_probs),
         "top_logprobs": None,
-        "text_offset": list(accumulate(lengths, initial=0))[:-1],
+        "text_offset": list(offsets(reply.token_bytes)),
     }
 
 

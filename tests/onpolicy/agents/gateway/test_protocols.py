@@ -314,3 +314,14 @@ def unanswered(act, **more):
     with pytest.raises(AgentError):
         through(kept, **more)
     return found[0]
+
+
+def test_a_client_gets_the_bytes_of_tokens_and_not_those_of_their_text():
+    async def act(ours, theirs, opened):
+        return await ours.chat.completions.create(messages=HI, logprobs=True, **MODEL)
+
+    parts = [b"\xe8", b"\xaa", b"\x9e"]
+    for read_bytes, expected in ((None, b"yes"), (lambda ids: (parts * 2)[: len(ids)], b"")):
+        _, answer = through(act, parser=AnswerParser(read_bytes=read_bytes))
+        found = [bytes(each.bytes) for each in answer.choices[0].logprobs.content]
+        assert b"".join(found).startswith(expected or b"".join(parts))

@@ -1,0 +1,117 @@
+"""Where a chat template ends an assistant's turn, found by rendering an answer that holds a mark.
+
+What a template writes after an answer says at which token a policy has finished it. The end-of-sequence
+tokens of a checkpoint's files leave that token out often enough: a base model that was given a chat
+template, a generation_config.json copied from the base, an end that only calls of tools have.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+_MARK = "(the end of this answer)"
+_NEXT = "(the words of the next message)"
+_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+_CALL_ID = "call00001"
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnEnds:
+    """How a chat template ends the turns of an assistant."""
+
+    token_ids: tuple[int, ...] = ()
+    """The token that ends an answer and, where it is another one, the token that ends a call of a tool.
+    Where nothing stands after an answer, as in GLM's templates, the marker of the next turn."""
+
+    text: str = ""
+    """What stands there instead if it is text, which no token of the tokenizer stands for."""
+
+
+def turn_ends(tokenizer: PreTrainedTokenizerBase) -> TurnEnds | None:
+    """Return how the tokenizer's chat template ends the turns of an assistant.
+
+    None: there is no template, or it refuses a chat of a question and an answer, or leaves the answer
+    out. A marker that stands only where a chat is over is passed over if another one stands also where
+    it goes on: Phi-3 writes `<|end|>` after each answer and `<|endoftext|>` after the last message. One
+    that stands only where a chat goes on is no end: GPT-OSS ends an answer with `<|return|>`, and
+    writes `<|end|>` in its place afterwards.
+    """
+    closing = _after_mark(tokenizer, [([*chat], ()) for chat in _answered()])
+    if closing is None:
+        return None
+    following = {"role": "user", "content": _NEXT}
+    goes_on = _after_mark(tokenizer, [([*chat, following], ()) for chat in _answered()]) or ""
+    between, is_special = goes_on.partition(_NEXT)[0], _special(tokenizer)
+    closes, begins_next = _markers(tokenizer, closing), _markers(tokenizer, between)
+    shared = [token for token in closes if token in begins_next] or closes or begins_next
+    if not shared:
+        return TurnEnds(text=closing.strip() or between.strip())
+    end = next((token for token in shared if token in is_special), shared[0])
+    return TurnEnds(token_ids=tuple(dict.fromkeys([end, *_call_end(tokenizer, end, is_special)])))
+
+
+def _call_end(tokenizer: PreTrainedTokenizerBase, end: int, is_special: set[int]) -> Iterator[int]:
+    """Yield the token that ends a call, if it is not the one that ends an answer.
+
+    It is a special one: `</tool_call>`, which may be an added token too, is followed by further calls.
+    """
+    closing = _after_mark(tokenizer, [(chat, [_TOOL]) for chat in _calling()])
+    if closing is None or end in (closes := _markers(tokenizer, closing)):
+        return
+    result = {"role": "tool", "tool_call_id": _CALL_ID, "name": "f", "content": _NEXT}
+    goes_on = _after_mark(tokenizer, [([*chat, result], [_TOOL]) for chat in _calling()]) or ""
+    begins_next = _markers(tokenizer, goes_on.partition(_NEXT)[0])
+    yield from [token for token in closes if token in is_special][-1:] or [
+        token for token in begins_next if token in is_special
+    ][:1]
+
+
+def _answered() -> Iterator[list[Message]]:
+    """Yield chats that end with a marked answer; some templates want a system's message."""
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
+    yield chat
+    yield [{"role": "system", "content": "?"}, *chat]
+
+
+def _calling() -> Iterator[list[Message]]:
+    """Yield chats that end with a call whose argument is the mark: an object, or its JSON as text."""
+    for arguments in ({"x": _MARK}, json.dumps({"x": _MARK})):
+        function = {"name": "f", "arguments": arguments}
+        call = {"type": "function", "id": _CALL_ID, "function": function}
+        message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        yield [{"role": "user", "content": "?"}, message]
+
+
+def _after_mark(
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Iterable[tuple[list[Message], Sequence[dict[str, Any]]]],
+) -> str | None:
+    """Return what stands after the mark in the first chat that the template takes and writes whole."""
+    for messages, tools in chats:
+        try:
+            text = tokenizer.apply_chat_template(
+                messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=False
+            )
+        except Exception:  # a template is a program of the checkpoint's
+            continue
+        if isinstance(text, str) and _MARK in text:
+            return text[text.rindex(_MARK) + len(_MARK) :]
+    return None
+
+
+def _markers(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the tokens in a text that no ordinary text is made of, in order."""
+    markers = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    return [x for x in tokenizer.encode(text, add_special_tokens=False) if x in markers]
+
+
+def _special(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    added = tokenizer.added_tokens_decoder
+    return {token for token, each in added.items() if each.special} | {*tokenizer.all_special_ids}

@@ -1,0 +1,54 @@
+"""Lets OpenAI's endpoints take values that ask for nothing, and a limit of no token. In every contract.
+
+Stock SGLang refuses null where OpenAI says that it may stand for the default, and `max_tokens` of 0 on
+/v1/completions, with which `echo` scores a text, as lm-evaluation-harness asks.
+Source: CompletionRequest and ChatCompletionRequest, sglang/srt/entrypoints/openai/protocol.py. Can go
+when SGLang takes both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_patches import registry
+
+READ = "sglang.srt.entrypoints.openai.protocol._migrate_deprecated_dp_rank"
+"""What both requests hand the fields of a body to before they look at them."""
+
+CONVERT = (
+    "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion"
+    "._convert_to_internal_request"
+)
+
+LISTED = "sglang.srt.entrypoints.openai.utils.to_openai_style_logprobs"
+
+
+def install() -> None:
+    registry.hook(READ, _leave_out_neutral, "after")
+    registry.hook(CONVERT, _sample_nothing, "after")
+    registry.hook(LISTED, _of_tokens_alone, "after")
+
+
+def _leave_out_neutral(fields: Any, *_: Any) -> Any:
+    """Return the fields that ask for something; the body that FastAPI has read stays as it is."""
+    if not isinstance(fields, dict):
+        return fields
+    given = {name: value for name, value in fields.items() if value is not None}
+    if "prompt" in given and type(given.get("max_tokens")) is int and given["max_tokens"] == 0:
+        given["max_tokens"] = 1  # until it has been read
+    return given
+
+
+def _sample_nothing(
+    converted: tuple[Any, Any], _: Any, request: Any, raw_request: Any = None
+) -> tuple[Any, Any]:
+    body = getattr(raw_request, "_json", None)
+    if isinstance(body, dict) and type(body.get("max_tokens")) is int and body["max_tokens"] == 0:
+        converted[0].sampling_params["max_new_tokens"] = 0
+    return converted
+
+
+def _of_tokens_alone(listed: Any, *_: Any, **__: Any) -> Any:
+    """Leave out the alternatives of a token that was not asked for."""
+    listed.top_logprobs = listed.top_logprobs[: len(listed.tokens)]
+    return listed
