@@ -217,7 +217,12 @@ class Run:
         kept = train_samples.worth_training(groups, self.config)
         metrics = {"rollout/num_filtered_groups": float(len(groups) - len(kept))}
         if not kept:
-            logger.warning("rollout %d: all groups have equal rewards; nothing to learn from", step)
+            why = (
+                "no group has rewards that differ"
+                if any(g.rewards for g in groups)
+                else "no rewards"
+            )
+            logger.warning("rollout %d: %s; nothing to learn from", step, why)
             return metrics
         self.engines.make_room()
         self.journal.on_training(step, groups)

@@ -30,7 +30,7 @@ from onpolicy.run.saving.checkpoint import Checkpoint
 from onpolicy.system.records import checked
 from onpolicy.token_weights import by_term
 from onpolicy.trajectory import FinishReason
-from onpolicy.types import Prompt, Sample, SampleGroup
+from onpolicy.types import UNSCORED, Prompt, Sample, SampleGroup
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ def _sample(sample: Sample) -> dict[str, Any]:
         "index": sample.sample_index,
         "trajectory": write(sample.trajectory),
         "response": sample.response,
-        "reward": sample.reward,
+        "reward": None if sample.has_failed else sample.reward,
         "reward_parts": sample.reward_parts,
         "has_failed": sample.has_failed,
         "is_rewarded": sample.is_rewarded,
@@ -255,14 +255,17 @@ def _read_sample(prompt: Prompt, record: records.Sample) -> Sample:
     for name, numbers in [("token_rewards", record["token_rewards"]), *weights.items()]:
         if numbers is not None and len(numbers) != count:
             raise ValueError(f"{name}={len(numbers)} numbers: {count} tokens are sampled")
+    reward, has_failed = record["reward"], record.get("has_failed", False)
+    if reward is None and not has_failed:
+        raise ValueError("reward=None: it is that of a sample that could not be scored")
     return Sample(
         prompt=prompt,
         sample_index=record["index"],
         trajectory=read(record["trajectory"]),
         response=record["response"],
-        reward=record["reward"],
+        reward=UNSCORED if reward is None or has_failed else reward,
         reward_parts=record["reward_parts"],
-        has_failed=record.get("has_failed", False),
+        has_failed=has_failed,
         is_rewarded=record["is_rewarded"],
         token_rewards=record["token_rewards"],
         token_weights=weights,
