@@ -10,6 +10,7 @@ import pytest
 
 from onpolicy.errors import ConfigError, RewardError
 from onpolicy.rewards import endpoint
+from tests.support.samples import rewards_of
 from tests.support.samples import to_score as sample
 
 MISDEEDS = {
@@ -98,7 +99,7 @@ def test_samples_are_sent_in_batches_and_scored_in_their_order(remote, service):
     metrics = remote(rm_batch_size=2, rm_api_key="K").score([samples[:3], samples[3:]])
     assert [s.reward for s in samples] == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert samples[0].reward_parts == {"is_short": 1.0}
-    assert metrics == {"rollout/reward_timeouts": 0.0, "rollout/reward_errors": 0.0}
+    assert not any(metrics.values())
     assert sorted(len(body["samples"]) for body in service.asked) == [1, 2, 2]
     assert service.keys == {"Bearer K"}
     first = next(b for b in service.asked if b["samples"][0]["response"] == "x")["samples"][0]
@@ -119,11 +120,11 @@ def test_what_may_pass_is_asked_again(remote, service):
         remote(rm_retries=1, rm_max_error_rate=0.0).score([[sample("busy again")]])  # fmt: skip
 
 
-def test_what_fails_scores_0_and_is_counted(remote, service, caplog):
+def test_what_fails_has_no_reward_and_is_counted(remote, service, caplog):
     samples = [sample(word) for word in MISDEEDS] + [sample("good")]
     rule = remote(rm_batch_size=1, rm_retries=1, rm_breaker=99, rm_max_error_rate=0.9)
     metrics = rule.score([samples])
-    assert [s.reward for s in samples] == [0.0] * len(MISDEEDS) + [4.0]
+    assert rewards_of(samples) == [None] * len(MISDEEDS) + [4.0]
     assert metrics["rollout/reward_errors"] == len(MISDEEDS)
     assert "9 of 10 samples could not be scored" in caplog.text
     assert "HTTP 403: who are you?" in caplog.text
@@ -205,7 +206,7 @@ def test_the_last_verdict_of_a_judge_is_the_reward(judge, service):
 def test_a_judge_without_a_verdict_has_failed(judge):
     samples = [sample(text) for text in ("I like it", "empty", "score 1", "score: 2")]
     metrics = judge(rewards=("judge=0.5", "exact"), rm_max_error_rate=0.5).score([samples])
-    assert [s.reward for s in samples] == [0.0, 0.0, 0.5, 1.0]
+    assert rewards_of(samples) == [None, None, 0.5, 1.0]
     assert metrics["rollout/reward_errors"] == 2
     message = "2 of 4 .* was answered with 'I like it': no --judge-verdict is in it"
     with pytest.raises(RewardError, match=message):
