@@ -217,11 +217,8 @@ class Run:
         kept = train_samples.worth_training(groups, self.config)
         metrics = {"rollout/num_filtered_groups": float(len(groups) - len(kept))}
         if not kept:
-            why = (
-                "no group has rewards that differ"
-                if any(g.rewards for g in groups)
-                else "no rewards"
-            )
+            scored = any(group.rewards for group in groups)
+            why = "all groups have equal rewards" if scored else "no sample could be scored"
             logger.warning("rollout %d: %s; nothing to learn from", step, why)
             return metrics
         self.engines.make_room()

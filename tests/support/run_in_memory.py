@@ -22,7 +22,7 @@ from onpolicy.run.launch.inputs import EvalPrompts, Inputs
 from onpolicy.run.launch.replay_checks import read_replayed
 from onpolicy.run.restarts import train_through_losses
 from onpolicy.run.run import Run
-from onpolicy.types import Prompt, Sample, SampleGroup
+from onpolicy.types import UNSCORED, Prompt, Sample, SampleGroup
 from tests.support.engines_in_memory import Host
 from tests.support.tiny import make_tokenizer
 from tests.support.tiny_policy import ALIGNED, END, STOCK
@@ -57,7 +57,8 @@ def interrupted_at(step: int, kind: type[Run] = Run) -> type[Run]:
     return InterruptedRun
 
 
-Reward = Callable[[Sample], float]
+Reward = Callable[[Sample], float | None]
+"""None: the sample cannot be scored."""
 
 
 def even_tokens(sample: Sample) -> float:
@@ -72,9 +73,13 @@ class ScorerInMemory:
         self.reward = reward
 
     def score(self, groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
+        num_unscored = 0.0
         for sample in chain.from_iterable(groups):
-            sample.reward = self.reward(sample)
-        return {"rollout/reward_timeouts": 0.0, "rollout/reward_errors": 0.0}
+            reward = self.reward(sample)
+            sample.has_failed = reward is None
+            sample.reward = UNSCORED if reward is None else reward
+            num_unscored += sample.has_failed
+        return {"rollout/reward_timeouts": 0.0, "rollout/num_unscored": num_unscored}
 
     def connect(self) -> None:
         pass

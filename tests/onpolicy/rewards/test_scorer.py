@@ -57,9 +57,7 @@ def test_a_prompt_may_name_its_rule_in_place_of_the_runs(scorer):
 
 def test_a_function_of_ones_own_may_return_parts_and_a_hanging_one_is_ended(scorer):
     samples = [sample("abc"), sample("hang"), sample("spin"), sample("abcd")]
-    rule = scorer(
-        function="length_or_hang", rm_time_limit=0.1, rm_workers=2, rm_max_error_rate=0.5
-    )
+    rule = scorer(function="length_or_hang", rm_time_limit=0.1, rm_workers=2, rm_max_error_rate=0.5)
     metrics = rule.score([samples])
     assert rewards_of(samples) == [3.0, None, None, 4.0]
     assert samples[3].reward_parts == {"half": 2.0}
@@ -92,7 +90,9 @@ def test_what_fails_has_no_reward_is_counted_and_ends_no_worker_for_good(scorer,
             "rollout/num_unscored": float(len(MISDEEDS)),
             "rollout/reward_repeats": 2.0,  # of what ends its process
         }
-    assert caplog.text.count("11 of 13 samples could not be scored; nothing is learnt from them") == 2
+    assert (
+        caplog.text.count("11 of 13 samples could not be scored; nothing is learnt from them") == 2
+    )
     assert caplog.text.count("ZeroDivisionError: division by zero\n") == 1  # one traceback
     assert "prompt 0, sample 0, label '42', response 'raises'" in caplog.text
 

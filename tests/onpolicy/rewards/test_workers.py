@@ -132,7 +132,9 @@ def test_a_call_that_uses_its_processor_time_up_is_late_and_the_run_ends_beyond_
     assert rewards_of(samples) == [None, None, 1.0, 1.0]
     assert metrics["rollout/reward_timeouts"] == metrics["rollout/reward_repeats"] == 2
     assert "run in which they can be scored has another hash" in caplog.text
-    message = r"2 of 4 .* more than --rm-max-error-rate=0\.4 .* no result within --rm-time-limit=0\.2"
+    message = (
+        r"2 of 4 .* more than --rm-max-error-rate=0\.4 .* no result within --rm-time-limit=0\.2"
+    )
     with pytest.raises(RewardError, match=message):
         scorer(**given, rm_max_error_rate=0.4).score([samples])
 
@@ -140,9 +142,7 @@ def test_a_call_that_uses_its_processor_time_up_is_late_and_the_run_ends_beyond_
 def test_a_call_that_waits_for_ever_ends_by_the_clock(scorer, monkeypatch):
     monkeypatch.setattr(worker_process, "WALL_FACTOR", 2.0)
     samples = [sample("hang"), sample("abc")]
-    rule = scorer(
-        function="length_or_hang", rm_time_limit=0.1, rm_workers=1, rm_max_error_rate=0.5
-    )
+    rule = scorer(function="length_or_hang", rm_time_limit=0.1, rm_workers=1, rm_max_error_rate=0.5)
     metrics = rule.score([samples])
     assert rewards_of(samples) == [None, 3.0]
     assert metrics["rollout/reward_timeouts"] == 1
