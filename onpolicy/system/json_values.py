@@ -46,15 +46,21 @@ def json_value(value: Any) -> Any:
         return to_jsonable_python(value)
     except (PydanticSerializationError, TypeError, ValueError) as error:
         kind = type(value).__name__
-        raise ValueError(f"{value!r:.80}: JSON has no word for a value of type {kind}") from error
+        raise ValueError(
+            f"{value!r:.80}: a value of type {kind} is not JSON serializable"
+        ) from error
 
 
 def default(value: Any) -> Any:
     """Return what `json.dumps` is to write of a value that it does not know, as its argument `default`.
 
-    It leaves NaN as it is, for whoever refuses it. Raises ValueError as `json_value`.
+    It leaves NaN as it is, for whoever refuses it. Raises TypeError where `json_value` raises
+    ValueError, as JSON encoders do.
     """
-    return value.tolist() if hasattr(value, "tolist") else json_value(value)
+    try:
+        return value.tolist() if hasattr(value, "tolist") else json_value(value)
+    except ValueError as error:
+        raise TypeError(str(error)) from error
 
 
 def _key(key: Any) -> str:

@@ -1,9 +1,12 @@
 """What scores over HTTP (remote_rm, judge), at a server that fails in every way there is."""
 
 import json
+import math
 import threading
 from collections import Counter
 from dataclasses import replace
+from datetime import datetime
+from decimal import Decimal
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -107,6 +110,29 @@ def test_samples_are_sent_in_batches_and_scored_in_their_order(remote, service):
         "prompt": "", "response": "x", "label": "7", "metadata": {"hint": "a"},
         "finish_reason": "stop", "prompt_index": 0, "sample_index": 0,
     }  # fmt: skip
+
+
+def test_columns_that_json_has_no_word_for_are_sent_as_text_and_no_number_as_null(remote, service):
+    columns = {"made": datetime(2024, 5, 1), "gap": math.nan, "price": Decimal("1.10"), "raw": b"a"}
+    remote().try_out(sample("", **columns).prompt)
+    remote().score([[sample("good", **columns)]])
+    said = {"made": "2024-05-01T00:00:00", "gap": None, "price": "1.10", "raw": "YQ=="}
+    assert [body["samples"][0]["metadata"] for body in service.asked] == [said, said]
+
+
+def test_a_column_that_no_strict_service_takes_is_refused_by_name_before_the_start(
+    remote, scorer, service
+):
+    prompts = [sample("").prompt, sample("", width=math.inf).prompt]
+    message = (
+        r"data.jsonl: prompt 0, column 'width': inf: .* --rm-type=remote_rm is sent all .*text"
+    )
+    with pytest.raises(ConfigError, match=message):
+        remote().check_labels(prompts, "data.jsonl")
+    scorer(rm_type="exact").check_labels(prompts, "data.jsonl")
+    (failed,) = asked = [sample("good", width=math.inf)]
+    metrics = remote(rm_max_error_rate=1.0).score([asked])  # such as an episode's own prompt
+    assert failed.has_failed and metrics["rollout/reward_errors"] == 1 and service.asked == []
 
 
 def test_what_may_pass_is_asked_again(remote, service):

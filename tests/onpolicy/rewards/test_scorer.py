@@ -12,7 +12,6 @@ from tests.onpolicy.rewards.reward_functions import MISDEEDS
 from tests.support.samples import rewards_of
 from tests.support.samples import to_score as sample
 
-
 NOTHING_FAILED = {
     "rollout/reward_timeouts": 0.0, "rollout/reward_errors": 0.0, "rollout/reward_repeats": 0.0,
     "rollout/num_unscored": 0.0,
