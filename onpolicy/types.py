@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from math import nan
 from statistics import mean
 from typing import Any, Literal
 
@@ -111,11 +110,6 @@ class LearntTokens:
     where it was rejected. A correction of the user's own is not part of it."""
 
 
-UNSCORED = nan
-"""The reward of a sample that could not be scored. Whatever computes with it by mistake has no number
-either: being slow or broken is not a wrong answer."""
-
-
 @dataclass(slots=True, kw_only=True)
 class Sample:
     """A prompt, a trajectory of an episode that answers it, and what became of it."""
@@ -138,8 +132,6 @@ class Sample:
     """What was sampled, as text."""
 
     reward: float = 0.0
-    """UNSCORED if it could not be scored."""
-
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Further numbers a reward function returned; logged under their names."""
 
@@ -148,7 +140,7 @@ class Sample:
     does not say."""
 
     has_failed: bool = False
-    """Whether it could not be scored, since what was to score it failed or was late."""
+    """Whether it could not be scored: its reward is NaN then, which nothing may compute with."""
 
     is_rewarded: bool = False
     """Whether the episode said its reward itself, so that no reward function is asked."""
@@ -242,12 +234,6 @@ class SampleGroup:
     def scored_episodes(self) -> list[list[Sample]]:
         """The episodes that have a reward: an episode of which one trajectory has none has none."""
         return [each for each in self.episodes if not any(sample.has_failed for sample in each)]
-
-    @property
-    def num_unscored(self) -> int:
-        """The samples that could not be scored, its greedy answer among them."""
-        greedy = [] if self.greedy is None else [self.greedy]
-        return sum(sample.has_failed for sample in [*self.samples, *greedy])
 
     @property
     def rewards(self) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 
@@ -17,7 +18,7 @@ from onpolicy.rewards.remote_rm import RemoteReward, check_metadata
 from onpolicy.rewards.workers import Workers
 from onpolicy.token_weights import TOKEN_WEIGHTS
 from onpolicy.trajectory import Completion, FinishReason, Trajectory
-from onpolicy.types import UNSCORED, Prompt, Sample
+from onpolicy.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +203,7 @@ class Scorer:
             if not (is_one and name == "score")
         }
         if sample.has_failed:
-            sample.reward = UNSCORED
+            sample.reward = math.nan
         elif is_one:
             (numbers,) = said.values()
             sample.reward = numbers["score"]

@@ -25,7 +25,7 @@ def eval_metrics(
     nothing, where episodes are a function's.
     """
     found = {} if num_failed is None else {"num_failed_episodes": num_failed}
-    if num_unscored := sum(group.num_unscored for group in groups):
+    if num_unscored := sum(sample.has_failed for group in groups for sample in group.samples):
         found["num_unscored"] = float(num_unscored)
     if scored := [group for group in groups if group.rewards]:
         found |= _of_rewards(scored, count)

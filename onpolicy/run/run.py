@@ -217,9 +217,7 @@ class Run:
         kept = train_samples.worth_training(groups, self.config)
         metrics = {"rollout/num_filtered_groups": float(len(groups) - len(kept))}
         if not kept:
-            scored = any(group.rewards for group in groups)
-            why = "all groups have equal rewards" if scored else "no sample could be scored"
-            logger.warning("rollout %d: %s; nothing to learn from", step, why)
+            logger.warning("rollout %d: %s", step, train_samples.why_nothing_is_learnt(groups))
             return metrics
         self.engines.make_room()
         self.journal.on_training(step, groups)

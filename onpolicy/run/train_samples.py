@@ -31,6 +31,13 @@ def has_signal(group: SampleGroup) -> bool:
     return len({*group.rewards, *greedy}) > 1
 
 
+def why_nothing_is_learnt(groups: Sequence[SampleGroup]) -> str:
+    """Return what is wrong with groups of which none is worth training."""
+    scored = any(group.rewards for group in groups)
+    why = "all groups have equal rewards" if scored else "no sample could be scored"
+    return f"{why}; nothing to learn from"
+
+
 def _learnt(group: SampleGroup) -> list[list[Sample]]:
     """Return the episodes of a group that are learnt from: those that could be scored, and none if the
     greedy answer that they are compared with could not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -22,7 +23,7 @@ from onpolicy.run.launch.inputs import EvalPrompts, Inputs
 from onpolicy.run.launch.replay_checks import read_replayed
 from onpolicy.run.restarts import train_through_losses
 from onpolicy.run.run import Run
-from onpolicy.types import UNSCORED, Prompt, Sample, SampleGroup
+from onpolicy.types import Prompt, Sample, SampleGroup
 from tests.support.engines_in_memory import Host
 from tests.support.tiny import make_tokenizer
 from tests.support.tiny_policy import ALIGNED, END, STOCK
@@ -77,7 +78,7 @@ class ScorerInMemory:
         for sample in chain.from_iterable(groups):
             reward = self.reward(sample)
             sample.has_failed = reward is None
-            sample.reward = UNSCORED if reward is None else reward
+            sample.reward = math.nan if reward is None else reward
             num_unscored += sample.has_failed
         return {"rollout/reward_timeouts": 0.0, "rollout/num_unscored": num_unscored}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from onpolicy.run.saving.checkpoint import Checkpoint
 from onpolicy.system.records import checked
 from onpolicy.token_weights import by_term
 from onpolicy.trajectory import FinishReason
-from onpolicy.types import UNSCORED, Prompt, Sample, SampleGroup
+from onpolicy.types import Prompt, Sample, SampleGroup
 
 logger = logging.getLogger(__name__)
 
@@ -263,7 +264,7 @@ def _read_sample(prompt: Prompt, record: records.Sample) -> Sample:
         sample_index=record["index"],
         trajectory=read(record["trajectory"]),
         response=record["response"],
-        reward=UNSCORED if reward is None or has_failed else reward,
+        reward=math.nan if reward is None or has_failed else reward,
         reward_parts=record["reward_parts"],
         has_failed=has_failed,
         is_rewarded=record["is_rewarded"],
