@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing
+import os
 import signal
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -37,6 +39,7 @@ def serve(link: Connection, names: Sequence[str], paths: Sequence[str], flag: st
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     # A daemon may have no children of its own, which a function may want.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    threading.Thread(target=_end_with_the_run, daemon=True).start()
     load(names, paths, flag)
     try:
         link.send("ready")
@@ -48,6 +51,14 @@ def serve(link: Connection, names: Sequence[str], paths: Sequence[str], flag: st
             link.send(result)
     except (EOFError, OSError):
         return  # the run has closed its end, or is gone
+
+
+def _end_with_the_run() -> None:
+    """End this process when the run's is gone, whatever a function waits for."""
+    run = multiprocessing.parent_process()
+    assert run is not None
+    run.join()
+    os._exit(1)
 
 
 def load(names: Sequence[str], paths: Sequence[str], flag: str) -> None:

@@ -129,7 +129,7 @@ def misfits(sample):
 
 
 def signals_and_hangs(sample):
-    Path(sample.prompt.metadata["started"]).write_text("yes")
+    Path(sample.prompt.metadata["started"]).write_text(str(os.getpid()))
     time.sleep(600)
 
 

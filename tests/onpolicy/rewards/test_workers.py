@@ -6,15 +6,21 @@ and #97 (a worker that is killed breaks the pool, or locks it up), compose-rl#14
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from multiprocessing import active_children
+from pathlib import Path
 
+import psutil
 import pytest
 
 from onpolicy.config.groups import RewardConfig
 from onpolicy.errors import RewardError
 from onpolicy.rewards import worker_process
 from onpolicy.rewards.workers import Workers
+from tests.support.processes import is_gone
 from tests.support.samples import rewards_of
 from tests.support.samples import to_score as sample
 
@@ -62,6 +68,33 @@ def test_closing_ends_a_worker_in_the_middle_of_a_call(scorer, tmp_path):
     (tmp_path / "started").read_bytes()
     rule.close()
     assert scoring() == []
+
+
+RUN = """
+import sys
+from onpolicy.config.groups import RewardConfig
+from onpolicy.rewards.workers import Workers
+from tests.support.samples import to_score
+if __name__ == "__main__":
+    rule = "reward_functions.signals_and_hangs"
+    workers = Workers(RewardConfig(custom_rm_path=rule), [rule], count=1)
+    workers.ask(rule, [[to_score("", started=sys.argv[1])]])()
+"""
+
+
+def test_a_worker_that_waits_in_a_function_ends_with_a_run_that_is_killed(tmp_path):
+    os.mkfifo(tmp_path / "started")
+    (tmp_path / "run.py").write_text(RUN)
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    command = [sys.executable, tmp_path / "run.py", tmp_path / "started"]
+    run = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths})
+    pid = int((tmp_path / "started").read_text())
+    worker = psutil.Process(pid)
+    assert worker.parent().pid == run.pid
+    run.kill()
+    run.wait()
+    while not is_gone(worker):
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
@@ -122,21 +155,22 @@ def test_a_worker_that_was_stopped_for_longer_than_the_limit_is_not_late(
     assert said["score"] == 1.0
 
 
-def test_a_call_that_uses_its_processor_time_up_is_late_and_the_run_ends_beyond_the_limit(
-    scorer, caplog
+def test_a_call_that_uses_its_processor_time_up_is_late_and_ends_the_run_beyond_the_limit(
+    scorer, caplog, monkeypatch
 ):
     """The control of the test above; a computation in C that no signal handler interrupts ends too."""
-    samples = [sample(name) for name in ("spins", "spins in C", "good", "good")]
-    given = {"function": "spins", "rm_time_limit": 0.2, "rm_workers": 2}
+    monkeypatch.setattr(worker_process, "WALL_FACTOR", 1000.0)
+    given = {"function": "spins", "rm_time_limit": 0.2, "rm_workers": 1}
+    samples = [sample("spins in C"), sample("good")]
     metrics = scorer(**given, rm_max_error_rate=0.5).score([samples])
-    assert rewards_of(samples) == [None, None, 1.0, 1.0]
-    assert metrics["rollout/reward_timeouts"] == metrics["rollout/reward_repeats"] == 2
+    assert rewards_of(samples) == [None, 1.0]
+    assert metrics["rollout/reward_timeouts"] == metrics["rollout/reward_repeats"] == 1
     assert "run in which they can be scored has another hash" in caplog.text
     message = (
-        r"2 of 4 .* more than --rm-max-error-rate=0\.4 .* no result within --rm-time-limit=0\.2"
+        r"1 of 1 .* more than --rm-max-error-rate=0\.4 .* no result within --rm-time-limit=0\.2"
     )
     with pytest.raises(RewardError, match=message):
-        scorer(**given, rm_max_error_rate=0.4).score([samples])
+        scorer(**given, rm_max_error_rate=0.4).score([[sample("spins")]])
 
 
 def test_a_call_that_waits_for_ever_ends_by_the_clock(scorer, monkeypatch):
