@@ -140,7 +140,7 @@ class Sample:
     does not say."""
 
     has_failed: bool = False
-    """Whether what was to score it failed: a reward that it has no other number of is 0."""
+    """Whether it could not be scored: its reward is NaN then, which nothing may compute with."""
 
     is_rewarded: bool = False
     """Whether the episode said its reward itself, so that no reward function is asked."""
@@ -231,9 +231,14 @@ class SampleGroup:
         return [list(each) for _, each in groupby(self.samples, key=lambda s: s.sample_index)]
 
     @property
+    def scored_episodes(self) -> list[list[Sample]]:
+        """The episodes that have a reward: an episode of which one trajectory has none has none."""
+        return [each for each in self.episodes if not any(sample.has_failed for sample in each)]
+
+    @property
     def rewards(self) -> list[float]:
-        """A reward of each episode: the mean of its trajectories' rewards, rounded once."""
-        return [mean(sample.reward for sample in episode) for episode in self.episodes]
+        """A reward of each scored episode: the mean of its trajectories' rewards, rounded once."""
+        return [mean(sample.reward for sample in episode) for episode in self.scored_episodes]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

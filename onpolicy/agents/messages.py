@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from onpolicy.rollout.failures import ContextExceededError
+from onpolicy.system.json_values import default
 
 MAX_SIZE = 64 << 20
 """Bytes of a message."""
@@ -26,8 +27,11 @@ Message = dict[str, Any]
 
 
 def from_worker(message: Message) -> bytes:
-    """Raises TypeError or ValueError for what JSON cannot say, or for too much."""
-    return _framed(json.dumps(message).encode())
+    """Return the bytes of a message, in which NumPy's numbers are numbers.
+
+    Raises TypeError or ValueError for what JSON cannot say, or for too much.
+    """
+    return _framed(json.dumps(message, default=default).encode())
 
 
 def from_run(message: Message) -> bytes:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from onpolicy.chat.left_out import left_out
 from onpolicy.chat.messages import FORMS, CallForm, Message, for_template, names_called, text_of
 from onpolicy.errors import in_one_line
 
@@ -44,15 +45,19 @@ class ChatRenderer:
         """Return the text of `begin`.
 
         Raises ValueError where the template leaves out tools, a call, or the words of anybody but the
-        assistant and the tools, which some templates write in another form.
+        assistant.
         """
         text = self._render(messages, tools, begins=True)
-        for message in messages:
-            said = str(text_of(message.get("content")) or "").strip()
-            if message["role"] not in ("assistant", "tool") and said not in text:
+        words = [str(text_of(message.get("content")) or "").strip() for message in messages]
+        if not all(said in text for said in words):
+
+            def render(marked: list[dict[str, Any]]) -> str:
+                return self._render(marked, tools, begins=True)
+
+            for number in left_out(messages, render):
                 raise ValueError(
-                    f"the chat template leaves out what role={message['role']} says ({said!r:.40}). "
-                    "Give it another role"
+                    f"the chat template leaves out what role={messages[number]['role']} says "
+                    f"({words[number]!r:.40}). Give it another role"
                 )
         for name in names_called(messages):
             if name not in text:

@@ -20,7 +20,7 @@ _BEGAN = time.monotonic()
 OURS = ("onpolicy", "benchmarks")
 """Packages whose lines do not name where they come from."""
 
-NOISY = ("httpx", "matplotlib", "megatron", "pebble", "sglang")
+NOISY = ("httpx", "matplotlib", "megatron", "sglang")
 
 
 def elapsed() -> float:

@@ -9,11 +9,13 @@ number stands for the k of `avg@k`, `pass@k` and `maj@k`.
 import re
 
 MEANINGS = {
-    "rollout/raw_reward": "mean reward of the rollout's episodes",
+    "rollout/raw_reward": "mean reward of the rollout's episodes that could be scored",
     "rollout/reward_std": "standard deviation of those rewards",
     "rollout/greedy_reward": "mean reward of the greedy answers that samples are compared with",
-    "rollout/reward_timeouts": "samples that a reward rule did not finish in time; they score 0",
-    "rollout/reward_errors": "samples that a reward rule failed on, by error or crash; they score 0",
+    "rollout/num_unscored": "samples that could not be scored; nothing is learnt from them",
+    "rollout/reward_timeouts": "those that a reward rule did not finish in time, twice",
+    "rollout/reward_errors": "those that a reward rule failed on, by error or crash",
+    "rollout/reward_repeats": "calls of reward rules that were late or died, and were repeated",
     "rollout/response_length": "mean number of tokens that were sampled in an episode",
     "rollout/response_length_max": "the largest such number",
     "rollout/truncated_ratio": "share of episodes of which an answer reached the length limit",
@@ -21,7 +23,7 @@ MEANINGS = {
     "rollout/num_cached_tokens": "tokens before answers that were found in the engines' prefix caches",
     "rollout/prefix_cache_hit_rate": "share of all tokens before answers that were found there",
     "rollout/draft_acceptance_rate": "share of the tokens drafted in engines that were then drawn",
-    "rollout/num_filtered_groups": "groups left out: all rewards are equal, or no episode is there",
+    "rollout/num_filtered_groups": "groups left out: all rewards are equal, or there is none",
     "rollout/num_resampled_groups": "groups with equal rewards that others were drawn in the place of",
     "rollout/num_surplus_groups": "complete groups that were more than the rollout needed, and dropped",
     "rollout/num_failed_episodes": "attempts at episodes that failed: dropped, or begun anew",
@@ -154,6 +156,7 @@ MEANINGS = {
     "eval/pass@k": "chance that one of k samples has a positive reward, mean over evaluation prompts",
     "eval/maj@k": "share of evaluation prompts whose most frequent answer in k samples is rewarded",
     "eval/loss": "onpolicy sft: mean -log pi of the evaluation rows' answers, in nats per token",
+    "eval/num_unscored": "evaluation samples that could not be scored, and count in no mean",
     "eval/num_failed_episodes": "attempts at evaluation episodes that failed: dropped, or begun anew",
     "eval/truncated_ratio": "share of evaluation responses that reached the length limit",
     "eval/response_length": "mean length of evaluation responses",

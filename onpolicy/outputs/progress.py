@@ -64,7 +64,7 @@ class Progress:
         """A rollout has been trained on."""
         spent, left = self._times(step + 1)
         mean = metrics.get("rollout/raw_reward")
-        reward = "no episode" if mean is None else f"reward {mean:.3f}"
+        reward = "no reward" if mean is None else f"reward {mean:.3f}"
         compared, mismatched = parity_of(metrics)
         speed = f"{metrics['perf/rollout_tokens_per_second']:.0f} tok/s"
         distinct = metrics.get("train/distinct_tokens_share")
@@ -149,6 +149,10 @@ def print_summary(summary: RunSummary) -> None:
     table.add_row("reward, first to last", f"{totals.first_reward:.3f} to {totals.last_reward:.3f}")
     table.add_row("tokens compared bit by bit", f"{totals.num_compared_tokens:,}")
     table.add_row("tokens mismatched", f"{totals.num_mismatched_tokens:,}")
+    if totals.num_unscored:
+        table.add_row("samples that could not be scored", f"{totals.num_unscored:,}")
+    if totals.num_repeats:
+        table.add_row("calls of reward rules repeated", f"{totals.num_repeats:,}")
     table.add_row("run hash", summary.run_hash)
     table.add_row("metrics", f"{summary.run_dir}/metrics.jsonl")
     table.add_row("plot", f"{summary.run_dir}/plots/training.png")

@@ -134,7 +134,7 @@ class SampleLog:
             f"  prompt    {_shortened(self._decode(sample.prompt.prompt_ids))}\n"
             f"  response  {_shortened(self._decode(sample.response_ids))}\n"
             f"  label     {_shortened(sample.prompt.label)}\n"
-            f"  reward    {sample.reward:g}"
+            f"  reward    {'it could not be scored' if sample.has_failed else f'{sample.reward:g}'}"
         )
 
     def _record(self, step: int, episode: Sequence[Sample], number: int) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class SampleLog:
             "prompt": self._decode(sample.prompt.prompt_ids),
             "response": self._decode(sample.response_ids),
             "label": sample.prompt.label,
-            "reward": sample.reward,
+            "reward": None if sample.has_failed else sample.reward,
             "reward_parts": sample.reward_parts,
             "finish_reason": str(sample.finish_reason),
             "num_tokens": sample.trajectory.num_sampled,
@@ -179,6 +179,7 @@ class SampleLog:
         found = {
             "turns": turns if len(turns) > 2 or num_trajectories > 1 else None,
             "forks": trajectory.forks or None,
+            "is_unscored": sample.has_failed or None,
             "is_greedy": sample.is_greedy or None,
             "token_rewards": sample.token_rewards,
             "token_weights": sample.token_weights or None,

@@ -15,15 +15,25 @@ class RunTotals:
     num_compared_tokens: int = 0
     num_mismatched_tokens: int = 0
 
+    num_unscored: int = 0
+    """Samples that could not be scored, so that nothing was learnt from them."""
+
+    num_repeats: int = 0
+    """Calls of reward rules that were late, or ended their process, and were repeated."""
+
     def plus(self, metrics: Mapping[str, float], is_first: bool) -> RunTotals:
         """With one more rollout."""
         reward = metrics.get("rollout/raw_reward", self.last_reward)
         compared, mismatched = parity_of(metrics)
+        unscored = int(metrics.get("rollout/num_unscored", 0))
+        repeats = int(metrics.get("rollout/reward_repeats", 0))
         return RunTotals(
             first_reward=reward if is_first else self.first_reward,
             last_reward=reward,
             num_compared_tokens=self.num_compared_tokens + compared,
             num_mismatched_tokens=self.num_mismatched_tokens + mismatched,
+            num_unscored=self.num_unscored + unscored,
+            num_repeats=self.num_repeats + repeats,
         )
 
 

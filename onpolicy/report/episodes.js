@@ -113,8 +113,8 @@ function factRow([name, value]) {
 function drawTrajectory(episode, trajectory, number) {
   const several = episode.trajectories.length > 1;
   const compared = trajectory.mismatched === null ? "not compared" : `${trajectory.mismatched} mismatched`;
-  const told = episode.reward === null ? "failed"
-    : `reward ${format(trajectory.reward)}, ended by ${trajectory.finish_reason}, ${compared}`;
+  const reward = trajectory.reward === null ? "could not be scored" : `reward ${format(trajectory.reward)}`;
+  const told = episode.has_failed ? "failed" : `${reward}, ended by ${trajectory.finish_reason}, ${compared}`;
   const title = several ? `trajectory ${number}: ${told}` : told;
   const largest = Math.max(1e-9, ...trajectory.turns.flatMap((turn) => (
     [turn.advantages ?? 0].flat().map(Math.abs))));

@@ -116,6 +116,8 @@ def _episode(file: Path, records: Sequence[Record]) -> Record:
     trajectories = [_trajectory(record) for record in records]
     facts = {"label": first["label"], **(first.get("reward_parts") or {}), **said}
     key = f"{where}, prompt {first['prompt_index']}, sample {first['sample']}"
+    faults += ["unscored"] * any(record.get("is_unscored", False) for record in records)
+    rewards = [record["reward"] for record in records]
     has_failed = "failed" in first
     if has_failed:
         faults, facts = [f"failed: {first['failed']}"], {**facts, "failed": first["message"]}
@@ -123,10 +125,11 @@ def _episode(file: Path, records: Sequence[Record]) -> Record:
     return {
         "key": key,
         "where": where,
-        "reward": None if has_failed else fmean(record["reward"] for record in records),
+        "reward": None if None in rewards else fmean(rewards),
         "num_tokens": sum(record["num_tokens"] for record in records),
         "num_turns": sum(turn["sampled"] for each in trajectories for turn in each["turns"]),
         "faults": faults,
+        "has_failed": has_failed,
         "facts": [[name, _told(value)] for name, value in facts.items()],
         "trajectories": trajectories,
     }

@@ -37,6 +37,9 @@ class Failure:
     is_late: bool = False
     """Whether there was no time left."""
 
+    may_pass: bool = False
+    """Whether another process may give an answer: this one was late, or its process died."""
+
 
 Answers = Callable[[], list[Numbers | Failure]]
 """Waits for what samples were given, one by one, in their order."""

@@ -13,6 +13,7 @@ import aiohttp
 from onpolicy.config.groups import RewardConfig
 from onpolicy.errors import in_one_line
 from onpolicy.rewards import Failure
+from onpolicy.system.json_values import json_value
 
 BACKOFF_SECONDS = 0.25
 """The first pause before a request is repeated; each is twice as long as the one before."""
@@ -73,8 +74,11 @@ class Endpoint:
             return [*tried, *await asyncio.gather(*map(post, bodies[len(tried) :]))]
 
     async def _repeated(self, session: aiohttp.ClientSession, body: Any) -> Any:
-        """The answer, or the last failure."""
-        answer: Any = None
+        """Return the answer, or the last failure. Metadata becomes what JSON can say (`json_value`)."""
+        try:
+            body, answer = json_value(body), None
+        except (ValueError, RecursionError) as error:
+            return Failure(reason=f"cannot be sent as JSON: {in_one_line(error)}")
         for attempt in range(self.config.rm_retries + 1):
             if attempt:
                 await asyncio.sleep(min(BACKOFF_SECONDS * 2 ** (attempt - 1), _LONGEST_PAUSE))

@@ -35,7 +35,7 @@ def _numbers(result: Any, num_sampled: int | None) -> Numbers:
     weights = {}
     if TOKEN_WEIGHTS in parts:
         weights = {TOKEN_WEIGHTS: _weights(parts.pop(TOKEN_WEIGHTS), num_sampled)}
-    answer = {ANSWER: parts.pop(ANSWER)} if isinstance(parts.get(ANSWER), str) else {}
+    answer = {ANSWER: str(parts.pop(ANSWER))} if isinstance(parts.get(ANSWER), str) else {}
     if "score" not in parts:
         raise ValueError('a dict must hold the reward under "score"')
     if not all(isinstance(name, str) for name in parts):

@@ -7,10 +7,12 @@ from typing import Any
 
 from onpolicy.config.groups import RewardConfig
 from onpolicy.config.secrets import reveal
+from onpolicy.errors import in_one_line
 from onpolicy.rewards import Answers, Failure, Numbers
 from onpolicy.rewards.endpoint import Endpoint
 from onpolicy.rewards.numbers import each_of, numbers_or_failure
-from onpolicy.types import Sample
+from onpolicy.system.json_values import json_value
+from onpolicy.types import Prompt, Sample
 
 
 class RemoteReward:
@@ -31,6 +33,15 @@ class RemoteReward:
             return [one for batch, answer in pairs for one in _rewards(answer, len(batch))]
 
         return answers
+
+
+def check_metadata(prompt: Prompt) -> None:
+    """Raise ValueError for the first column that JSON cannot say."""
+    for column, value in prompt.metadata.items():
+        try:
+            json_value(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"column {column!r}: {in_one_line(error)}") from error
 
 
 def _record(sample: Sample) -> dict[str, Any]:

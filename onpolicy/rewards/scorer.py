@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 
@@ -11,10 +12,11 @@ from onpolicy.config.groups.reward import REMOTE, is_function, name_of
 from onpolicy.errors import ConfigError, RewardError
 from onpolicy.rewards import ANSWER, Answers, Failure, Numbers
 from onpolicy.rewards.classifier import Classifier
+from onpolicy.rewards.failures import Failures
 from onpolicy.rewards.judge import Judge
 from onpolicy.rewards.labels import Refused, refused_labels, told
-from onpolicy.rewards.remote_rm import RemoteReward
-from onpolicy.rewards.workers import START_SECONDS, Workers
+from onpolicy.rewards.remote_rm import RemoteReward, check_metadata
+from onpolicy.rewards.workers import Workers
 from onpolicy.token_weights import TOKEN_WEIGHTS
 from onpolicy.trajectory import Completion, FinishReason, Trajectory
 from onpolicy.types import Prompt, Sample
@@ -38,7 +40,7 @@ class Scorer:
         self._workers: Workers | None = None
         self._remotes: dict[str, Asked] = {}
         self._imported: set[str] = set()
-        self._reported: set[str] = set()
+        self._failures = Failures(config.rm_max_error_rate)
 
     def refused_labels(self, prompts: Sequence[Prompt]) -> list[Refused]:
         """Return the labels that a rule of ours cannot read, or by which a right answer is wrong."""
@@ -47,9 +49,22 @@ class Scorer:
         )
 
     def check_labels(self, prompts: Sequence[Prompt], name: str) -> None:
-        """Raise ConfigError if there are `refused_labels`, and say how many; `name`: flag and file."""
+        """Raise ConfigError if there are `refused_labels`, and say how many, or if JSON cannot say a
+        column that a service is sent; `name`: flag and file."""
         if refused := self.refused_labels(prompts):
             raise ConfigError(f"{name}: {told(refused, len(prompts), self._name)}")
+        for prompt in prompts:
+            if "remote_rm" in self._sources_of(prompt):
+                self._require_columns(prompt, name)
+
+    def _require_columns(self, prompt: Prompt, name: str) -> None:
+        try:
+            check_metadata(prompt)
+        except ValueError as error:
+            raise ConfigError(
+                f"{name}: prompt {prompt.index}, {error}. {self._name('remote_rm')} is sent all columns "
+                "as JSON. Write it as text, or drop the column."
+            ) from error
 
     def try_out(self, prompt: Prompt) -> Collection[str]:
         """Score a made-up response to `prompt`, its label, once by all that is not ours.
@@ -62,13 +77,12 @@ class Scorer:
         if not self.config.reward_server_url:  # a run starts them later, and checks them then
             tried = [source for source in tried if source != "model"]
         functions = list(filter(is_function, tried))
-        workers = Workers(self.config, functions, count=1) if functions else None
+        workers = Workers(self.config, functions, count=1, is_trial=True) if functions else None
         try:
             for source in tried:
                 if workers is not None and is_function(source):
                     made_up = [_made_up(prompt, i) for i in range(1 + self.config.group_rm)]
-                    seconds = START_SECONDS + self.config.rm_time_limit
-                    answers = workers.ask(source, [made_up], seconds)
+                    answers = workers.ask(source, [made_up])
                 else:
                     answers = self._remote(source).ask([_made_up(prompt, 0)])
                 given[source] = self._successful(source, answers())
@@ -106,11 +120,12 @@ class Scorer:
         )
 
     def score(self, groups: Groups) -> dict[str, float]:
-        """Set the reward of every sample, which stand by the prompts they answer; return metrics.
+        """Set the reward of every sample; return metrics. groups: samples by the prompts they answer.
 
-        A sample whose scoring takes too long or fails gets the reward 0 and is counted, and of several
-        named rewards that one is 0. Raises RewardError if more fail than --rm-max-error-rate lets pass,
-        or if there is no rule.
+        A sample that a rule fails on, or is late with, has no reward (`has_failed`), be it one of
+        several rules: a sum without a term is on another scale than the sums beside it. Raises
+        RewardError if more fail than --rm-max-error-rate lets pass, if a rule cannot be loaded any
+        more, or if there is no rule.
         """
         samples = list(chain.from_iterable(groups))
         for sample in samples:
@@ -127,17 +142,28 @@ class Scorer:
             for source in sources
         }
         answers = {source: self._ask(source, those) for source, those in asked.items()}
-        given: dict[int, dict[str, Numbers]] = {id(sample): {} for sample in samples}
+        given: dict[int, dict[str, Numbers | Failure]] = {id(sample): {} for sample in samples}
+        found = {source: wait() for source, wait in answers.items()}
         metrics = {"rollout/reward_timeouts": 0.0, "rollout/reward_errors": 0.0}
-        for source, wait in answers.items():
-            those = list(chain.from_iterable(asked[source]))
-            for sample, answer in zip(
-                those, self._counted(source, those, wait(), metrics), strict=True
-            ):
+        metrics["rollout/reward_repeats"] = float(self._say_repeats())
+        for source, of_each in found.items():
+            pairs = [*zip(chain.from_iterable(asked[source]), of_each, strict=True)]
+            self._failures.count(self._name(source), pairs, metrics)
+            for sample, answer in pairs:
                 given[id(sample)][source] = answer
         for sample in samples:
             self._reward(sample, given[id(sample)])
+        metrics["rollout/num_unscored"] = float(sum(sample.has_failed for sample in samples))
         return metrics
+
+    def _say_repeats(self) -> int:
+        """Say what was asked once more, and how often that was."""
+        repeated = self._workers.take_repeated() if self._workers is not None else []
+        if repeated:
+            logger.warning(
+                "%d calls of reward rules were repeated; the first %s", len(repeated), repeated[0]
+            )
+        return len(repeated)
 
     def _ask(self, source: str, groups: Groups) -> Answers:
         if source in REMOTE:
@@ -162,24 +188,29 @@ class Scorer:
         """What scores its samples and the weight of each: as it says, or else those of the run."""
         return {prompt.rule: 1.0} if prompt.rule else prompt.rewards or self.sources
 
-    def _reward(self, sample: Sample, given: Mapping[str, Numbers]) -> None:
-        """One number of what each source has said, and the first answer."""
+    def _reward(self, sample: Sample, given: Mapping[str, Numbers | Failure]) -> None:
+        """Set the reward, its parts and the first answer by what each source has said."""
         weights, prompt = self._sources_of(sample.prompt), sample.prompt
-        given = {source: given[source] for source in weights}  # in their order
-        answers = [numbers.pop(ANSWER) for numbers in given.values() if ANSWER in numbers]
+        in_order = {source: given[source] for source in weights}
+        said = {s: x for s, x in in_order.items() if not isinstance(x, Failure)}
+        sample.has_failed = len(said) < len(weights)
+        answers = [numbers.pop(ANSWER) for numbers in said.values() if ANSWER in numbers]
         sample.answer = answers[0] if answers else None
-        self._weigh(sample, given)
-        if prompt.rule or not (prompt.rewards or self.config.rewards):
-            (numbers,) = given.values()
-            sample.reward_parts = {name: x for name, x in numbers.items() if name != "score"}
-            sample.reward = numbers["score"]
-            return
+        self._weigh(sample, said)
+        is_one = bool(prompt.rule or not (prompt.rewards or self.config.rewards))
         sample.reward_parts = {
-            name_of(source) if name == "score" else f"{name_of(source)}/{name}": x
-            for source, numbers in given.items()
+            _part(source, name, is_one): x
+            for source, numbers in said.items()
             for name, x in numbers.items()
+            if not (is_one and name == "score")
         }
-        sample.reward = sum(weights[source] * x["score"] for source, x in given.items())
+        if sample.has_failed:
+            sample.reward = math.nan
+        elif is_one:
+            (numbers,) = said.values()
+            sample.reward = numbers["score"]
+        else:
+            sample.reward = sum(weights[source] * x["score"] for source, x in said.items())
 
     def _weigh(self, sample: Sample, given: Mapping[str, Numbers]) -> None:
         """Take the weights of its tokens. Raises RewardError for two that say those of one term."""
@@ -195,51 +226,6 @@ class Scorer:
             said_by |= dict.fromkeys(weights, name)
             sample.token_weights |= weights
 
-    def _counted(
-        self,
-        source: str,
-        samples: Sequence[Sample],
-        answers: Sequence[Numbers | Failure],
-        metrics: dict[str, float],
-    ) -> list[Numbers]:
-        """The numbers of a source, 0 where it failed, which is counted.
-
-        Raises RewardError if it failed too often.
-        """
-        pairs = list(zip(samples, answers, strict=True))
-        failed = [(s, answer) for s, answer in pairs if isinstance(answer, Failure)]
-        for sample, _ in failed:
-            sample.has_failed = True
-        broken = [(sample, failure) for sample, failure in failed if not failure.is_late]
-        metrics["rollout/reward_timeouts"] += len(failed) - len(broken)
-        metrics["rollout/reward_errors"] += len(broken)
-        self._judge(source, broken, len(samples))
-        return [{"score": 0.0} if isinstance(answer, Failure) else answer for answer in answers]
-
-    def _judge(
-        self, source: str, failed: Sequence[tuple[Sample, Failure]], num_samples: int
-    ) -> None:
-        """Say what failed; raise RewardError if it is too much."""
-        if not failed:
-            return
-        name, (sample, failure) = self._name(source), failed[0]
-        count = f"{name}: {len(failed)} of {num_samples} samples could not be scored"
-        logger.warning(
-            "%s; they get the reward 0. The first, %s, %s", count, sample.name, failure.reason
-        )
-        if source not in self._reported:
-            self._reported.add(source)
-            logger.error(
-                "The first failure of %s: %s, label %r, response %.500r\n%s",
-                name, sample.name, sample.prompt.label, sample.response, failure.traceback,
-            )  # fmt: skip
-        if len(failed) > self.config.rm_max_error_rate * num_samples:
-            raise RewardError(
-                f"{count}, more than --rm-max-error-rate={self.config.rm_max_error_rate:g} of them. The "
-                f"first, {sample.name}, {failure.reason}. Mend the rule and resume from the last "
-                "checkpoint with --load, or raise the limit."
-            )
-
     def _name(self, source: str) -> str:
         """The flag that asks for it, for messages."""
         return f"{self.config.flag}={source}" if source in self.sources else f"the reward {source}"
@@ -254,6 +240,13 @@ class Scorer:
     def _end_workers(self) -> None:
         if self._workers is not None:
             self._workers.close()
+
+
+def _part(source: str, name: str, is_one: bool) -> str:
+    """The name of a number that a source said, by itself or as one of several."""
+    if is_one:
+        return name
+    return name_of(source) if name == "score" else f"{name_of(source)}/{name}"
 
 
 def _is_ours(source: str) -> bool:
@@ -275,5 +268,5 @@ def _made_up(prompt: Prompt, sample_index: int) -> Sample:
             ),
             temperature=1.0,
         ),
-        response=prompt.label,
+        response=prompt.label or "",
     )

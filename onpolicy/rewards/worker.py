@@ -7,8 +7,13 @@ worst. It imports nothing heavy, since every process that was ended is replaced 
 from __future__ import annotations
 
 import inspect
+import multiprocessing
+import os
+import signal
+import threading
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from onpolicy.errors import ConfigError
@@ -21,6 +26,39 @@ if TYPE_CHECKING:
 
 _rules: dict[str, Callable[..., Any] | Failure] = {}
 """Rules by name, and functions by path."""
+
+
+def serve(link: Connection, names: Sequence[str], paths: Sequence[str], flag: str) -> None:
+    """Answer calls until the other end of `link` closes: this is the process's whole life.
+
+    A call is (seconds, function, arguments). `seconds` of processor time of this process end it by
+    SIGPROF: the kernel counts them, so that neither a busy host nor a process that was stopped makes a
+    call late, and a computation in C, which no Python signal handler interrupts, ends too.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which closes the link
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    # A daemon may have no children of its own, which a function may want.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    threading.Thread(target=_end_with_the_run, daemon=True).start()
+    load(names, paths, flag)
+    try:
+        link.send("ready")
+        while True:
+            seconds, function, arguments = link.recv()
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+            result = function(*arguments)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            link.send(result)
+    except (EOFError, OSError):
+        return  # the run has closed its end, or is gone
+
+
+def _end_with_the_run() -> None:
+    """End this process when the run's is gone, whatever a function waits for."""
+    run = multiprocessing.parent_process()
+    assert run is not None
+    run.join()
+    os._exit(1)
 
 
 def load(names: Sequence[str], paths: Sequence[str], flag: str) -> None:

@@ -2,68 +2,55 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import signal
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import TimeoutError as FutureTimeout
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from multiprocessing.context import SpawnContext
 from typing import Any
-
-from pebble import ProcessExpired, ProcessPool
 
 from onpolicy.config.groups import RewardConfig
 from onpolicy.config.groups.reward import is_function
 from onpolicy.rewards import Answers, Failure, Numbers, worker
-from onpolicy.system import private_directory
+from onpolicy.rewards.worker_process import WALL_FACTOR, WorkerProcess
 from onpolicy.types import Sample
+
+logger = logging.getLogger(__name__)
 
 FEWEST_WORKERS, MOST_WORKERS = 4, 32
 
 START_SECONDS = 120.0
-"""How long a worker may take to import a rule, besides the time limit of a call."""
+"""How long a worker may take to import the rules when they are tried; ten times as long in a run, whose
+host may be busy."""
 
-
-class _Spawn(SpawnContext):
-    """Starts processes anew, since a fork of one with threads, or with a GPU, may hang.
-
-    It keeps its locks: pebble drops them, and their names with them, before it ends its workers, and a
-    worker that is still starting would look for those names, and print a traceback.
-    """
-
-    def __init__(self) -> None:
-        self._locks: list[Any] = []
-
-    def RLock(self) -> Any:
-        self._locks.append(super().RLock())
-        return self._locks[-1]
-
-    def drop_locks(self) -> None:
-        self._locks.clear()
+STARTS = 3
+"""Processes that may end in a row before one has imported the rules."""
 
 
 class Workers:
-    """Processes that have imported the rules."""
+    """Processes that have imported the rules. Each is a thread's, which replaces it when it has ended,
+    in a call or between two."""
 
-    def __init__(self, config: RewardConfig, rules: Sequence[str], count: int = 0):
-        self.config = config
-        private_directory.of_this_process()  # its semaphores outlive all of us being killed at once
+    def __init__(
+        self, config: RewardConfig, rules: Sequence[str], count: int = 0, *, is_trial: bool = False
+    ):
+        """is_trial: whether the rules are tried before a run, so that nothing is asked twice."""
+        self.config, self._is_trial = config, is_trial
+        self._starts, self._start_seconds = STARTS, WALL_FACTOR * START_SECONDS
+        if is_trial:
+            self._starts, self._start_seconds = 1, START_SECONDS
         paths = [rule for rule in rules if is_function(rule)]
         names = [rule for rule in rules if not is_function(rule)]
-        self._context = _Spawn()
-        self._pool = ProcessPool(
-            max_workers=count or config.rm_workers or default_workers(),
-            initializer=worker.load,
-            initargs=(names, paths, config.flag),
-            context=self._context,
-        )
+        self._given = names, paths, config.flag, config.rm_time_limit
+        self._threads = ThreadPoolExecutor(count or config.rm_workers or default_workers())
+        self._own, self._processes = threading.local(), set[WorkerProcess]()
+        self._unusable: Failure | None = None
+        self._is_closed = False
+        self._repeated: list[str] = []
 
-    def ask(
-        self, rule: str, groups: Sequence[Sequence[Sample]], seconds: float | None = None
-    ) -> Answers:
-        """Begin to score groups by a rule. `seconds`: to wait for each call, if not for as long as it
-        takes."""
+    def ask(self, rule: str, groups: Sequence[Sequence[Sample]]) -> Answers:
+        """Begin to score groups by a rule."""
         if is_function(rule) and self.config.group_rm:
             jobs = [
                 self._submit(worker.score_group, rule, [_light(s) for s in g]) for g in groups if g
@@ -75,7 +62,7 @@ class Workers:
             counts = [1] * len(jobs)
 
         def answers() -> list[Numbers | Failure]:
-            found = [self._result(job, seconds) for job in jobs]
+            found = [job.result() for job in jobs]
             each = [
                 one if isinstance(one, list) else [one] * count
                 for one, count in zip(found, counts, strict=True)
@@ -84,29 +71,77 @@ class Workers:
 
         return answers
 
-    def _submit(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        return self._pool.schedule(call, args=arguments, timeout=self.config.rm_time_limit)
+    def take_repeated(self) -> list[str]:
+        """Return why calls were repeated since the last time, a line each."""
+        taken, self._repeated = self._repeated, []
+        return taken
 
-    def _result(self, job: Any, seconds: float | None) -> Any:
-        """What the worker says: a Failure, what a sample was given, or a list of either."""
-        try:
-            return job.result(seconds)
-        except FutureTimeout:
-            limit = f"--rm-time-limit={self.config.rm_time_limit:g} seconds"
-            if job.done():
-                return Failure(reason=f"gave no result within {limit}", is_late=True)
-            return Failure(reason=f"was not imported after {seconds} seconds")
-        except BrokenProcessPool:
-            return Failure(reason="ends the process that imports it")
-        except ProcessExpired as error:
-            code = error.exitcode
-            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            return Failure(reason=f"ended its process ({how})")
+    def _submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        return self._threads.submit(self._call, call, arguments)
+
+    def _call(self, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """Return what the worker says: a Failure, what a sample was given, or a list of either.
+
+        What was late, or ended its process, is asked once more.
+        """
+        found = self._ask(call, arguments)
+        if isinstance(found, Failure) and found.may_pass and not self._is_trial:
+            self._repeated.append(found.reason)
+            found = self._ask(call, arguments)
+        return found
+
+    def _ask(self, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        process = self._own_process()
+        if isinstance(process, Failure):
+            return process
+        found = process.ask(call, arguments)
+        if isinstance(found, Failure) and found.may_pass:
+            self._forget(process)
+        return found
+
+    def _own_process(self) -> WorkerProcess | Failure:
+        """Return this thread's process, a new one if there is none; a Failure if none can be had."""
+        process: WorkerProcess | None = getattr(self._own, "process", None)
+        if process is not None:
+            if process.is_alive:
+                return process
+            logger.warning(
+                "a reward worker has ended between two calls (%s); another one takes its place",
+                process.end(),
+            )
+            self._forget(process)
+        failures = 0
+        while self._unusable is None and not self._is_closed:
+            process, failure = self._started()
+            if failure is None:
+                self._own.process = process
+                return process
+            self._forget(process)
+            failures += 1
+            if failure.is_late or failures == self._starts:
+                self._unusable = failure
+        return self._unusable or Failure(reason="was asked of workers that had ended")
+
+    def _started(self) -> tuple[WorkerProcess, Failure | None]:
+        """Return a new process, and why it cannot be asked, if so."""
+        process = WorkerProcess(*self._given)
+        self._processes.add(process)
+        if self._is_closed:  # `close` may have looked before
+            process.end()
+        return process, process.wait_until_ready(self._start_seconds)
+
+    def _forget(self, process: WorkerProcess) -> None:
+        """A process of this thread has ended."""
+        self._own.process = None
+        self._processes.discard(process)
 
     def close(self) -> None:
-        self._pool.stop()
-        self._pool.join()
-        self._context.drop_locks()
+        """End all processes, and what they are asked."""
+        self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        while self._processes:
+            self._processes.pop().end()
+        self._threads.shutdown()
 
 
 def default_workers() -> int:

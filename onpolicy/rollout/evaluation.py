@@ -18,31 +18,36 @@ def eval_metrics(
     """The metrics of `count` episodes a prompt; an episode passes if its reward is positive.
 
     They are `eval/avg@8` and so on, and `eval/NAME/avg@8` for a set with a name; `eval/reward/PART` is
-    the mean of what one of several rewards said. A prompt without an episode counts in none of them, one
-    with fewer than k in no pass@k; what no prompt counts in is not there, and neither is maj@n where no
-    episode has an answer. num_failed: attempts at episodes that came to nothing, where episodes are a
-    function's.
+    the mean of what one of several rewards said. An episode that could not be scored counts in none of
+    these, and `eval/num_unscored` says how many samples that were, if any. A prompt without an episode
+    counts in nothing, one with fewer than k in no pass@k; what no prompt counts in is not there, and
+    neither is maj@n where no episode has an answer. num_failed: attempts at episodes that came to
+    nothing, where episodes are a function's.
     """
     found = {} if num_failed is None else {"num_failed_episodes": num_failed}
+    if num_unscored := sum(sample.has_failed for group in groups for sample in group.samples):
+        found["num_unscored"] = float(num_unscored)
+    if scored := [group for group in groups if group.rewards]:
+        found |= _of_rewards(scored, count)
     if there := [group for group in groups if group.samples]:
-        found |= _of_episodes(there, count)
+        found["truncated_ratio"] = truncated_ratio(there)
+        found["response_length"] = mean_response_length(there)
+        found |= reward_parts(there, "reward")
     prefix = f"eval/{name}/" if name else "eval/"
     return {prefix + metric: value for metric, value in found.items()}
 
 
-def _of_episodes(groups: Sequence[SampleGroup], count: int) -> dict[str, float]:
-    """The metrics of prompts that have an episode each, and the parts of their rewards."""
+def _of_rewards(groups: Sequence[SampleGroup], count: int) -> dict[str, float]:
+    """Return the metrics of prompts that have a scored episode each."""
     passed = [[reward > 0 for reward in group.rewards] for group in groups]
     found = {f"avg@{count}": fmean(reward for group in groups for reward in group.rewards)}
     for k in ks_of(count):
         if enough := [each for each in passed if len(each) >= k]:
             found[f"pass@{k}"] = fmean(pass_at_k(len(each), sum(each), k) for each in enough)
-    answers = [[episode[-1].answer for episode in group.episodes] for group in groups]
+    answers = [[episode[-1].answer for episode in group.scored_episodes] for group in groups]
     if count > 1 and any(answer is not None for each in answers for answer in each):
         found[f"maj@{count}"] = fmean(map(majority_passes, answers, passed))
-    found["truncated_ratio"] = truncated_ratio(groups)
-    found["response_length"] = mean_response_length(groups)
-    return found | reward_parts(groups, "reward")
+    return found
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

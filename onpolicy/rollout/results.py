@@ -13,6 +13,7 @@ from onpolicy.errors import AgentError
 from onpolicy.rollout.branches import learnt_once, order_of, require_own
 from onpolicy.rollout.episodes import Episode, Turns
 from onpolicy.rollout.statistics import COUNTED
+from onpolicy.system.json_values import default
 from onpolicy.token_weights import by_term, checked_numbers, checked_weights, listed
 from onpolicy.trajectory import Trajectory
 from onpolicy.types import Prompt, Sample
@@ -121,7 +122,7 @@ def _checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def _as_json(info: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        return {**json.loads(json.dumps({**info}, allow_nan=False))}
+        return {**json.loads(json.dumps({**info}, allow_nan=False, default=default))}
     except (TypeError, ValueError, RecursionError) as error:
         raise _nonsense(f"info={str(info)[:60]}: must be what JSON can say ({error})") from error
 

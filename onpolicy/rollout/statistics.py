@@ -23,18 +23,15 @@ COUNTED = (
 
 
 def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Rewards, lengths and log-probabilities of a training rollout; of one without any episode, what
-    was lost alone."""
+    """Return rewards, lengths and log-probabilities of a training rollout; of one without any episode,
+    what was lost alone. Rewards are those of the episodes that could be scored."""
     metrics = {"episodes/num_empty_groups": float(sum(not group.samples for group in groups))}
     episodes = _episodes(groups)
     if not episodes:
         return metrics
     samples = [sample for episode in episodes for sample in episode]
-    rewards = [reward for group in groups for reward in group.rewards]
     return {
-        "rollout/raw_reward": fmean(rewards),
-        "rollout/reward_std": pstdev(rewards),
-        **_means("rollout", [{"greedy_reward": g.greedy.reward} for g in groups if g.greedy]),
+        **_rewards(groups),
         "rollout/response_length": mean_response_length(groups),
         "rollout/response_length_max": float(max(map(_length, episodes))),
         "rollout/truncated_ratio": truncated_ratio(groups),
@@ -47,9 +44,24 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
     }
 
 
+def _rewards(groups: Sequence[SampleGroup]) -> dict[str, float]:
+    """Return what was made of the scored episodes' rewards; nothing where none could be scored."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    if not rewards:
+        return {}
+    greedy = [group.greedy for group in groups if group.greedy and not group.greedy.has_failed]
+    return {
+        "rollout/raw_reward": fmean(rewards),
+        "rollout/reward_std": pstdev(rewards),
+        **_means("rollout", [{"greedy_reward": sample.reward} for sample in greedy]),
+    }
+
+
 def reward_parts(groups: Sequence[SampleGroup], prefix: str) -> dict[str, float]:
-    """The mean over episodes of each further number that rewards said, as `prefix`/NAME."""
-    return _means(prefix, [_mean_parts(episode) for episode in _episodes(groups)])
+    """Return the mean over scored episodes of each further number that rewards said, as
+    `prefix`/NAME."""
+    scored = [episode for group in groups for episode in group.scored_episodes]
+    return _means(prefix, [_mean_parts(episode) for episode in scored])
 
 
 def _cache_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -217,7 +217,7 @@ class Run:
         kept = train_samples.worth_training(groups, self.config)
         metrics = {"rollout/num_filtered_groups": float(len(groups) - len(kept))}
         if not kept:
-            logger.warning("rollout %d: all groups have equal rewards; nothing to learn from", step)
+            logger.warning("rollout %d: %s", step, train_samples.why_nothing_is_learnt(groups))
             return metrics
         self.engines.make_room()
         self.journal.on_training(step, groups)

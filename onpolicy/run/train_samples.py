@@ -6,36 +6,53 @@ from collections.abc import Sequence
 
 from onpolicy.config import TrainConfig
 from onpolicy.token_weights import require_terms
-from onpolicy.types import ParityFindings, SampleGroup, TrainOutcome, TrainSample
+from onpolicy.types import ParityFindings, Sample, SampleGroup, TrainOutcome, TrainSample
 
 
 def worth_training(groups: Sequence[SampleGroup], config: TrainConfig) -> Sequence[SampleGroup]:
-    """The groups that have an episode, or with --filter-equal-rewards those whose rewards differ.
+    """Return the groups that have something to learn from, or with --filter-equal-rewards those whose
+    rewards differ.
 
     Raises ConfigError for weights of a term that the loss does not have.
     """
     for sample in (sample for group in groups for sample in group.samples):
         require_terms(config, sample.token_weights, sample.name)
     if not config.algorithm.filter_equal_rewards:
-        return [group for group in groups if group.samples]
+        return [group for group in groups if _learnt(group)]
     return [group for group in groups if has_signal(group)]
 
 
 def has_signal(group: SampleGroup) -> bool:
-    """Whether the rewards of a group's episodes differ, from that of its greedy answer if it has one."""
+    """Return whether the rewards of the episodes that are learnt from differ, from that of the greedy
+    answer if there is one."""
+    if not _learnt(group):
+        return False
     greedy = [] if group.greedy is None else [group.greedy.reward]
     return len({*group.rewards, *greedy}) > 1
+
+
+def why_nothing_is_learnt(groups: Sequence[SampleGroup]) -> str:
+    """Return what is wrong with groups of which none is worth training."""
+    scored = any(group.rewards for group in groups)
+    why = "all groups have equal rewards" if scored else "no sample could be scored"
+    return f"{why}; nothing to learn from"
+
+
+def _learnt(group: SampleGroup) -> list[list[Sample]]:
+    """Return the episodes of a group that are learnt from: those that could be scored, and none if the
+    greedy answer that they are compared with could not."""
+    return [] if group.greedy and group.greedy.has_failed else group.scored_episodes
 
 
 def make_train_samples(
     groups: Sequence[SampleGroup], policy_version: int | None = None
 ) -> list[TrainSample]:
-    """The groups' samples, in their order.
+    """Return the groups' samples that are learnt from, in their order.
 
     `policy_version`: of the policy that is to learn from them, if that may be a later one.
     """
     episodes = [
-        (number, episode) for number, group in enumerate(groups) for episode in group.episodes
+        (number, episode) for number, group in enumerate(groups) for episode in _learnt(group)
     ]
     return [
         TrainSample(

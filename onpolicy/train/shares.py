@@ -34,9 +34,6 @@ class Outcomes:
     reward_parts: list[list[dict[str, float]]] = field(default_factory=list)
     """The named numbers that came with each reward."""
 
-    have_failed: list[list[bool]] = field(default_factory=list)
-    """Whether what was to score each failed."""
-
     baselines: list[float] = field(default_factory=list)
     """The reward of each group's greedy answer, if they have one."""
 
@@ -48,28 +45,22 @@ class Outcomes:
             lengths=[[s.sample.trajectory.num_sampled for s in group] for group in groups],
             episodes=[[s.episode for s in group] for group in groups],
             reward_parts=[[s.sample.reward_parts for s in group] for group in groups],
-            have_failed=[[s.sample.has_failed for s in group] for group in groups],
             has_token_rewards=any(s.sample.token_rewards is not None for s in samples),
             baselines=[group[0].baseline for group in groups if group[0].baseline is not None],
         )
 
     def named_rewards(self, names: Iterable[str]) -> dict[str, list[list[float]]]:
-        """The named numbers, by groups like those of the rewards; 0 where what was to score it failed.
+        """Return the named numbers, by groups like those of the rewards.
 
-        Raises TrainingError for another sample that lacks one.
+        Raises TrainingError for a sample that lacks one.
         """
-        failed = chain.from_iterable(self.have_failed)
-        for parts, has_failed in zip(chain.from_iterable(self.reward_parts), failed, strict=True):
-            missing = [name for name in names if name not in parts]
-            if missing and not has_failed:
+        for parts in chain.from_iterable(self.reward_parts):
+            if missing := [name for name in names if name not in parts]:
                 raise TrainingError(
                     f"--gdpo-reward-keys={missing[0]}: a sample's reward has no part of that name, but "
                     f"{', '.join(parts) or 'none'}. Give names that the reward function returns."
                 )
-        return {
-            name: [[parts.get(name, 0.0) for parts in group] for group in self.reward_parts]
-            for name in names
-        }
+        return {name: [[p[name] for p in group] for group in self.reward_parts] for name in names}
 
     @property
     def num_samples(self) -> int:

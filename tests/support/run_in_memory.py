@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -57,7 +58,8 @@ def interrupted_at(step: int, kind: type[Run] = Run) -> type[Run]:
     return InterruptedRun
 
 
-Reward = Callable[[Sample], float]
+Reward = Callable[[Sample], float | None]
+"""None: the sample cannot be scored."""
 
 
 def even_tokens(sample: Sample) -> float:
@@ -72,9 +74,13 @@ class ScorerInMemory:
         self.reward = reward
 
     def score(self, groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
+        num_unscored = 0.0
         for sample in chain.from_iterable(groups):
-            sample.reward = self.reward(sample)
-        return {"rollout/reward_timeouts": 0.0, "rollout/reward_errors": 0.0}
+            reward = self.reward(sample)
+            sample.has_failed = reward is None
+            sample.reward = math.nan if reward is None else reward
+            num_unscored += sample.has_failed
+        return {"rollout/reward_timeouts": 0.0, "rollout/num_unscored": num_unscored}
 
     def connect(self) -> None:
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,6 +34,12 @@ def to_score(response: str, label: str = "42", **metadata: Any) -> Sample:
     prompt = Prompt(index=0, prompt_ids=[1], label=label, text="", metadata=metadata)
     trajectory = answered(prompt, make_completion([2], [-1.0]))
     return Sample(prompt=prompt, sample_index=0, trajectory=trajectory, response=response)
+
+
+def rewards_of(samples: Sequence[Sample]) -> list[float | None]:
+    """The reward of each sample; None of one that could not be scored."""
+    assert all(math.isnan(sample.reward) == sample.has_failed for sample in samples)
+    return [None if sample.has_failed else sample.reward for sample in samples]
 
 
 def make_train_sample(

@@ -9,7 +9,7 @@ import psutil
 from tests.support.processes import is_gone, is_guard
 
 VICTIMS = (
-    "controller", "rank", "guard", "http", "scheduler", "detokenizer", "raylet", "node",
+    "controller", "rank", "guard", "http", "scheduler", "detokenizer", "raylet", "node", "reward",
 )  # fmt: skip
 """`raylet` is that of a run's own Ray; `node` that of a host of a cluster, which ends with it."""
 
@@ -52,5 +52,7 @@ def of_kind(victim, controller, others):
         return [process for guard in guards for process in guard.children()]
     if victim == "rank":
         return [p for p in others if "TrainerRank" in " ".join(p.cmdline())]
+    if victim == "reward":
+        return [p for p in controller.children() if "spawn_main" in " ".join(p.cmdline())]
     name = victim if victim == "raylet" else f"sglang::{victim}"
     return [process for process in others if process.name().startswith(name)]

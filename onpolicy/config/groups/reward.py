@@ -104,15 +104,15 @@ class RewardConfig(RemoteRewardConfig):
     return of each, in their order."""
 
     rm_time_limit: Seconds = 10.0
-    """Seconds for scoring one response, or one group with --group-rm; after that its reward is 0 and the
-    timeout is counted."""
+    """Seconds of processor time for scoring one response, or one group with --group-rm, and ten times
+    that by the clock; after that it is asked once more, and then it could not be scored."""
 
     rm_workers: Annotated[int, at_least(0), at_most(1024), NO_RESULT] = 0
     """Processes that score; 0: one per core, at least 4 and at most 32. Changes no reward."""
 
     rm_max_error_rate: Annotated[float, at_least(0), at_most(1), NO_RESULT] = 0.01
-    """Share of the samples scored at once that a rule may fail on. They get its reward 0 and are
-    counted; beyond this share the run ends. 0: at the first."""
+    """Share of the samples scored at once that a rule may fail on, or be late with. They are counted,
+    and nothing is learnt from them; beyond this share the run ends. 0: at the first."""
 
     @property
     def sources(self) -> dict[str, float]:

@@ -80,6 +80,8 @@ class _Totals(TypedDict):
     last_reward: float
     num_compared_tokens: int
     num_mismatched_tokens: int
+    num_unscored: NotRequired[int]
+    num_repeats: NotRequired[int]
 
 
 class _Best(TypedDict):

@@ -20,7 +20,9 @@ class Sample(TypedDict):
     index: Count
     trajectory: TrajectoryRecord
     response: str
-    reward: float
+    reward: float | None
+    """None if it could not be scored; 0 there in a checkpoint from before that."""
+
     reward_parts: dict[str, float]
     has_failed: NotRequired[bool]
     is_rewarded: bool

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -219,7 +220,7 @@ def _sample(sample: Sample) -> dict[str, Any]:
         "index": sample.sample_index,
         "trajectory": write(sample.trajectory),
         "response": sample.response,
-        "reward": sample.reward,
+        "reward": None if sample.has_failed else sample.reward,
         "reward_parts": sample.reward_parts,
         "has_failed": sample.has_failed,
         "is_rewarded": sample.is_rewarded,
@@ -255,14 +256,17 @@ def _read_sample(prompt: Prompt, record: records.Sample) -> Sample:
     for name, numbers in [("token_rewards", record["token_rewards"]), *weights.items()]:
         if numbers is not None and len(numbers) != count:
             raise ValueError(f"{name}={len(numbers)} numbers: {count} tokens are sampled")
+    reward, has_failed = record["reward"], record.get("has_failed", False)
+    if reward is None and not has_failed:
+        raise ValueError("reward=None: it is that of a sample that could not be scored")
     return Sample(
         prompt=prompt,
         sample_index=record["index"],
         trajectory=read(record["trajectory"]),
         response=record["response"],
-        reward=record["reward"],
+        reward=math.nan if reward is None or has_failed else reward,
         reward_parts=record["reward_parts"],
-        has_failed=record.get("has_failed", False),
+        has_failed=has_failed,
         is_rewarded=record["is_rewarded"],
         token_rewards=record["token_rewards"],
         token_weights=weights,

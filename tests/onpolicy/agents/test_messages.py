@@ -1,7 +1,9 @@
 import json
+import math
 import pickle
 import random
 
+import numpy as np
 import pytest
 
 from onpolicy.agents import messages
@@ -20,6 +22,13 @@ def test_messages_come_as_they_were_sent_however_their_bytes_arrive(frame, load)
             found += parser.feed(rest[:count])
             rest = rest[count:]
         assert found == MESSAGES
+
+
+def test_numbers_of_numpy_are_numbers_and_no_number_is_left_for_the_run_to_refuse():
+    (found,) = Parser(json.loads).feed(from_worker({"reward": np.float32(1.5), "n": np.int64(3)}))
+    assert found == {"reward": 1.5, "n": 3}
+    (found,) = Parser(json.loads).feed(from_worker({"reward": np.float32("nan")}))
+    assert math.isnan(found["reward"])
 
 
 def test_floats_keep_their_bits():

@@ -12,7 +12,8 @@ import sys
 import pytest
 
 from onpolicy.outputs import console, progress
-from onpolicy.outputs.progress import Phases, Progress
+from onpolicy.outputs.progress import Phases, Progress, print_summary
+from onpolicy.outputs.totals import RunSummary, RunTotals
 
 
 @pytest.fixture
@@ -160,3 +161,18 @@ def test_phases_are_named_and_a_long_one_is_counted(clock, caplog):
         phases.advance(done)
     phases.close()
     assert caplog.messages == ["pushing", "sampling", "sampling: 16 of 32", "sampling: 32 of 32"]
+
+
+def test_the_summary_says_what_could_not_be_scored_and_what_was_asked_again(capsys):
+    def told(**totals):
+        print_summary(
+            RunSummary(run_dir="run", run_hash="abc", rollouts=4, totals=RunTotals(**totals))
+        )
+        return capsys.readouterr().out
+
+    rows = ("samples that could not be scored", "calls of reward rules repeated")
+    assert not any(row in told() for row in rows)
+    assert all(row in told(num_unscored=2, num_repeats=3) for row in rows)
+    metrics = {"rollout/num_unscored": 2.0, "rollout/reward_repeats": 1.0}
+    totals = RunTotals().plus(metrics, is_first=True).plus(metrics, is_first=False)
+    assert (totals.num_unscored, totals.num_repeats) == (4, 2)

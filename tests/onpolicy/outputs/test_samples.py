@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 
@@ -62,6 +63,16 @@ def test_a_line_tells_what_was_asked_answered_and_made_of_it(log, files):
             }
         ]
     }  # fmt: skip
+
+
+def test_a_sample_that_could_not_be_scored_has_no_reward_and_says_so(log, files):
+    unscored = group(0, 1, reward=math.nan, has_failed=True)
+    log().write("rollout", 0, [unscored])
+    ((record,),) = files().values()
+    assert record["reward"] is None and record["is_unscored"] is True
+    assert "reward    it could not be scored" in log().describe(unscored.samples[0])
+    log().write("rollout", 0, [group(0, 1)])
+    assert "is_unscored" not in files()["rollout_000000.jsonl"][0]
 
 
 def turn(sampled, text, num_tokens):

@@ -98,6 +98,14 @@ def test_what_went_wrong_is_named(run, changes, faults):
     assert found["faults"] == faults
 
 
+def test_an_episode_that_could_not_be_scored_is_a_fault_without_a_reward(run):
+    unscored = {"reward": None, "is_unscored": True}
+    (found,) = episodes(run(sample(reward=1.0), sample(trajectory=1, **unscored)))
+    assert (found["reward"], found["has_failed"]) == (None, False)
+    assert "unscored" in found["faults"]
+    assert [each["reward"] for each in found["trajectories"]] == [1.0, None]
+
+
 FAILED = {"reward": None, "attempt": 1, "failed": "died", "message": "its process died"}
 
 

@@ -3,6 +3,7 @@
 import ctypes
 import math
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 def length_or_hang(sample):
     if sample.response == "hang":
         time.sleep(600)
+    while sample.response == "spin":
+        pass
     return {"score": len(sample.response), "half": len(sample.response) / 2}
 
 
@@ -123,3 +126,32 @@ def misfits(sample):
         sample.trajectory.sampled.pop()
         sample.trajectory.rollout_log_probs.pop()
     return {"score": 1.0, "token_weights": MISFITS[sample.response]}
+
+
+def signals_and_hangs(sample):
+    Path(sample.prompt.metadata["started"]).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def dies_once(sample):
+    if sample.response == "dies":
+        mark = Path(sample.prompt.metadata["marks"], "died")
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return len(sample.response)
+
+
+def stops_itself(sample):
+    pipe = Path(sample.prompt.metadata["pid"])
+    pipe.write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return 1.0
+
+
+def spins(sample):
+    while sample.response == "spins":
+        pass
+    if sample.response == "spins in C":
+        9 ** (9**9)
+    return 1.0

@@ -1,15 +1,19 @@
 """What scores over HTTP (remote_rm, judge), at a server that fails in every way there is."""
 
 import json
+import math
 import threading
 from collections import Counter
 from dataclasses import replace
+from datetime import datetime
+from decimal import Decimal
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from onpolicy.errors import ConfigError, RewardError
 from onpolicy.rewards import endpoint
+from tests.support.samples import rewards_of
 from tests.support.samples import to_score as sample
 
 MISDEEDS = {
@@ -98,7 +102,7 @@ def test_samples_are_sent_in_batches_and_scored_in_their_order(remote, service):
     metrics = remote(rm_batch_size=2, rm_api_key="K").score([samples[:3], samples[3:]])
     assert [s.reward for s in samples] == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert samples[0].reward_parts == {"is_short": 1.0}
-    assert metrics == {"rollout/reward_timeouts": 0.0, "rollout/reward_errors": 0.0}
+    assert not any(metrics.values())
     assert sorted(len(body["samples"]) for body in service.asked) == [1, 2, 2]
     assert service.keys == {"Bearer K"}
     first = next(b for b in service.asked if b["samples"][0]["response"] == "x")["samples"][0]
@@ -106,6 +110,29 @@ def test_samples_are_sent_in_batches_and_scored_in_their_order(remote, service):
         "prompt": "", "response": "x", "label": "7", "metadata": {"hint": "a"},
         "finish_reason": "stop", "prompt_index": 0, "sample_index": 0,
     }  # fmt: skip
+
+
+def test_columns_that_json_has_no_word_for_are_sent_as_text_and_no_number_as_null(remote, service):
+    columns = {"made": datetime(2024, 5, 1), "gap": math.nan, "price": Decimal("1.10"), "raw": b"a"}
+    remote().try_out(sample("", **columns).prompt)
+    remote().score([[sample("good", **columns)]])
+    said = {"made": "2024-05-01T00:00:00", "gap": None, "price": "1.10", "raw": "YQ=="}
+    assert [body["samples"][0]["metadata"] for body in service.asked] == [said, said]
+
+
+def test_a_column_that_no_strict_service_takes_is_refused_by_name_before_the_start(
+    remote, scorer, service
+):
+    prompts = [sample("").prompt, sample("", width=math.inf).prompt]
+    message = (
+        r"data.jsonl: prompt 0, column 'width': inf: .* --rm-type=remote_rm is sent all .*text"
+    )
+    with pytest.raises(ConfigError, match=message):
+        remote().check_labels(prompts, "data.jsonl")
+    scorer(rm_type="exact").check_labels(prompts, "data.jsonl")
+    (failed,) = asked = [sample("good", width=math.inf)]
+    metrics = remote(rm_max_error_rate=1.0).score([asked])  # such as an episode's own prompt
+    assert failed.has_failed and metrics["rollout/reward_errors"] == 1 and service.asked == []
 
 
 def test_what_may_pass_is_asked_again(remote, service):
@@ -119,11 +146,11 @@ def test_what_may_pass_is_asked_again(remote, service):
         remote(rm_retries=1, rm_max_error_rate=0.0).score([[sample("busy again")]])  # fmt: skip
 
 
-def test_what_fails_scores_0_and_is_counted(remote, service, caplog):
+def test_what_fails_has_no_reward_and_is_counted(remote, service, caplog):
     samples = [sample(word) for word in MISDEEDS] + [sample("good")]
     rule = remote(rm_batch_size=1, rm_retries=1, rm_breaker=99, rm_max_error_rate=0.9)
     metrics = rule.score([samples])
-    assert [s.reward for s in samples] == [0.0] * len(MISDEEDS) + [4.0]
+    assert rewards_of(samples) == [None] * len(MISDEEDS) + [4.0]
     assert metrics["rollout/reward_errors"] == len(MISDEEDS)
     assert "9 of 10 samples could not be scored" in caplog.text
     assert "HTTP 403: who are you?" in caplog.text
@@ -205,7 +232,7 @@ def test_the_last_verdict_of_a_judge_is_the_reward(judge, service):
 def test_a_judge_without_a_verdict_has_failed(judge):
     samples = [sample(text) for text in ("I like it", "empty", "score 1", "score: 2")]
     metrics = judge(rewards=("judge=0.5", "exact"), rm_max_error_rate=0.5).score([samples])
-    assert [s.reward for s in samples] == [0.0, 0.0, 0.5, 1.0]
+    assert rewards_of(samples) == [None, None, 0.5, 1.0]
     assert metrics["rollout/reward_errors"] == 2
     message = "2 of 4 .* was answered with 'I like it': no --judge-verdict is in it"
     with pytest.raises(RewardError, match=message):

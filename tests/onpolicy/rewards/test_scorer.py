@@ -5,10 +5,17 @@ import pytest
 
 from onpolicy.errors import ConfigError, RewardError
 from onpolicy.rewards import scorer as scorer_module
+from onpolicy.rewards import workers as workers_module
 from onpolicy.rewards.workers import Workers
 from onpolicy.rollout.reasoning_gym import rows_of
 from tests.onpolicy.rewards.reward_functions import MISDEEDS
+from tests.support.samples import rewards_of
 from tests.support.samples import to_score as sample
+
+NOTHING_FAILED = {
+    "rollout/reward_timeouts": 0.0, "rollout/reward_errors": 0.0, "rollout/reward_repeats": 0.0,
+    "rollout/num_unscored": 0.0,
+}  # fmt: skip
 
 
 def test_a_rule_scores_samples_in_order(scorer):
@@ -16,7 +23,7 @@ def test_a_rule_scores_samples_in_order(scorer):
     metrics = scorer(rm_type="exact", rm_workers=2).score([samples])
     assert [s.reward for s in samples] == [1.0, 0.0, 1.0]
     assert [s.answer for s in samples] == ["42", "41", "42"]
-    assert metrics == {"rollout/reward_timeouts": 0.0, "rollout/reward_errors": 0.0}
+    assert metrics == NOTHING_FAILED
 
 
 def test_a_rule_that_comes_later_is_imported_before_samples_have_their_time(scorer, monkeypatch):
@@ -48,11 +55,13 @@ def test_a_prompt_may_name_its_rule_in_place_of_the_runs(scorer):
 
 
 def test_a_function_of_ones_own_may_return_parts_and_a_hanging_one_is_ended(scorer):
-    samples = [sample("abc"), sample("hang"), sample("abcd")]
-    metrics = scorer(function="length_or_hang", rm_time_limit=5.0, rm_workers=2).score([samples])
-    assert [s.reward for s in samples] == [3.0, 0.0, 4.0]
-    assert samples[2].reward_parts == {"half": 2.0}
-    assert metrics["rollout/reward_timeouts"] == 1
+    samples = [sample("abc"), sample("hang"), sample("spin"), sample("abcd")]
+    rule = scorer(function="length_or_hang", rm_time_limit=0.1, rm_workers=2, rm_max_error_rate=0.5)
+    metrics = rule.score([samples])
+    assert rewards_of(samples) == [3.0, None, None, 4.0]
+    assert samples[3].reward_parts == {"half": 2.0}
+    assert metrics["rollout/reward_timeouts"] == metrics["rollout/num_unscored"] == 2
+    assert metrics["rollout/reward_repeats"] == 2
 
 
 def test_four_samples_are_scored_at_the_same_time_by_default(scorer, tmp_path):
@@ -69,17 +78,20 @@ def test_rewards_do_not_depend_on_the_number_of_workers(scorer, workers):
     assert [s.reward for s in samples] == [float(n) for n in range(9)]
 
 
-def test_what_fails_scores_0_is_counted_and_ends_no_worker_for_good(scorer, caplog):
+def test_what_fails_has_no_reward_is_counted_and_ends_no_worker_for_good(scorer, caplog):
     rule = scorer(function="misbehaves", rm_workers=2, rm_max_error_rate=0.9)
     samples = [sample(name) for name in MISDEEDS] + [sample("good"), sample("good")]
     for _ in range(2):
         metrics = rule.score([samples])
-        assert [s.reward for s in samples] == [0.0] * len(MISDEEDS) + [1.0, 1.0]
-        assert [s.has_failed for s in samples] == [True] * len(MISDEEDS) + [False, False]
-        assert metrics == {
-            "rollout/reward_timeouts": 0.0, "rollout/reward_errors": float(len(MISDEEDS)),
-        }  # fmt: skip
-    assert caplog.text.count("11 of 13 samples could not be scored; they get the reward 0") == 2
+        assert rewards_of(samples) == [None] * len(MISDEEDS) + [1.0, 1.0]
+        assert metrics == NOTHING_FAILED | {
+            "rollout/reward_errors": float(len(MISDEEDS)),
+            "rollout/num_unscored": float(len(MISDEEDS)),
+            "rollout/reward_repeats": 2.0,  # of what ends its process
+        }
+    assert (
+        caplog.text.count("11 of 13 samples could not be scored; nothing is learnt from them") == 2
+    )
     assert caplog.text.count("ZeroDivisionError: division by zero\n") == 1  # one traceback
     assert "prompt 0, sample 0, label '42', response 'raises'" in caplog.text
 
@@ -144,15 +156,15 @@ def test_a_path_that_is_no_function_is_refused_before_the_first_step(scorer, pat
 
 
 def test_a_function_that_hangs_is_found(scorer):
-    with pytest.raises(ConfigError, match="no result within --rm-time-limit=1 seconds"):
-        rule = scorer(function="length_or_hang", rm_time_limit=1.0)
+    with pytest.raises(ConfigError, match=r"no result within --rm-time-limit=0\.1 seconds"):
+        rule = scorer(function="length_or_hang", rm_time_limit=0.1)
         rule.try_out(sample("", "hang").prompt)
 
 
 def test_a_module_that_hangs_is_found(scorer, tmp_path, monkeypatch):
-    monkeypatch.setattr(scorer_module, "START_SECONDS", 1.0)
+    monkeypatch.setattr(workers_module, "START_SECONDS", 1.0)
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\n")
-    with pytest.raises(ConfigError, match="was not imported after 2"):
+    with pytest.raises(ConfigError, match="was not imported after 1 seconds"):
         scorer(custom_rm_path=f"{tmp_path}/slow.py:f", rm_time_limit=1.0).try_out(sample("").prompt)
 
 

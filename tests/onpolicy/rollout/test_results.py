@@ -1,7 +1,9 @@
 """What an episode says of its rewards, and the samples that it makes."""
 
 import math
+from datetime import datetime
 
+import numpy as np
 import pytest
 
 from onpolicy.errors import AgentError
@@ -78,6 +80,12 @@ def test_a_result_that_does_not_fit_is_refused(more, fault):
     with pytest.raises(AgentError, match=f"^returned {fault}") as caught:
         samples(**more)
     assert caught.value.reason == "result"
+
+
+def test_what_an_episode_notes_may_have_times_and_numbers_of_numpy():
+    info = {"at": datetime(2024, 5, 1), "seconds": np.float32(1.5)}
+    found = samples(info=info)
+    assert found[0].info == {"at": "2024-05-01T00:00:00", "seconds": 1.5}
 
 
 def test_weights_of_tokens_stay_with_those_that_are_learnt():

@@ -122,6 +122,8 @@ def test_totals_are_sums_over_rollouts_and_their_first_and_last_rewards(plain):
         "last_reward": records[-1]["rollout/raw_reward"],
         "num_compared_tokens": compared,
         "num_mismatched_tokens": 0,
+        "num_unscored": 0,
+        "num_repeats": 0,
     }
     assert summary.rollouts == ROLLOUTS
 

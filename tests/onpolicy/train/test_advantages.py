@@ -260,23 +260,6 @@ def test_gdpo_normalises_each_named_reward_and_then_their_sum(num_ranks):
         outcomes.named_rewards(["style"])
 
 
-def test_gdpo_takes_0_for_what_a_sample_that_could_not_be_scored_lacks():
-    """As every estimator takes its reward; that it failed is counted where it was scored."""
-    known = {"right": 1.0, "format": 3.0}
-
-    def samples(failed, parts):
-        changed = [{"reward_parts": known}, {"reward_parts": parts, "has_failed": failed}]
-        return [
-            dataclasses.replace(s, sample=dataclasses.replace(s.sample, **more))
-            for s, more in zip(grouped_samples()[:2], changed, strict=True)
-        ]
-
-    outcomes = Outcomes.of(samples(True, {"format": 2.0}))
-    assert outcomes.named_rewards(known) == {"right": [[1.0, 0.0]], "format": [[3.0, 2.0]]}
-    with pytest.raises(TrainingError, match="--gdpo-reward-keys=right"):
-        Outcomes.of(samples(False, {"format": 2.0})).named_rewards(known)
-
-
 class KlInReward(Estimator):
     """What PPO for language models takes: a token's KL towards the reference is part of its reward, and
     the returns are whitened over the tokens of the whole rollout."""
