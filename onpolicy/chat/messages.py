@@ -83,7 +83,7 @@ def _has_role(value: Any) -> bool:
 def _read_message(value: Any, number: int) -> dict[str, Any]:
     if not _has_role(value):
         raise ValueError(
-            f"message {number} is {value!r:.80}: chat messages are objects with a role and a content"
+            f"message {number} is {value!r:.80}. Chat messages are objects with a role and a content"
         )
     message = {key: each for key, each in value.items() if each is not None}
     role, content = message["role"], text_of(message.get("content"))

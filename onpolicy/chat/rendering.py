@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from onpolicy.chat.left_out import left_out
@@ -20,6 +21,14 @@ OURS = {
     "continue_final_message", "return_dict", "return_tensors", "padding", "truncation", "max_length",
 }  # fmt: skip
 """Arguments of `apply_chat_template` that are no variables of a template."""
+
+
+class ChatRefusedError(ValueError):
+    """Messages that a chat template refuses; `reason` is what it says."""
+
+    def __init__(self, reason: str):
+        super().__init__(f"the chat template refuses the messages: {reason}")
+        self.reason = reason
 
 
 class ChatRenderer:
@@ -42,29 +51,33 @@ class ChatRenderer:
         return str(self._tokenizer.chat_template or "")
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Return the text of `begin`.
+        """Return the text of a chat that the policy is to go on with.
 
         Raises ValueError where the template leaves out tools, a call, or the words of anybody but the
         assistant.
         """
         text = self._render(messages, tools, begins=True)
-        words = [str(text_of(message.get("content")) or "").strip() for message in messages]
-        if not all(said in text for said in words):
-
-            def render(marked: list[dict[str, Any]]) -> str:
-                return self._render(marked, tools, begins=True)
-
-            for number in left_out(messages, render):
-                raise ValueError(
-                    f"the chat template leaves out what role={messages[number]['role']} says "
-                    f"({words[number]!r:.40}). Give it another role"
-                )
+        if tools and text == self._render(messages, (), begins=True):
+            raise ValueError("has tools, and the chat template writes none of them")
         for name in names_called(messages):
             if name not in text:
                 raise ValueError(f"the chat template leaves out the call of {name!r}")
-        if tools and text == self._render(messages, (), begins=True):
-            raise ValueError("has tools, and the chat template writes none of them")
+        words = [str(text_of(message.get("content")) or "").strip() for message in messages]
+        if not all(said in text for said in words):
+            self._require_heard(messages, words, tools)
         return text
+
+    def _require_heard(
+        self, messages: Sequence[Message], words: Sequence[str], tools: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Raise ValueError for the first message that the template leaves out."""
+        render = partial(self._render, tools=tools, begins=True)
+        if unheard := left_out(messages, render):
+            number = unheard[0]
+            raise ValueError(
+                f"the chat template leaves out what role={messages[number]['role']} says "
+                f"({words[number]!r:.40}). Give it another role"
+            )
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Return the text of a chat after which nobody is to speak."""
@@ -103,8 +116,7 @@ class ChatRenderer:
             first = first or text
         if first:
             return first
-        reason = in_one_line(errors[0])
-        raise ValueError(f"the chat template refuses the messages: {reason}") from errors[0]
+        raise ChatRefusedError(in_one_line(errors[0])) from errors[0]
 
     def _apply(
         self,

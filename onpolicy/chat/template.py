@@ -94,8 +94,8 @@ class ChatTemplate(ChatRenderer):
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
         """Return the tokens of a chat that the policy is to go on with: it answers, or goes on with the
-        assistant's message that comes last."""
-        return self.encode(self.opening(messages, tools))
+        assistant's message that comes last. Agents may send tools that the template does not write."""
+        return self.encode(self._render(messages, tools, begins=True))
 
     def begin_text(self, text: str) -> list[int]:
         """Return the tokens of a text that is no chat, as the beginning of a sequence."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -171,22 +172,32 @@ class RowReader:
         self, content: Any, row: dict[str, Any], where: str
     ) -> tuple[str, list[int], list[dict[str, Any]] | None]:
         """Return a prompt's text, its tokens, and the messages of a chat."""
+        if self.config.apply_chat_template:
+            messages = self._messages(content, where)
+            text, encode = self._opening(messages, row, where), self.template.encode
+        else:
+            messages, text = None, self._text(content, where)
+            encode = partial(text_ids, self.tokenizer)
         try:
-            if self.config.apply_chat_template:
-                messages = self._messages(content, where)
-                text = self.template.opening(messages, self._tools(row, where))
-                prompt_ids = self.template.encode(text)
-            else:
-                messages, text = None, self._text(content, where)
-                prompt_ids = text_ids(self.tokenizer, text)
-        except (TypeError, ValueError) as error:  # of the template, or half of a surrogate pair
+            prompt_ids = encode(text)
+        except (TypeError, ValueError) as error:  # such as half of a surrogate pair
             raise ConfigError(
-                f"{where}: {self.config.input_key}={content!r:.200} cannot be used "
-                f"({in_one_line(error)}). Correct the row, or the chat template."
+                f"{where}: prompt={text!r} cannot be tokenised ({in_one_line(error)}). Correct the row."
             ) from error
         if not prompt_ids:
             raise ConfigError(f"{where}: prompt={text!r} has no tokens. Drop the row.")
         return text, prompt_ids, messages
+
+    def _opening(self, messages: list[dict[str, Any]], row: dict[str, Any], where: str) -> str:
+        tools = tools_of(row, self.config.tool_key, where)
+        try:
+            return self.template.opening(messages, tools)
+        except ValueError as error:
+            reason = getattr(error, "reason", error)
+            raise ConfigError(
+                f"{where}: the checkpoint's chat template refuses the prompt ({reason}). Correct the "
+                "row, or the template."
+            ) from error
 
     @property
     def template(self) -> ChatTemplate:
@@ -209,9 +220,6 @@ class RowReader:
                 f"{where}: {self.config.input_key}: {error}. Correct the row, or set --input-key to the "
                 "field with the prompt."
             ) from error
-
-    def _tools(self, row: dict[str, Any], where: str) -> list[dict[str, Any]]:
-        return tools_of(row, self.config.tool_key, where)
 
     def _text(self, content: Any, where: str) -> str:
         if isinstance(content, list):

@@ -173,7 +173,7 @@ def conversation(
     Raises ValueError for what the template does not take.
     """
     numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    now = Trajectory.begin(template.begin(messages[: numbers[0]], tools))
+    now = Trajectory.begin(template.encode(template.opening(messages[: numbers[0]], tools)))
     answered = numbers[0]
     for number in numbers:
         if number > numbers[0]:
