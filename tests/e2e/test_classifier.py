@@ -126,7 +126,7 @@ def test_what_the_classifier_cannot_take_is_counted(scorer, classifier):
     samples[2].prompt = replace(samples[2].prompt, messages=[{"role": "system", "content": "x"}])
     metrics = scorer(rm_max_error_rate=0.5).score([samples])
     assert metrics["rollout/reward_errors"] == 2
-    assert [s.reward == 0 for s in samples] == [False, True, True, False]
+    assert [s.has_failed for s in samples] == [False, True, True, False]
 
 
 def test_text_is_scored_as_it_stands(scorer):
