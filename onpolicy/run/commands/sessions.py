@@ -153,6 +153,9 @@ class ServedSessions:
             "id": name,
             "trajectories": [self._written(each) for each in episode.trajectories],
             "metrics": metrics,
+            "drifts": {}
+            if episode.episode is None
+            else episode.episode.info.get("gateway/drifts", {}),
             "failures": [failure.message for failure in episode.failures],
         }
 
@@ -170,7 +173,8 @@ async def _opened(session: ServedSession, episode: OpenEpisode) -> OpenSession:
     """Return the session once it is open. Raises RefusedError where its episode has failed before."""
     ended = asyncio.create_task(session.has_ended.wait())
     try:
-        await asyncio.wait([session.opened, ended], return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future[Any]] = [session.opened, ended]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     finally:
         ended.cancel()
     if session.opened.done():

@@ -209,9 +209,9 @@ class Stumbles(Engine):
 
 
 def test_an_error_of_any_kind_is_told_to_the_client_that_waits():
-    with served(Stumbles()) as url, client_to(opened(url)) as client:
-        with pytest.raises(InternalServerError, match="KeyError"):
-            client.chat.completions.create(model="policy", messages=[HI])
+    told = pytest.raises(InternalServerError, match="KeyError")
+    with served(Stumbles()) as url, client_to(opened(url)) as client, told:
+        client.chat.completions.create(model="policy", messages=[HI])
 
 
 def test_a_session_that_cannot_be_opened_is_an_error_and_no_wait(monkeypatch):
