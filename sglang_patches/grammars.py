@@ -13,6 +13,7 @@ sglang/srt/sampling/sampling_batch_info.py.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
@@ -67,9 +68,13 @@ def is_constrained(info: Any) -> list[bool]:
 def _process(manager: Any, req: Any) -> bool:
     """SGLang's, with a grammar's stop tokens in its key: whether the request waits for its grammar."""
     params = req.sampling_params
-    kind = "regex" if params.regex is not None else "json_schema"
-    if (text := getattr(params, kind)) is None:
+    kinds = ("regex", "json_schema", "structural_tag")
+    kind = next((kind for kind in kinds if getattr(params, kind) is not None), None)
+    if kind is None:
         return False
+    text = getattr(params, kind)
+    if kind == "structural_tag":
+        text = of_today(text)
     if getattr(req, "require_reasoning", False):
         req.set_finish_with_abort(
             f"{kind}: not available after reasoning, whose end the trainer does not see. Leave it out, "
@@ -93,6 +98,25 @@ def _own_stops(manager: Any, req: Any) -> set[int]:
     """Return the tokens at which SGLang ends a response that asks for no others."""
     of_tokenizer = {req.tokenizer.eos_token_id} if req.tokenizer is not None else set()
     return (of_tokenizer - {None}) | (manager.scheduler.model_config.hf_eos_token_id or set())
+
+
+def of_today(tag: str) -> str:
+    """Return a structural tag in xgrammar's present form; SGLang writes some in an earlier one."""
+    said = json.loads(tag)
+    if not isinstance(said, dict) or "structures" not in said:
+        return tag
+    tags = [
+        {
+            "type": "tag",
+            "begin": each["begin"],
+            "content": {"type": "json_schema", "json_schema": each.get("schema") or {}},
+            "end": each["end"],
+        }
+        for each in said["structures"]
+    ]
+    calls = {"type": "triggered_tags", "triggers": said["triggers"], "tags": tags}
+    calls["at_least_one"] = bool(said.get("at_least_one"))
+    return json.dumps({"type": "structural_tag", "format": calls})
 
 
 def _begin_ready(ready: list[Any], *_: Any) -> list[Any]:

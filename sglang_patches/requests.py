@@ -27,15 +27,15 @@ _NEUTRAL = {
     "min_new_tokens": 0,
     "logit_bias": None,
     "ebnf": None,
-    "structural_tag": None,
     "beam_width": None,
     "watermark": None,
 }
 
 _REASON = (
     "not available in true-on-policy mode, where a token is sampled from softmax(logits / temperature), "
-    "or what regex, json_schema, top_k, top_p and min_p leave of it, and from nothing else, so that its "
-    "log-probability is the trainer's to the last bit. Leave it out, or serve without the contract."
+    "or what regex, json_schema, structural_tag, top_k, top_p and min_p leave of it, and from nothing "
+    "else, so that its log-probability is the trainer's to the last bit. Leave it out, or serve without "
+    "the contract."
 )
 
 

@@ -81,6 +81,7 @@ def _refuse_cuts(tokenized: Any, manager: Any, *_: Any, **__: Any) -> None:
         "min_p": params.min_p,
         "regex": params.regex,
         "json_schema": params.json_schema,
+        "structural_tag": params.structural_tag,
     }
     if values := ", ".join(f"{name}={value!r}" for name, value in asked.items() if value):
         raise ValueError(

@@ -55,6 +55,7 @@ class RemoteTurns(Turns):
         temperature: float | None = None,
         regex: str | None = None,
         json_schema: str | Mapping[str, Json] | None = None,
+        structural_tag: str | None = None,
     ) -> Answer:
         arguments = {
             "stop": stop if isinstance(stop, str) else [*stop],
@@ -62,6 +63,7 @@ class RemoteTurns(Turns):
             "temperature": temperature,
             "regex": regex,
             "json_schema": json_schema,
+            "structural_tag": structural_tag,
         }
         said = await self._caller.call("sample", self.number, arguments)
         token_ids, reason = said["token_ids"], FinishReason(said["finish_reason"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from onpolicy.contract import OUTSIDE, NumericsContract
 from onpolicy.errors import in_one_line
-from onpolicy.grammar import Grammar
-from onpolicy.models.json_schemas import require_enforced
+from onpolicy.grammar import Grammar, GrammarKind
+from onpolicy.models.json_schemas import require_enforced, require_tag_enforced
 from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.ops.kept_tokens import WHOLE, packed
 from onpolicy.trajectory import Trajectory
@@ -48,6 +48,9 @@ def require_grammar(grammar: Grammar) -> None:
     try:
         if grammar.kind == "regex":
             xgrammar.Grammar.from_regex(grammar.text)
+        elif grammar.kind == "structural_tag":
+            require_tag_enforced(json.loads(grammar.text))
+            xgrammar.Grammar.from_structural_tag(grammar.text)
         else:
             require_enforced(json.loads(grammar.text))
             xgrammar.Grammar.from_json_schema(grammar.text)
@@ -95,9 +98,7 @@ class Grammars:
         self._compilers: dict[tuple[int, ...], xgrammar.GrammarCompiler] = {}
         self._lock = threading.Lock()
 
-    def matcher_of(
-        self, kind: Literal["regex", "json_schema"], text: str, stop_token_ids: tuple[int, ...]
-    ) -> Matcher:
+    def matcher_of(self, kind: GrammarKind, text: str, stop_token_ids: tuple[int, ...]) -> Matcher:
         """`matcher`, by the fields of a grammar."""
         return self.matcher(Grammar(kind=kind, text=text, stop_token_ids=stop_token_ids))
 
@@ -107,6 +108,8 @@ class Grammars:
         compiler = self._compiler(grammar.stop_token_ids)
         if grammar.kind == "regex":
             return Matcher(compiler.compile_regex(grammar.text), self._vocab_size)
+        if grammar.kind == "structural_tag":
+            return Matcher(compiler.compile_structural_tag(grammar.text), self._vocab_size)
         return Matcher(compiler.compile_json_schema(grammar.text), self._vocab_size)
 
     def _compiler(self, stops: tuple[int, ...]) -> xgrammar.GrammarCompiler:

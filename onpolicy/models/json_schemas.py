@@ -43,6 +43,17 @@ def require_enforced(schema: Any) -> None:
             raise ValueError(f"of {names} one alone can be enforced")
 
 
+def require_tag_enforced(tag: Any) -> None:
+    """Raise ValueError for a structural tag one of whose schemas says more than would be held to."""
+    if isinstance(tag, list):
+        for each in tag:
+            require_tag_enforced(each)
+    elif isinstance(tag, dict):
+        for keyword, value in tag.items():
+            check = require_enforced if keyword == "json_schema" else require_tag_enforced
+            check(value)
+
+
 def _parts(schema: Any) -> Iterator[Mapping[str, Any]]:
     """The schema and all within it."""
     if not isinstance(schema, dict):

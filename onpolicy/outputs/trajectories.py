@@ -9,7 +9,7 @@ import base64
 import struct
 from collections.abc import Sequence
 from dataclasses import astuple
-from typing import Annotated, Literal, NotRequired
+from typing import Annotated, NotRequired
 
 import numpy as np
 import xxhash
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import with_config
 from typing_extensions import TypedDict
 
-from onpolicy.grammar import Grammar, GrammarSpan
+from onpolicy.grammar import Grammar, GrammarKind, GrammarSpan
 from onpolicy.system.records import CLOSED
 from onpolicy.trajectory import FinishReason, Span, Trajectory
 
@@ -29,7 +29,7 @@ Count = Annotated[int, Ge(0)]
 class GrammarRecord(TypedDict):
     """`GrammarSpan`."""
 
-    kind: Literal["regex", "json_schema"]
+    kind: GrammarKind
     text: str
     stop_token_ids: list[Count]
     start: Count

@@ -151,6 +151,7 @@ def _turns(record: Record) -> Iterator[Record]:
         {"sampled": False, "text": record["prompt"], "num_tokens": 0},
         {"sampled": True, "text": record["response"], "num_tokens": record["num_tokens"]},
     ]
+    drifts = (record.get("info") or {}).get("gateway/drifts", {})
     key, length = (record.get("forks") or [(None, None)])[-1]
     ends = accumulate(turn.get("num_tokens", 0) for turn in turns)
     start = 0
@@ -162,6 +163,8 @@ def _turns(record: Record) -> Iterator[Record]:
             start += count
         if length is not None and end - count == length:
             shown["branch"] = f"branch {key} begins here, after {length} tokens"
+            if (why := drifts.get(key)) is not None:
+                shown["branch"] += f", since its chat template writes the past anew ({why})"
         yield shown
 
 

@@ -10,15 +10,22 @@ from onpolicy.grammar import Grammar
 
 
 def grammar_of(
-    regex: str | None, json_schema: str | Mapping[str, Any] | None, stop_token_ids: Sequence[int]
+    regex: str | None,
+    json_schema: str | Mapping[str, Any] | None,
+    stop_token_ids: Sequence[int],
+    structural_tag: str | None = None,
 ) -> Grammar | None:
-    """The grammar of an answer that matches the one or the other; None if there is neither.
+    """Return the grammar of an answer that matches the one that is given; None if none is.
 
-    Raises ValueError for both, and TypeError for what is no text and no schema.
+    Raises ValueError for several, and TypeError for what is no text and no schema.
     """
-    if regex is not None and json_schema is not None:
-        raise ValueError("regex and json_schema: an answer is held to one of them. Leave one out.")
+    given = {"regex": regex, "json_schema": json_schema, "structural_tag": structural_tag}
+    asked = [name for name, value in given.items() if value is not None]
+    if len(asked) > 1:
+        raise ValueError(f"{' and '.join(asked)}: an answer is held to one of them. Leave one out.")
     stops = tuple(sorted(stop_token_ids))
+    if structural_tag is not None:
+        return Grammar(kind="structural_tag", text=structural_tag, stop_token_ids=stops)
     if regex is not None:
         if not isinstance(regex, str):
             raise TypeError(f"regex={regex!r:.80}: must be a text")

@@ -137,15 +137,16 @@ class Turns:
         temperature: float | None = None,
         regex: str | None = None,
         json_schema: str | Mapping[str, Json] | None = None,
+        structural_tag: str | None = None,
     ) -> Answer:
         """Have the policy go on, to a stop token, one of the texts `stop`, or the most tokens.
 
-        regex, json_schema: what the answer must match as a whole, or be an instance of. One that ends
-        with LENGTH goes on in it, if it is asked for again.
+        regex, json_schema, structural_tag: what the answer must match as a whole, or be an instance of
+        (`Grammar`). One that ends with LENGTH goes on in it, if it is asked for again.
         Raises ValueError where it has stopped and was given nothing since, or for a grammar that an
         answer cannot be held to, and ContextExceededError where no token fits any more.
         """
-        grammar = grammar_of(regex, json_schema, self.request.params.stop_token_ids)
+        grammar = grammar_of(regex, json_schema, self.request.params.stop_token_ids, structural_tag)
         if grammar is not None:
             self.episode.rules.require_grammar(grammar)
         params = replace(self._params(stop, max_tokens, temperature), grammar=grammar)

@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 
 from onpolicy.config.groups.engines import EightBits, WeightFormat
 from onpolicy.errors import ConfigError
-from onpolicy.grammar import GrammarSpan
+from onpolicy.grammar import GrammarKind, GrammarSpan
 from onpolicy.outputs.trajectories import Count, TrajectoryRecord, read, write
 from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.run.engines import EnginePair
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 class _Grammar(TypedDict):
     """`Grammar`."""
 
-    kind: Literal["regex", "json_schema"]
+    kind: GrammarKind
     text: str
     stop_token_ids: list[Count]
 

@@ -29,6 +29,15 @@ class Call:
     tools: tuple[Mapping[str, Any], ...] = ()
     """As OpenAI describes functions; they are rendered into the prompt."""
 
+    forces_call: bool = False
+    """Whether the answer has to call a tool."""
+
+    named_tool: str = ""
+    """The one that it has to call; empty: any of them."""
+
+    one_call: bool = False
+    """Whether it may call one at most."""
+
     num_answers: int = 1
     max_tokens: int | None = None
     temperature: float | None = None
@@ -39,15 +48,19 @@ class Call:
     streams: bool = False
     streams_usage: bool = False
     log_probs: bool = False
+    packs_reasoning: bool = False
+    """Whether the answer is to hold its reasoning packed, too."""
+
     token_ids: bool = False
     """Whether the answer is to say them."""
 
     @property
     def decisive(self) -> tuple[Any, ...]:
         """What its answers depend on, as JSON can say it."""
+        calls = {"forced": self.forces_call, "named": self.named_tool, "one": self.one_call}
         return (
             self.messages, self.continues, self.prompt, self.tools, self.max_tokens, self.temperature,
-            self.stop, *filter(None, [self.json_schema]),
+            self.stop, *filter(None, [self.json_schema, calls if any(calls.values()) else None]),
         )  # fmt: skip
 
 

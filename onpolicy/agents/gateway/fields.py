@@ -31,6 +31,8 @@ class Fields:
         if not isinstance(body, Mapping):
             raise invalid(where or "the body", f"must be an object, and is {body!r:.80}.")
         self._body, self._where = dict(body), where
+        self.of_run: dict[str, str] = {}
+        """Fields whose value is the run's instead, and why."""
 
     def name(self, field: str) -> str:
         """The name of a field, for messages. Example: 'messages[2].content'"""
@@ -52,6 +54,10 @@ class Fields:
             raise invalid(self.name(field), f"must be {_NAMES[kind]}, and is {value!r:.80}.")
         return value
 
+    def with_field(self, field: str, value: Any) -> Fields:
+        """Return these fields with one more."""
+        return Fields({**self._body, field: value}, self._where)
+
     def take(self, field: str, kind: type[T], default: T) -> T:
         """Its value, or `default` where it is missing or null."""
         value = self.find(field, kind)
@@ -72,15 +78,20 @@ class Fields:
         return value
 
     def temperature(self) -> float | None:
-        """One that leaves log-probabilities to learn from."""
+        """Return one that leaves log-probabilities to learn from; None, which is the run's, for a greedy
+        one, since many agents ask for that and mean nothing by it."""
         value = self.find("temperature", float)
-        if value is not None and not value >= SMALLEST_TEMPERATURE:
+        if value is None or value >= SMALLEST_TEMPERATURE:
+            return value
+        if not value >= 0:
             raise invalid(
                 self.name("temperature"),
-                f"must be at least {SMALLEST_TEMPERATURE:g}, and is {value}: a greedy sample has no "
-                "log-probabilities to learn from.",
+                f"must be at least {SMALLEST_TEMPERATURE:g}, and is {value}.",
             )
-        return value
+        self.of_run[f"temperature={value:g}"] = (
+            "a greedy sample has no log-probabilities to learn from"
+        )
+        return None
 
     def texts(self, field: str) -> tuple[str, ...]:
         """A text or several, none of them empty; none where it is missing."""
@@ -113,10 +124,10 @@ class Fields:
             self.refuse(field, getattr(params, field), because=own)
         for field, neutral in _NEUTRAL.items():
             self.refuse(field, neutral, because=own)
-        self.refuse(
-            "seed",
-            because="a sample's seed is made of the run's, so that a run can be repeated. Leave it out.",
-        )
+        if (seed := self.find("seed", int)) is not None:
+            self.of_run[f"seed={seed}"] = (
+                "a sample's seed is made of the run's, so that a run can be repeated"
+            )
 
     def ignore(self, *fields: str) -> None:
         """Fields that change nothing of what is sampled."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from onpolicy.agents.gateway import harmony
 from onpolicy.agents.gateway.token_bytes import ReadBytes
 
 
@@ -36,26 +37,59 @@ class AnswerParser:
     read_bytes: ReadBytes | None = None
     """Gives the bytes of tokens; without it they are those of each token's text."""
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Parsed:
-        """The parts. An answer in which a parser fails or finds arguments that are no object is text."""
-        reasoning, content = self._split_reasoning(text)
+    def parse(
+        self,
+        text: str,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        is_list: bool = False,
+        is_thinking: bool = False,
+    ) -> Parsed:
+        """Return the parts. An answer in which a parser fails or finds arguments that are no object is
+        text.
+
+        is_list: whether calls are a JSON list. is_thinking: whether the prompt has begun the reasoning.
+        """
+        reasoning, content = self._split_reasoning(text, is_thinking)
         if not tools or not self.tool_call_parser:
             return Parsed(content=content, reasoning=reasoning)
         try:
-            left, calls = self._find_calls(content, tools)
+            left, calls = (
+                ("", calls_in_list(content)) if is_list else self._find_calls(content, tools)
+            )
         except Exception:  # a parser of somebody else's, on text of a policy's
             return Parsed(content=content, reasoning=reasoning)
         if not all(_is_object(arguments) for _, arguments in calls):
             return Parsed(content=content, reasoning=reasoning)
         return Parsed(content=left, reasoning=reasoning, calls=calls)
 
-    def _split_reasoning(self, text: str) -> tuple[str, str]:
+    @property
+    def reads_harmony(self) -> bool:
+        """Whether answers are GPT-OSS's."""
+        return harmony.PARSER in (self.tool_call_parser, self.reasoning_parser)
+
+    def reasoning(self) -> tuple[str, str, bool]:
+        """Return the texts that begin and end reasoning, empty ones without a parser, and whether every
+        answer begins in it."""
         if not self.reasoning_parser:
+            return "", "", False
+        from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+        detector = ReasoningParser(self.reasoning_parser, stream_reasoning=False).detector
+        marks = [getattr(detector, f"think_{end}_token", None) or "" for end in ("start", "end")]
+        return str(marks[0]), str(marks[1]), bool(getattr(detector, "_in_reasoning", False))
+
+    def _split_reasoning(self, text: str, is_thinking: bool) -> tuple[str, str]:
+        if not self.reasoning_parser or (self.reads_harmony and not harmony.has_marks(text)):
             return "", text
         from sglang.srt.parser.reasoning_parser import ReasoningParser
 
         try:
-            parser = ReasoningParser(self.reasoning_parser, stream_reasoning=False)
+            parser = ReasoningParser(
+                self.reasoning_parser,
+                stream_reasoning=False,
+                force_reasoning=is_thinking or None,  # else as the parser has it
+            )
             reasoning, content = parser.parse_non_stream(text)
         except Exception:
             return "", text
@@ -72,6 +106,11 @@ class AnswerParser:
             return text, ()
         left, calls = parser.parse_non_stream(text)
         return left or "", tuple((call.name or "", call.parameters) for call in calls)
+
+
+def calls_in_list(text: str) -> tuple[tuple[str, str], ...]:
+    """Return (name, arguments as JSON) of calls that are a JSON list. Raises an error for others."""
+    return tuple((each["name"], json.dumps(each["parameters"])) for each in json.loads(text))
 
 
 def _is_object(arguments: str) -> bool:

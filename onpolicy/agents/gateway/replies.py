@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onpolicy.agents.gateway.calls import Call, Ending, Reply, ToolCall
+from onpolicy.agents.gateway.harmony import with_call_end
 from onpolicy.agents.gateway.known import digest_of
 from onpolicy.agents.gateway.parsing import AnswerParser
 from onpolicy.rollout.episodes import Answer, Turns
@@ -12,12 +13,24 @@ from onpolicy.trajectory import FinishReason
 
 
 def make_reply(
-    call: Call, branch: Turns, prompt_ids: Sequence[int], answer: Answer, parser: AnswerParser
+    call: Call,
+    branch: Turns,
+    prompt_ids: Sequence[int],
+    answer: Answer,
+    parser: AnswerParser,
+    *,
+    is_list: bool = False,
+    is_thinking: bool = False,
 ) -> Reply:
-    """Return the answer without the token or text that ended it, and what a parser finds in it."""
+    """Return the answer without the token or text that ended it, and what a parser finds in it.
+
+    is_list, is_thinking: as `AnswerParser.parse` has them.
+    """
     name = digest_of(branch.key)[:24]
     text, stopped_by = _shown(call, branch, answer)
-    parsed = parser.parse(text, call.tools)
+    if parser.reads_harmony and answer.finish_reason == FinishReason.STOP and not stopped_by:
+        text = with_call_end(text)
+    parsed = parser.parse(text, call.tools, is_list=is_list, is_thinking=is_thinking)
     is_cut = answer.finish_reason == FinishReason.LENGTH
     texts = [answer.decode([t]) for t in answer.token_ids] if call.log_probs else []
     ending: Ending = "tool_calls" if parsed.calls else "length" if is_cut else "stop"

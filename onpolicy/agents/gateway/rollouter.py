@@ -67,7 +67,9 @@ class AgentRollouter(Rollouter):
                 reason="result",
             )
         metrics = {**opened.session.metrics, **found.metrics}
-        return replace(found, trajectories=branches, metrics=metrics)
+        drifts = dict(sorted(opened.session.drifts.items()))
+        info = {**({"gateway/drifts": drifts} if drifts else {}), **found.info}
+        return replace(found, trajectories=branches, metrics=metrics, info=info)
 
 
 def in_thread(agent: Agent) -> Act:

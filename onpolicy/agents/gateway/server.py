@@ -13,6 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
+from onpolicy.agents.gateway.asked import Asked
 from onpolicy.agents.gateway.calls import Call
 from onpolicy.agents.gateway.errors import RefusedError, session_is_over
 from onpolicy.agents.gateway.fields import Fields
@@ -23,7 +24,7 @@ from onpolicy.agents.gateway.protocols import (
     messages,
     responses,
 )
-from onpolicy.agents.gateway.session import Asked, Session, SessionRules
+from onpolicy.agents.gateway.session import Session, SessionRules
 from onpolicy.rollout.episodes import Turns
 from onpolicy.system.reading import parse_json
 
@@ -63,6 +64,7 @@ class Gateway:
         self._sessions: dict[str, OpenSession] = {}
         self._runner: web.AppRunner | None = None
         self._starting = asyncio.Lock()
+        self._told = set[str]()
 
     @property
     def num_sessions(self) -> int:
@@ -74,11 +76,13 @@ class Gateway:
         async with self._starting:
             if self._runner is not None:
                 return
-            app = web.Application(client_max_size=MOST_BYTES)
+            app = web.Application(client_max_size=MOST_BYTES, middlewares=[_unserved])
             app.router.add_routes(self.routes)
             for protocol in PROTOCOLS:
                 path = f"/sessions/{{name}}/v1{protocol.PATH}"
                 app.router.add_post(path, partial(self._answer, protocol))
+            counted = f"/sessions/{{name}}/v1{messages.PATH}/count_tokens"
+            app.router.add_post(counted, self._count)
             app.router.add_get("/sessions/{name}/v1/models", self._models)
             app.router.add_get("/sessions/{name}/v1/models/{model}", self._models)
             # A client that disconnects cancels its handler.
@@ -122,7 +126,9 @@ class Gateway:
         session: Session | None = None
         try:
             session = self._session(request)
-            call = protocol.read(Fields(await _body(request)), session.turns.request.params)
+            fields = Fields(await _body(request))
+            call = protocol.read(fields, session.turns.request.params)
+            self._tell_of_run(fields)
             asked = await session.ask(call)
         except RefusedError as refused:
             if session is not None:
@@ -137,6 +143,26 @@ class Gateway:
         except BaseException:
             session.give_up(asked)
             raise
+
+    def _tell_of_run(self, fields: Fields) -> None:
+        """Log, once for each field, that a client's value is not taken."""
+        for asked, why in fields.of_run.items():
+            if (field := asked.partition("=")[0]) not in self._told:
+                self._told.add(field)
+                logger.warning(
+                    "a client of the gateway asks for %s; %s. The run's own %s is taken, here and in "
+                    "all further requests",
+                    asked, why, field,
+                )  # fmt: skip
+
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        """Answer how many tokens the messages of a request are, as Anthropic's clients ask it."""
+        try:
+            session = self._session(request)
+            call = messages.read_counted(Fields(await _body(request)), session.turns.request.params)
+            return web.json_response({"input_tokens": session.count(call)})
+        except RefusedError as refused:
+            return web.json_response(refused.as_anthropic(), status=refused.status)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -167,6 +193,27 @@ def has_key(request: web.Request, api_key: str) -> bool:
     given = headers.get("x-api-key") or headers.get("Authorization") or ""
     key = given.removeprefix("Bearer ").strip()
     return secrets.compare_digest(key.encode(), api_key.encode())
+
+
+@web.middleware
+async def _unserved(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Answer what is not served there in JSON, as the clients of either family read it."""
+    try:
+        answer: web.StreamResponse = await handler(request)
+        return answer
+    except web.HTTPMethodNotAllowed as error:
+        allowed = ", ".join(sorted(error.allowed_methods))
+        message = f"{request.method} is not served at {request.path}: {allowed} is."
+        refused, headers = RefusedError(405, message, code="method_not_allowed"), {"Allow": allowed}
+    except web.HTTPNotFound:
+        served = ", ".join([*(protocol.PATH for protocol in PROTOCOLS), "/models"])
+        message = (
+            f"Nothing is served at {request.path}. A session has, after its base URL, {served}."
+        )
+        refused, headers = RefusedError(404, message, code="not_found"), {}
+    is_theirs = "anthropic-version" in request.headers
+    body = refused.as_anthropic() if is_theirs else refused.as_openai()
+    return web.json_response(body, status=refused.status, headers=headers)
 
 
 async def _body(request: web.Request) -> Any:

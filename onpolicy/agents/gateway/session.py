@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from onpolicy.agents.gateway.asked import Asked
 from onpolicy.agents.gateway.calls import Call, Message
 from onpolicy.agents.gateway.errors import RefusedError, invalid, session_is_over
+from onpolicy.agents.gateway.held import held_to
 from onpolicy.agents.gateway.known import KnownTurn, KnownTurns, digest_of
 from onpolicy.agents.gateway.parsing import AnswerParser
 from onpolicy.agents.gateway.replies import make_reply
@@ -17,7 +19,6 @@ from onpolicy.chat.messages import exactly, loosely
 from onpolicy.chat.template import ChatDriftError, ChatTemplate
 from onpolicy.rollout.branches import order_of
 from onpolicy.rollout.episodes import ContextExceededError, Turns
-from onpolicy.rollout.grammars import grammar_of
 
 Place = tuple[KnownTurn | None, int, list[int]]
 """(the turn that an answer goes on from, how many of its tokens are kept, what is given after them)"""
@@ -36,29 +37,6 @@ class SessionRules:
 
     most_at_once: int = 64
     """Answers of one session that are sampled at the same time."""
-
-
-@dataclass(slots=True, eq=False)
-class Asked:
-    """One answer that was asked for. It is sampled to its end, whether or not its client waits for it:
-    how far it came when the client left would be the clock's to say."""
-
-    sampling: asyncio.Task[KnownTurn]
-
-    is_wanted: bool = True
-    """Whether a client waits for it or has got it. If not, the next equal request gets it."""
-
-    @property
-    def turn(self) -> KnownTurn | None:
-        """The answer, if there is one."""
-        task = self.sampling
-        is_there = task.done() and not task.cancelled() and task.exception() is None
-        return task.result() if is_there else None
-
-    @property
-    def is_left(self) -> bool:
-        """Whether an equal request is to get it."""
-        return not self.is_wanted and (not self.sampling.done() or self.turn is not None)
 
 
 class Session:
@@ -81,6 +59,10 @@ class Session:
 
         self.num_loose_matches = 0
         """Requests that give an earlier chat back with the same meaning, and not as it was."""
+
+        self.drifts: dict[str, str] = {}
+        """Where and how the chat template writes the past anew, by the branch that began there or goes
+        on beside it."""
 
         self._is_over = False
         self._known = KnownTurns(rules.same)
@@ -174,16 +156,12 @@ class Session:
         if self._is_over:  # while the request was being read
             raise session_is_over()
         rules = self.rules
-        if call.model != rules.model_name:
-            message = (
-                f"The model {call.model!r} does not exist: there is {rules.model_name!r} alone."
-            )
-            raise RefusedError(404, message, code="model_not_found", field="model")
+        self._require_model(call)
         if call.tools and not rules.parser.tool_call_parser:
             raise invalid(
                 "tools", "this run understands no tool calls. Start it with --tool-call-parser."
             )
-        self._require_format(call)
+        held_to(call, rules.parser, self.turns)
         under_way = sum(not a.sampling.done() for equal in self._asked.values() for a in equal)
         if under_way + call.num_answers > rules.most_at_once:
             raise RefusedError(
@@ -193,42 +171,38 @@ class Session:
                 code="rate_limit_exceeded",
             )
 
-    def _require_format(self, call: Call) -> None:
-        if not call.json_schema:
-            return
-        if self.rules.parser.reasoning_parser:
-            raise invalid(
-                "response_format",
-                "nothing says where reasoning ends. Leave --reasoning-parser out.",
-            )
-        stops = self.turns.request.params.stop_token_ids
-        try:
-            if grammar := grammar_of(None, call.json_schema, stops):
-                self.turns.episode.rules.require_grammar(grammar)
-        except ValueError as error:
-            raise invalid("response_format", str(error)) from error
+    def _require_model(self, call: Call) -> None:
+        if call.model != (name := self.rules.model_name):
+            message = f"The model {call.model!r} does not exist: there is {name!r} alone."
+            raise RefusedError(404, message, code="model_not_found", field="model")
 
     async def _sample(self, call: Call, digest: str, number: int) -> KnownTurn:
         call = self._with_earlier(call)
-        parent, length, token_ids = self._place(call, await self._before(call))
+        key = f"{digest}.{number}"
+        parent, length, token_ids = self._place(call, await self._before(call), key)
         origin = self.turns if parent is None else parent.turns
-        branch = origin.fork(length, key=f"{digest}.{number}")
+        branch = origin.fork(length, key=key)
         try:
             branch.append(token_ids)
             if not branch.num_left:
                 raise ContextExceededError("--rollout-max-response-len is used up")
             prompt_ids = branch.trajectory.token_ids
+            held = held_to(call, self.rules.parser, self.turns, prompt_ids)
             answer = await branch.sample(
                 stop=call.stop,
                 max_tokens=call.max_tokens,
                 temperature=call.temperature,
-                json_schema=call.json_schema or None,
+                json_schema=held.json_schema,
+                structural_tag=held.structural_tag,
             )
         except ContextExceededError as error:
             message = f"This model's maximum context length is exceeded: {error}."
             code = "context_length_exceeded"
             raise RefusedError(400, message, code=code, field="messages") from error
-        reply = make_reply(call, branch, prompt_ids, answer, self.rules.parser)
+        reply = make_reply(
+            call, branch, prompt_ids, answer, self.rules.parser,
+            is_list=held.is_list, is_thinking=held.is_thinking,
+        )  # fmt: skip
         turn = KnownTurn(
             turns=branch, call=call, digest=digest, number=number, reply=reply, parent=parent,
             num_shared=length,
@@ -256,8 +230,17 @@ class Session:
             await asyncio.wait(earlier)
         return min(self._known.before(call), key=KnownTurn.order)
 
-    def _place(self, call: Call, before: KnownTurn | None) -> Place:
-        """Where its tokens go. Raises RefusedError for what the chat template does not take."""
+    def count(self, call: Call) -> int:
+        """Return how many tokens a chat has that nothing came before. Raises RefusedError."""
+        self._require_model(call)
+        try:
+            return len(self.rules.template.begin(call.messages, call.tools))
+        except ValueError as error:
+            raise invalid("messages", f"the chat template refuses them: {error}") from error
+
+    def _place(self, call: Call, before: KnownTurn | None, key: str) -> Place:
+        """Return where the tokens of branch `key` go. Raises RefusedError for what the chat template
+        does not take."""
         template = self.rules.template
         try:
             if call.prompt is not None:
@@ -268,7 +251,9 @@ class Session:
             given_back = map(exactly, call.messages[: len(known)])
             self.num_loose_matches += [*map(exactly, known)] != [*given_back]
             more = template.go_on(token_ids, known, call.messages[len(known) :], call.tools)
-            self.num_drifts += more.drift is not None
+            if more.drift is not None:
+                self.num_drifts += 1
+                self.drifts[key] = str(more.drift)
             return before, more.kept, more.token_ids
         except ChatDriftError as error:
             self.num_drifts += 1

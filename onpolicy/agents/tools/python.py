@@ -35,12 +35,16 @@ class PythonTool:
     """Runs programs. One object serves any number of episodes at once.
 
     `isolation` is what is required, and nothing less is ever used: with "namespaces" a program sees no
-    file but Python's own, no other process and no network. "rlimits" is for hosts without namespaces; a
-    program may read and write what this process may, and may begin no process.
+    file but Python's own, no other process and no network. "rlimits" is for hosts without namespaces and
+    programs that you trust (`trusts_programs`): they may read and write what this process may, its
+    memory too, and may signal it.
     """
 
     _: KW_ONLY
     isolation: Isolation = "namespaces"
+    trusts_programs: bool = False
+    """Whether programs are known to mean no harm, so that "rlimits" is enough for them."""
+
     time_limit: float = 10.0
     """Seconds of the whole, by the clock."""
 
@@ -76,6 +80,12 @@ class PythonTool:
         if self.isolation not in ("namespaces", "rlimits"):
             raise ConfigError(
                 f"isolation={self.isolation!r}: must be 'namespaces' or 'rlimits'. Give one of them."
+            )
+        if self.isolation == "rlimits" and not self.trusts_programs:
+            raise ConfigError(
+                "isolation='rlimits': a program can rewrite the memory of the process that runs it "
+                "(/proc/PID/mem), rewards included, and signal it. Use isolation='namespaces', or, for "
+                "programs that mean no harm, say trusts_programs=True."
             )
 
     async def run(self, code: str) -> Observation:
@@ -179,7 +189,7 @@ _REMEDIES: dict[Isolation, str] = {
     "namespaces": "Let users make namespaces (Linux 5.12 or newer on x86-64; sysctl "
     "user.max_user_namespaces, kernel.unprivileged_userns_clone or "
     "kernel.apparmor_restrict_unprivileged_userns; in a container, --privileged), or ask for "
-    "isolation='rlimits', which lets programs read this user's files.",
+    "isolation='rlimits' with trusts_programs=True, for programs that mean no harm.",
     "rlimits": "It needs Linux on x86-64 with seccomp filters. Run it there.",
 }
 

@@ -20,7 +20,6 @@ from aiohttp import web
 from onpolicy.agents.gateway.errors import RefusedError
 from onpolicy.agents.gateway.rollouter import AgentRollouter
 from onpolicy.agents.gateway.server import Gateway, OpenSession, has_key
-from onpolicy.errors import OnPolicyError
 from onpolicy.outputs import trajectories
 from onpolicy.rollout.client import EngineClient
 from onpolicy.rollout.episode_loop import episode_loop
@@ -51,7 +50,7 @@ class ServedSession:
             episode_loop().begin(partial(self._answer, branch, ask))
 
     async def _answer(self, branch: Turns, ask: Ask) -> None:
-        """Have the engine sample all that is asked for; an error of its is that of who waits."""
+        """Have the engine sample all that is asked for; who waits for it gets its error."""
         is_answered = False
         try:
             async with aiohttp.ClientSession() as connection:
@@ -59,7 +58,7 @@ class ServedSession:
                     request = branch.episode.request(branch, ask)
                     completion = await self._engine.generate(connection, request)
                     is_answered = branch.episode.add(branch, ask, completion)
-        except OnPolicyError as error:
+        except Exception as error:  # any other would leave its client waiting for ever
             branch.episode.withdraw(branch, ask)
             if not ask.answered.done():
                 ask.answered.set_exception(error)
@@ -119,21 +118,25 @@ class ServedSessions:
         return answer
 
     async def _open(self, _: web.Request) -> dict[str, str]:
+        """Open a session. What episodes observe and why they fail is kept by their number, so each
+        session has its own."""
         number = next(self._numbers)
         session = ServedSession(self._engines[number % len(self._engines)], self._time_limit)
         rollouter = AgentRollouter(lambda: self.gateway, session.act)
         seed = sampling_seed(self._seed, "session", number)
         request = Request(prompt_ids=[], sampling_seed=seed, params=self._params)
         prompt = Prompt(index=number, prompt_ids=[], label="", text="")
-        episode = OpenEpisode(rollouter, prompt, request, self._rules)
+        episode = OpenEpisode(rollouter, prompt, request, self._rules, number=number)
         episode.go_on(session)
-        opened = await asyncio.shield(session.opened)
+        opened = await _opened(session, episode)
         self._known[opened.name] = session, episode
         episode_loop().begin(partial(self._forget, opened.name, session))
         return {"id": opened.name, "base_url": opened.base_url, "api_key": opened.api_key}
 
     async def _forget(self, name: str, session: ServedSession) -> None:
         await session.has_ended.wait()
+        _, episode = self._known[name]
+        self._rules.observations.forget([episode.number])
         await asyncio.sleep(self._time_limit)
         del self._known[name]
 
@@ -150,6 +153,9 @@ class ServedSessions:
             "id": name,
             "trajectories": [self._written(each) for each in episode.trajectories],
             "metrics": metrics,
+            "drifts": {}
+            if episode.episode is None
+            else episode.episode.info.get("gateway/drifts", {}),
             "failures": [failure.message for failure in episode.failures],
         }
 
@@ -161,3 +167,17 @@ class ServedSessions:
             for is_sampled, stretch in groupby(tokens, key=lambda token: token[0])
         ]
         return {**trajectories.write(trajectory), "turns": turns}
+
+
+async def _opened(session: ServedSession, episode: OpenEpisode) -> OpenSession:
+    """Return the session once it is open. Raises RefusedError where its episode has failed before."""
+    ended = asyncio.create_task(session.has_ended.wait())
+    try:
+        either: list[asyncio.Future[Any]] = [session.opened, ended]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ended.cancel()
+    if session.opened.done():
+        return session.opened.result()
+    why = episode.error or "; ".join(failure.message for failure in episode.failures)
+    raise RefusedError(500, f"The session could not be opened: {why}", code="server_error")

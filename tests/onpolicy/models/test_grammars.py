@@ -133,3 +133,33 @@ def test_a_schema_is_what_the_answer_is_held_to(grammars):
     sets = grammars.sets(walked(grammar, '{"n":true}<eos>'))
     assert texts(sets[:5]) == ["{", '"', "n", '"', ":"] and set(texts(sets[5:6])[0]) == {"t", "f"}
     assert not any(re.search("<pad>", text) for text in texts(sets))
+
+
+def tag(content):
+    form = {"type": "tag", "begin": "<a>", "content": content, "end": "</a>"}
+    return Grammar(
+        kind="structural_tag",
+        text=json.dumps({"type": "structural_tag", "format": form}),
+        stop_token_ids=(1,),
+    )
+
+
+def test_a_structural_tag_is_what_the_answer_is_held_to(grammars):
+    schema = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}
+    held = tag({"type": "json_schema", "json_schema": schema})
+    said = '<a>{"n":true}</a><eos>'
+    sets = grammars.sets(walked(held, said))
+    assert texts(sets[:2]) == ["<", "a"] and len(sets) == len(ids(said))
+    assert unpacked(sets[-1:], VOCABULARY)[0].nonzero()[:, 0].tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"type": "json_schema", "json_schema": {"multipleOf": 3}}, "multipleOf would be ignored"),
+        ({"type": "nonsense"}, "structural_tag=.*cannot be held to it"),
+    ],
+)
+def test_a_structural_tag_that_cannot_be_read_or_enforced_is_refused(content, message):
+    with pytest.raises(ValueError, match=message):
+        require_grammar(tag(content))

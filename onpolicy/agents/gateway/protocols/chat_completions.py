@@ -12,11 +12,12 @@ from onpolicy.agents.gateway.protocols import Event
 from onpolicy.agents.gateway.protocols.parts import (
     ALWAYS_SENT,
     CREATED,
-    refuse_forced_tools,
+    SET_FOR_ALL,
     schema_in,
     text_of,
     usage,
 )
+from onpolicy.agents.gateway.protocols.tool_choice import openai_choice
 from onpolicy.types import SamplingParams
 
 PATH = "/chat/completions"
@@ -43,7 +44,8 @@ def read(fields: Fields, params: SamplingParams) -> Call:
     form = fields.take("response_format", dict, {"type": "text"})
     fields.refuse("modalities", ["text"], because="the policy answers in text.")
     fields.refuse("top_logprobs", 0, because="only those of sampled tokens are known. Ask for 0.")
-    fields.refuse("parallel_tool_calls", True, because="nothing constrains what is sampled.")
+    fields.refuse("reasoning_effort", because=SET_FOR_ALL.format('"reasoning_effort": "low"'))
+    fields.refuse("verbosity", because="nothing but the prompt says how much the policy says.")
     fields.refuse(
         "chat_template_kwargs", {}, because="--chat-template-kwargs sets them for all sessions."
     )
@@ -52,7 +54,7 @@ def read(fields: Fields, params: SamplingParams) -> Call:
     call = Call(
         model=fields.need("model", str),
         messages=read_messages(fields.objects("messages")),
-        tools=tools if refuse_forced_tools(fields) else (),
+        **openai_choice(fields, tools),
         num_answers=fields.count("n") or 1,
         max_tokens=fields.count("max_completion_tokens") or fields.count("max_tokens"),
         temperature=fields.temperature(),

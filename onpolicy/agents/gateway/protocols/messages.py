@@ -12,10 +12,11 @@ from onpolicy.agents.gateway.fields import Fields
 from onpolicy.agents.gateway.protocols import Event
 from onpolicy.agents.gateway.protocols.parts import (
     ALWAYS_SENT,
+    SET_FOR_ALL,
     function_tool,
-    refuse_forced_tools,
     text_of,
 )
+from onpolicy.agents.gateway.protocols.tool_choice import anthropic_choice
 from onpolicy.types import SamplingParams
 
 PATH = "/messages"
@@ -30,7 +31,7 @@ def read(fields: Fields, params: SamplingParams) -> Call:
     fields.ignore(*ALWAYS_SENT, "cache_control")
     fields.refuse_other_sampling(params)
     fields.refuse(
-        "thinking", {"type": "disabled"}, because="the policy thinks as it was trained to."
+        "thinking", {"type": "disabled"}, because=SET_FOR_ALL.format('"enable_thinking": true')
     )
     for field in (
         "container",
@@ -49,7 +50,7 @@ def read(fields: Fields, params: SamplingParams) -> Call:
     call = Call(
         model=fields.need("model", str),
         messages=(*([{"role": "system", "content": system}] if system else []), *messages),
-        tools=tools if refuse_forced_tools(fields) else (),
+        **anthropic_choice(fields, tools),
         max_tokens=fields.count("max_tokens"),
         temperature=fields.temperature(),
         stop=fields.texts("stop_sequences"),
@@ -59,6 +60,13 @@ def read(fields: Fields, params: SamplingParams) -> Call:
         raise invalid("max_tokens", "is missing: it must be an integer.")
     fields.end()
     return call
+
+
+def read_counted(fields: Fields, params: SamplingParams) -> Call:
+    """Return the call whose tokens are to be counted. Raises RefusedError."""
+    if fields.count("max_tokens") is not None:
+        raise invalid("max_tokens", "nothing is sampled where tokens are counted. Leave it out.")
+    return read(fields.with_field("max_tokens", 1), params)
 
 
 def _without_cache(content: Any) -> Any:

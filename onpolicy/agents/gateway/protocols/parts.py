@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from onpolicy.agents.gateway.calls import Reply
-from onpolicy.agents.gateway.errors import RefusedError, invalid
+from onpolicy.agents.gateway.errors import invalid
 from onpolicy.agents.gateway.fields import Fields
 
 ALWAYS_SENT = (
@@ -15,6 +15,12 @@ ALWAYS_SENT = (
     "prompt_cache_retention",
 )  # fmt: skip
 """Fields that change nothing of what is sampled; they are ignored."""
+
+SET_FOR_ALL = (
+    "how much the policy thinks is a variable of its chat template, if it is one, for all requests of a "
+    "run. Start it with --chat-template-kwargs '{{{}}}', and leave this out."
+)
+"""Why a request does not say how much the policy thinks."""
 
 CREATED = 0
 """The time that every answer says: a repeated run gives the same bytes."""
@@ -67,22 +73,6 @@ def schema_in(form: Fields, nested: str = "") -> str:
             )
     form.end()
     return "" if schema is None else json.dumps(schema)
-
-
-def refuse_forced_tools(fields: Fields) -> bool:
-    """Whether tools may be called; refused where one has to be."""
-    choice = fields.pop("tool_choice")
-    if isinstance(choice, dict):
-        choice = choice.get("type")
-    if choice not in (None, "auto", "none"):
-        raise RefusedError(
-            400,
-            f"{fields.name('tool_choice')}={choice!r} cannot be honoured: what a call looks like is the "
-            "chat template's to say, and no grammar is made of it. Ask for 'auto' or 'none'.",
-            code="unsupported_parameter",
-            field=fields.name("tool_choice"),
-        )
-    return bool(choice != "none")
 
 
 def usage(replies: Sequence[Reply]) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,18 +14,22 @@ from onpolicy.agents.gateway.protocols.chat_completions import log_probs
 from onpolicy.agents.gateway.protocols.parts import (
     ALWAYS_SENT,
     CREATED,
+    SET_FOR_ALL,
     function_tool,
-    refuse_forced_tools,
     schema_in,
     text_of,
     usage,
 )
+from onpolicy.agents.gateway.protocols.tool_choice import openai_choice
 from onpolicy.types import SamplingParams
 
 PATH = "/responses"
 
 _TEXT = ("input_text", "output_text", "text", "reasoning_text")
-_LOG_PROBS = "message.output_text.logprobs"
+_LOG_PROBS, _PACKED = "message.output_text.logprobs", "reasoning.encrypted_content"
+_INCLUDED = (_LOG_PROBS, _PACKED)
+"""What else an answer can be asked to hold. Reasoning is packed for clients that give back nothing else
+of it; it is no secret here."""
 
 error = RefusedError.as_openai
 
@@ -35,26 +40,35 @@ def read(fields: Fields, params: SamplingParams) -> Call:
     fields.refuse_other_sampling(params)
     text = Fields(fields.take("text", dict, {}), "text")
     form = text.take("format", dict, {"type": "text"})
+    text.refuse("verbosity", because="nothing but the prompt says how much the policy says.")
     text.end()
+    reasoning = Fields(fields.take("reasoning", dict, {}), "reasoning")
+    reasoning.refuse("effort", because=SET_FOR_ALL.format('"reasoning_effort": "low"'))
+    for field in ("summary", "generate_summary"):
+        reasoning.refuse(field, because="reasoning is answered whole. Leave it out.")
+    reasoning.end()
     fields.refuse("top_logprobs", 0, because="only those of sampled tokens are known. Ask for 0.")
-    fields.refuse("parallel_tool_calls", True, because="nothing constrains what is sampled.")
     fields.refuse("truncation", "disabled", because="a prompt is read whole.")
     fields.refuse(
         "background", False, because="an answer is given to the client that waits for it."
     )
     include = fields.take("include", list, [])
+    for asked in include:
+        if asked not in _INCLUDED:
+            raise invalid("include", f"{asked!r}: answers have {' and '.join(_INCLUDED)} alone.")
     tools = tuple(_read_tool(tool) for tool in fields.objects("tools"))
     before = _system(fields.take("instructions", str, ""))
     call = Call(
         model=fields.need("model", str),
         continues=fields.take("previous_response_id", str, "").removeprefix("resp_"),
         messages=(*before, *_read_input(fields)),
-        tools=tools if refuse_forced_tools(fields) else (),
+        **openai_choice(fields, tools),
         max_tokens=fields.count("max_output_tokens"),
         temperature=fields.temperature(),
         json_schema=schema_in(Fields(form, "text.format")),
         streams=fields.take("stream", bool, False),
         log_probs=_LOG_PROBS in include,
+        packs_reasoning=_PACKED in include,
     )
     fields.ignore("stream_options")
     fields.end()
@@ -101,9 +115,9 @@ def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
                 raise invalid(item.name("role"), f"{role!r} is no role.")
         case "reasoning":
             parts = item.pop("content") or item.pop("summary")
-            _open_answer(messages, anew=True)["reasoning_content"] = text_of(
-                parts, item.name("content"), (*_TEXT, "summary_text")
-            )
+            text = text_of(parts, item.name("content"), (*_TEXT, "summary_text"))
+            text = text or _unpacked(item.take("encrypted_content", str, ""), item)
+            _open_answer(messages, anew=True)["reasoning_content"] = text
         case "function_call":
             function = {"name": item.need("name", str), "arguments": item.need("arguments", str)}
             called = {"id": item.need("call_id", str), "type": "function", "function": function}
@@ -114,6 +128,14 @@ def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
             messages.append({"role": "tool", "tool_call_id": of_call, "content": output})
         case kind:
             raise invalid(item.name("type"), f"{kind!r}: the policy reads no such item.")
+
+
+def _unpacked(packed: str, item: Fields) -> str:
+    try:
+        return b64decode(packed, validate=True).decode()
+    except ValueError as error:
+        where = item.name("encrypted_content")
+        raise invalid(where, "is none that was answered here. Give it back as it was.") from error
 
 
 def _texts_alone(content: Any) -> Any:
@@ -153,10 +175,10 @@ def _body(call: Call, reply: Reply, status: str, items: list[dict[str, Any]]) ->
         "instructions": None,
         "metadata": {},
         "output": items,
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": not call.one_call,
         "previous_response_id": f"resp_{call.continues}" if call.continues else None,
         "temperature": call.temperature,
-        "tool_choice": "auto",
+        "tool_choice": _said_choice(call),
         "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in call.tools],
         "top_p": None,
         "usage": {
@@ -169,13 +191,20 @@ def _body(call: Call, reply: Reply, status: str, items: list[dict[str, Any]]) ->
     }
 
 
+def _said_choice(call: Call) -> Any:
+    if call.named_tool:
+        return {"type": "function", "name": call.named_tool}
+    return "required" if call.forces_call else "auto"
+
+
 def _items(call: Call, reply: Reply) -> list[dict[str, Any]]:
     items = list[dict[str, Any]]()
     if reply.reasoning:
         content = [{"type": "reasoning_text", "text": reply.reasoning}]
-        items.append(
-            {"id": f"rs_{reply.name}", "type": "reasoning", "summary": [], "content": content}
-        )
+        item = {"id": f"rs_{reply.name}", "type": "reasoning", "summary": [], "content": content}
+        if call.packs_reasoning:
+            item["encrypted_content"] = b64encode(reply.reasoning.encode()).decode()
+        items.append(item)
     if reply.content or not reply.tool_calls:
         sampled = log_probs(reply)["content"] if call.log_probs else []
         text = {"type": "output_text", "text": reply.content, "annotations": []}

@@ -1,6 +1,7 @@
 """Clients that send rubbish, leave, come back, flood, or use a dead key leave nothing behind."""
 
 import asyncio
+import json
 import random
 
 import aiohttp
@@ -14,7 +15,7 @@ from onpolicy.agents.gateway.protocols import chat_completions
 from onpolicy.agents.gateway.rollouter import AgentRollouter, in_thread
 from onpolicy.agents.gateway.server import Gateway
 from onpolicy.agents.gateway.session import SessionRules
-from onpolicy.chat.template import ChatDriftError
+from onpolicy.chat.template import ChatDriftError, Continuation, Drift
 from onpolicy.errors import AgentError
 from onpolicy.rollout.episodes import Episode
 from tests.support.acting import Draws, Says, SpelledOut, begin, decode, roll_out
@@ -318,3 +319,28 @@ def test_an_episode_whose_chat_drifts_fails_though_its_client_goes_on():
     with pytest.raises(AgentError, match="--chat-drift refuse: token 5") as failed:
         roll_out(AgentRollouter(lambda: Gateway(refusing), in_thread(agent)))
     assert failed.value.reason == "drift"
+
+
+class Rewrites(SpelledOut):
+    """A template that writes the past anew at each turn."""
+
+    def go_on(self, token_ids, known, messages, tools):
+        whole = self.encode(f"!{json.dumps(messages)}")
+        drift = Drift(token=2, had="er:hi", wants="!")
+        return Continuation(kept=2, token_ids=whole, drift=drift)
+
+
+def test_why_a_branch_began_is_kept_in_the_episode():
+    async def agent(base_url, api_key, prompt):
+        async with async_client_of(base_url, api_key) as client:
+            answer = await client.chat.completions.create(**HI)
+            said = answer.choices[0].message.model_dump(exclude_none=True)
+            more = [*HI["messages"], said, {"role": "user", "content": "more"}]
+            await client.chat.completions.create(model="policy", messages=more)
+        return 1.0
+
+    rewriting = SessionRules(template=Rewrites(), parser=AnswerParser())
+    episode = roll_out(AgentRollouter(lambda: Gateway(rewriting), in_thread(agent)))
+    ((branch, why),) = episode.episode.info["gateway/drifts"].items()
+    assert why == "token 2: the chat has 'er:hi', and its template says '!'"
+    assert branch in {key for each in episode.trajectories for key, _ in each.forks}

@@ -1,10 +1,13 @@
 """The unmodified clients of OpenAI and Anthropic act through the gateway, streaming and with tools."""
 
 import json
+from functools import partial
 
 import anthropic
 import openai
 import pytest
+from xgrammar import Grammar
+from xgrammar.testing import _is_grammar_accept_string as accepts
 
 from onpolicy.agents.gateway.parsing import AnswerParser
 from onpolicy.agents.gateway.server import Gateway
@@ -24,14 +27,14 @@ MODEL = {"model": "policy"}
 PARSER = AnswerParser(tool_call_parser="qwen25", reasoning_parser="qwen3")
 
 
-def through(act, words=("yes",), most_at_once=64, parser=PARSER, draws=None, **more):
+def through(act, words=("yes",), most_at_once=64, parser=PARSER, draws=None, template=None, **more):
     """The episode in which `act(openai client, anthropic client, opened session)` acts, with what it
     returned."""
     found = []
 
     async def rolled(prompt, turns):
         rules = SessionRules(
-            template=SpelledOut(),
+            template=template or SpelledOut(),
             parser=parser,
             most_at_once=most_at_once,
         )
@@ -203,14 +206,16 @@ def test_completions_go_on_from_what_was_sampled():
     ("body", "field"),
     [
         ({"top_p": 0.5}, "top_p"),
-        ({"seed": 1}, "seed"),
+        ({"seed": "x"}, "seed"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"verbosity": "low"}, "verbosity"),
         ({"frequency_penalty": 1}, "frequency_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"response_format": {"type": "grammar"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
          "response_format.json_schema.schema"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"temperature": 0}, "temperature"),
+        ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
@@ -219,6 +224,12 @@ def test_completions_go_on_from_what_was_sampled():
         ({"stop": 5}, "stop"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "any", "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "no"}}, "tools": [TOOL]},
+         "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.type"),
+        ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+         "response_format"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].function"),
         ({"tools": "add"}, "tools"),
         ({"messages": []}, "messages"),
@@ -276,6 +287,186 @@ def test_a_format_is_the_grammar_of_the_answer_in_every_protocol_that_has_one():
     assert [grammar and json.loads(grammar.text) for grammar in sampled] == [schema, schema, None]
     assert list(json.loads(sampled[0].text)["properties"]) == ["b", "a"]
     assert asked[0].kind == "json_schema" and asked[0].stop_token_ids == (0,)
+
+
+class Listens(Says):
+    """Keeps the grammar that each answer is asked for within."""
+
+    def __init__(self, words):
+        super().__init__(words)
+        self.grammars = []
+
+    def _answer(self, branch, ask):
+        self.grammars.append(branch.episode.request(branch, ask).params.grammar)
+        super()._answer(branch, ask)
+
+
+def test_a_call_that_is_forced_is_the_grammar_of_the_answer_in_every_protocol():
+    named = {"type": "function", "function": {"name": "add"}}
+    flat = {"type": "function", **TOOL["function"]}
+    theirs_tool = {"name": "add", "input_schema": PARAMETERS}
+
+    async def act(ours, theirs, opened):
+        chat, responses = ours.chat.completions.create, ours.responses.create
+        messages = partial(theirs.messages.create, messages=HI, max_tokens=99, tools=[theirs_tool])
+        return [
+            (await chat(messages=HI, tools=[TOOL], tool_choice="required", **MODEL)).choices[0],
+            await chat(messages=HI, tools=[TOOL], tool_choice=named, **MODEL),
+            await chat(messages=HI, tools=[TOOL], parallel_tool_calls=False, **MODEL),
+            await responses(input="hi", tools=[flat], tool_choice="required", **MODEL),
+            await messages(tool_choice={"type": "any"}, **MODEL),
+            await messages(tool_choice={"type": "tool", "name": "add"}, **MODEL),
+            await messages(
+                tool_choice={"type": "auto", "disable_parallel_tool_use": True}, **MODEL
+            ),
+            await chat(messages=HI, tools=[TOOL], tool_choice="none", **MODEL),
+        ]
+
+    draws = Listens([CALL])
+    parser, holds = (
+        AnswerParser(tool_call_parser="qwen25"),
+        {"require_grammar": lambda grammar: None},
+    )
+    _, said = through(act, draws=draws, parser=parser, **holds)
+    *held, free = draws.grammars
+    assert free is None and {grammar.kind for grammar in held} == {"structural_tag"}
+    forms = [json.loads(grammar.text)["format"] for grammar in held]
+    asked = [(form["at_least_one"], form["stop_after_first"]) for form in forms]
+    must, one = (True, False), (False, True)
+    assert asked == [must, must, one, must, must, must, one]
+    assert said[0].message.tool_calls[0].function.name == "add"
+    assert (said[3].tool_choice, said[4].stop_reason) == ("required", "tool_use")
+
+
+IN_FORM = '<tool_call>\n{"name":"add", "arguments":{"a": 1}}\n</tool_call>'
+
+
+def test_a_call_or_a_format_may_come_after_reasoning():
+    async def act(ours, theirs, opened):
+        ask = ours.chat.completions.create
+        form = {"type": "json_object"}
+        await ask(messages=HI, tools=[TOOL], tool_choice="required", **MODEL)
+        return await ask(messages=HI, response_format=form, **MODEL)
+
+    draws = Listens(["<think>hm</think>\n\n{}"])
+    _, said = through(act, draws=draws, require_grammar=lambda grammar: None)
+    assert (said.choices[0].message.content.strip(), said.choices[0].message.reasoning_content) == (
+        "{}", "hm",
+    )  # fmt: skip
+    for grammar, text in zip(draws.grammars, [IN_FORM, "{}"], strict=True):
+        held = Grammar.from_structural_tag(grammar.text)
+        assert all(accepts(held, f"{before}{text}") for before in ("", "<think>hm</think>\n\n")), (
+            text
+        )
+        assert not accepts(held, "<think>hm</think>") and not accepts(held, f"hm</think>{text}")
+
+
+class OpensThinking(SpelledOut):
+    """A template that begins the reasoning in the prompt."""
+
+    def begin(self, messages, tools):
+        return [*super().begin(messages, tools), *self.encode("<think>\n")]
+
+
+@pytest.mark.parametrize("parser", ["qwen3", "nemotron_3", "deepseek-r1"])
+def test_reasoning_that_the_prompt_has_begun_is_told_from_the_answer(parser):
+    async def act(ours, theirs, opened):
+        return await ours.chat.completions.create(messages=HI, **MODEL)
+
+    said = ["Let me think.\n</think>\n\nIt is 42."]
+    options = {"parser": AnswerParser(reasoning_parser=parser), "template": OpensThinking()}
+    _, answer = through(act, said, **options)
+    message = answer.choices[0].message
+    assert message.content.strip() == "It is 42."
+    assert message.reasoning_content.strip() == "Let me think."
+
+
+def test_a_greedy_temperature_and_a_seed_are_the_runs_and_that_is_said_once(caplog):
+    async def act(ours, theirs, opened):
+        for seed in (1, 2):
+            await ours.chat.completions.create(messages=HI, temperature=0, seed=seed, **MODEL)
+        await theirs.messages.create(
+            messages=HI, max_tokens=5, extra_body={"temperature": 0}, **MODEL
+        )
+
+    episode, _ = through(act)
+    assert {t for each in episode.trajectories for t in each.temperatures} == {1.0}
+    told = [r.getMessage() for r in caplog.records if "a client of the gateway" in r.getMessage()]
+    assert [message.partition(";")[0].split()[-1] for message in told] == [
+        "seed=1",
+        "temperature=0",
+    ]
+
+
+def test_reasoning_is_packed_for_clients_that_give_nothing_else_of_it_back():
+    async def act(ours, theirs, opened):
+        asked = {"include": ["reasoning.encrypted_content"], **MODEL}
+        first = await ours.responses.create(input=HI, **asked)
+        packed = {**first.output[0].model_dump(exclude_none=True), "content": []}
+        more = [*HI, packed, first.output[1], {"role": "user", "content": "more"}]
+        await ours.responses.create(input=more, **asked)
+        for given in ({"include": ["file_search_call.results"]}, {"reasoning": {"effort": "low"}},
+                      {"text": {"verbosity": "low"}}):  # fmt: skip
+            with pytest.raises(
+                openai.BadRequestError, match=r"include|chat-template-kwargs|verbosity"
+            ):
+                await ours.responses.create(input="hi", **MODEL, **given)
+        with pytest.raises(anthropic.BadRequestError, match="--chat-template-kwargs"):
+            thinking = {"type": "enabled", "budget_tokens": 1024}
+            await theirs.messages.create(messages=HI, max_tokens=2000, thinking=thinking, **MODEL)
+        assert opened.session.num_loose_matches == 0
+
+    episode, _ = through(act, ["<think>why</think>so"])
+    assert len(episode.trajectories) == 1
+
+
+def test_tokens_are_counted_and_what_is_not_served_is_refused_in_json():
+    async def act(ours, theirs, opened):
+        counted = await theirs.messages.count_tokens(messages=HI, system="be", **MODEL)
+        said = await theirs.messages.create(messages=HI, system="be", max_tokens=5, **MODEL)
+        assert counted.input_tokens == said.usage.input_tokens
+        with pytest.raises(
+            openai.NotFoundError, match=r"Nothing is served at .*embeddings"
+        ) as missing:
+            await ours.embeddings.create(input="x", **MODEL)
+        assert missing.value.code == "not_found"
+        with pytest.raises(openai.APIStatusError, match="GET is not served") as wrong:
+            await ours.get("/chat/completions", cast_to=object)
+        assert (wrong.value.status_code, wrong.value.code) == (405, "method_not_allowed")
+        with pytest.raises(anthropic.NotFoundError) as theirs_missing:
+            await theirs.get("/v1/files", cast_to=object)
+        assert theirs_missing.value.body["error"]["type"] == "not_found_error"
+        with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+            await theirs.messages.count_tokens(messages=HI, model="claude")
+
+    through(act)
+
+
+HARMONY = AnswerParser(tool_call_parser="gpt-oss", reasoning_parser="gpt-oss")
+CALLED = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary "
+CALLED += 'to=functions.add <|constrain|>json<|message|>{"a": 6}'
+
+
+def test_calls_of_gpt_oss_are_found_whichever_token_ends_them():
+    async def act(ours, theirs, opened):
+        ask = ours.chat.completions.create
+        return [(await ask(messages=HI, tools=[TOOL], **MODEL)).choices[0] for _ in range(3)]
+
+    said = [CALLED, "<|channel|>final<|message|>hi", "plain"]
+    _, (called, final, plain) = through(act, said, parser=HARMONY)
+    (made,) = called.message.tool_calls
+    assert (made.function.name, made.function.arguments) == ("add", '{"a": 6}')
+    assert (called.finish_reason, called.message.reasoning_content) == ("tool_calls", "hm")
+    assert (final.message.content, plain.message.content) == ("hi", "plain")
+
+
+def test_a_call_of_gpt_oss_that_was_cut_off_is_none():
+    async def act(ours, theirs, opened):
+        ask = ours.chat.completions.create
+        return await ask(messages=HI, tools=[TOOL], max_tokens=len(CALLED) - 1, **MODEL)
+
+    _, said = through(act, [CALLED], parser=HARMONY)
+    assert (said.choices[0].finish_reason, said.choices[0].message.tool_calls) == ("length", None)
 
 
 def test_errors_are_those_that_clients_know():

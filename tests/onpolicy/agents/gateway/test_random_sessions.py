@@ -42,7 +42,12 @@ class Calls:
 
     tool_call_parser = "own"
 
-    def parse(self, text, tools):
+    def reasoning(self):
+        return "", "", False
+
+    reads_harmony = False
+
+    def parse(self, text, tools, **_):
         if tools and text.startswith("<add{") and text.endswith("}>"):
             return Parsed(content="", calls=(("add", text[4:-1]),))
         return Parsed(content=text)

@@ -228,7 +228,10 @@ def test_no_program_gets_out_of_its_namespaces(name, make_program):
 def test_what_rlimits_alone_stop(name, make_program):
     before = {p.pid for p in psutil.process_iter()}
     tool = PythonTool(
-        isolation="rlimits", time_limit=2.0 if name == "ignoring signals" else FOR_EVER, **SMALL
+        isolation="rlimits",
+        trusts_programs=True,
+        time_limit=2.0 if name == "ignoring signals" else FOR_EVER,
+        **SMALL,
     )
     observation = run(tool, make_program(name))
     assert observation.fault == FAULTS.get(name)
@@ -237,7 +240,7 @@ def test_what_rlimits_alone_stop(name, make_program):
 
 
 def test_with_rlimits_alone_a_program_begins_no_process():
-    tool = PythonTool(isolation="rlimits", time_limit=FOR_EVER)
+    tool = PythonTool(isolation="rlimits", trusts_programs=True, time_limit=FOR_EVER)
     observation = run(tool, "import os\nos.fork()")
     assert "PermissionError" in observation.text
     assert "RuntimeError" not in observation.text
@@ -263,7 +266,7 @@ def test_without_a_jail_programs_get_out(name, make_program, tmp_path):
 def test_a_program_is_a_program(isolation):
     if isolation == "namespaces":
         require_namespaces()
-    tool = PythonTool(isolation=isolation, time_limit=FOR_EVER)
+    tool = PythonTool(isolation=isolation, trusts_programs=True, time_limit=FOR_EVER)
     code = "import json\nopen('a', 'w').write('5')\nprint(json.loads(open('a').read()) + 2)"
     assert run(tool, code).text == "7\n"
     failed = run(tool, "print('before', flush=True)\n1 / 0")
@@ -330,3 +333,8 @@ def test_a_host_without_namespaces_refuses(monkeypatch):
         run(PythonTool(), "print(1)")
     with pytest.raises(ConfigError, match="must be"):
         PythonTool(isolation="none")
+
+
+def test_the_weaker_isolation_is_refused_unless_programs_are_trusted():
+    with pytest.raises(ConfigError, match=r"isolation='rlimits': .*/proc/PID/mem.*trusts_programs"):
+        PythonTool(isolation="rlimits")

@@ -1,11 +1,13 @@
 """Sessions without a run: who may open them, what comes of them, and when they end."""
 
+import asyncio
+import threading
 import time
 from contextlib import contextmanager
 
 import pytest
 import requests
-from openai import InternalServerError
+from openai import APITimeoutError, InternalServerError
 
 from onpolicy.agents.gateway.parsing import AnswerParser
 from onpolicy.agents.gateway.server import Gateway
@@ -153,3 +155,72 @@ def test_a_client_is_told_that_its_engine_is_gone_and_sessions_take_turns():
             client.chat.completions.create(model="policy", messages=[HI])
         found = ended(url, second).json()
         assert found["trajectories"] == [] and "anything sampled" in found["failures"][0]
+
+
+def test_sessions_go_on_after_one_that_ended_before_anything_was_sampled():
+    with served() as url:
+        empty = ended(url, opened(url)).json()
+        assert empty["trajectories"] == [] and "anything sampled" in empty["failures"][0]
+        session = opened(url)
+        with client_to(session) as client:
+            client.chat.completions.create(model="policy", messages=[HI])
+        found = ended(url, session).json()
+        assert len(found["trajectories"]) == 1 and not found["failures"]
+
+
+class Holds(Engine):
+    """Answers when it is told to."""
+
+    def __init__(self):
+        self.asked, self.may_answer = threading.Event(), threading.Event()
+
+    async def generate(self, connection, request):
+        self.asked.set()
+        while not self.may_answer.is_set():
+            await asyncio.sleep(0.01)
+        return await super().generate(connection, request)
+
+
+def test_what_a_client_left_in_one_session_is_learnt_in_the_next():
+    holds = Holds()
+    with served(holds, Engine()) as url:
+        left, kept = opened(url), opened(url)
+        with client_to(left) as client, pytest.raises(APITimeoutError):
+            client.with_options(timeout=0.5, max_retries=0).chat.completions.create(
+                model="policy", messages=[HI]
+            )
+        assert holds.asked.wait(HANGS)
+        holds.may_answer.set()
+        with client_to(left) as client:
+            client.completions.create(model="policy", prompt="abc")
+        assert len(ended(url, left).json()["trajectories"]) == 1
+        with client_to(kept) as client:
+            client.chat.completions.create(model="policy", messages=[HI])
+        found = ended(url, kept).json()
+        assert len(found["trajectories"]) == 1 and not found["failures"]
+        assert found["metrics"]["gateway/num_given_up"] == 0
+
+
+class Stumbles(Engine):
+    """Raises what no engine is known to raise."""
+
+    async def generate(self, connection, request):
+        raise KeyError("meta_info")
+
+
+def test_an_error_of_any_kind_is_told_to_the_client_that_waits():
+    told = pytest.raises(InternalServerError, match="KeyError")
+    with served(Stumbles()) as url, client_to(opened(url)) as client, told:
+        client.chat.completions.create(model="policy", messages=[HI])
+
+
+def test_a_session_that_cannot_be_opened_is_an_error_and_no_wait(monkeypatch):
+    async def full(gateway, turns):
+        raise OSError("no room")
+
+    with served() as url:
+        with monkeypatch.context() as context:
+            context.setattr(Gateway, "open", full)
+            refused = requests.post(url, headers=KEY, timeout=HANGS)
+        assert refused.status_code == 500 and "no room" in refused.json()["error"]["message"]
+        assert ended(url, opened(url)).status_code == 200

@@ -1,0 +1,195 @@
+"""The grammar of an answer that must call a tool, or may call one at most.
+
+A call has the form in which SGLang's parser finds it: the texts around its arguments and the JSON
+schema of these, as a structural tag of xgrammar's. Where a parser has no such form, a forced call is a
+JSON list of names and parameters, as SGLang's own server asks for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from onpolicy.agents.gateway import harmony
+from onpolicy.agents.gateway.calls import Call
+from onpolicy.agents.gateway.errors import RefusedError
+from onpolicy.agents.gateway.parsing import AnswerParser
+
+Format = dict[str, Any]
+
+_NONE = (
+    "no grammar can be made of its calls with --tool-call-parser={}. Leave it out, or use another "
+    "parser."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallForm:
+    """What an answer is held to."""
+
+    format: Format
+    """Part of a structural tag."""
+
+    is_list: bool = False
+    """Whether calls are a JSON list, which no parser of SGLang's reads."""
+
+
+def form_of(call: Call, parser: AnswerParser, stops: Sequence[str]) -> CallForm | None:
+    """Return what a call's answer is held to because of its tools; None if it is free.
+
+    stops: texts of the tokens that end an answer. Raises RefusedError where there is no such form.
+    """
+    if not call.tools or not (call.forces_call or call.one_call):
+        return None
+    name = parser.tool_call_parser
+    if name == harmony.PARSER:
+        return CallForm(format=_harmony(call)) if call.forces_call else None
+    from sglang.srt.entrypoints.openai.protocol import Tool
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+    field, value = ("tool_choice", call.named_tool or "required")
+    if not call.forces_call:
+        field, value = "parallel_tool_calls", "False"
+    tools = [Tool(**{**tool, "function": _strict(tool)}) for tool in _callable(call)]
+    try:
+        of_sglang = FunctionCallParser(tools, name)
+        found = _native(call, of_sglang)
+    except ValueError as error:
+        raise _refused(field, value, name) from error
+    if found is not None and not _holds(found, stops):
+        return CallForm(format=found)
+    if found is not None or not call.forces_call or of_sglang.detector.parses_required_natively():
+        raise _refused(field, value, name)
+    return CallForm(format=_list(call), is_list=True)
+
+
+def tag_of(form: Format) -> str:
+    """Return a structural tag as text."""
+    return json.dumps({"type": "structural_tag", "format": form})
+
+
+def _native(call: Call, parser: Any) -> Format | None:
+    """Return the form that a parser of SGLang's reads, if it has one."""
+    tools, detector = parser.tools, parser.detector
+    if not detector.supports_structural_tag() or detector.parses_required_natively():
+        return None
+    choice = "required" if call.forces_call else "auto"
+    tag = detector.get_structural_tag(
+        tools=tools, tool_choice=choice, parallel_tool_calls=not call.one_call
+    )
+    if tag is not None:
+        found: Format = tag.model_dump()["format"]
+        return found
+    infos = [(tool, detector.structure_info()(tool.function.name)) for tool in tools]
+    shown = [f"{info.begin}{{}}{info.end}" for _, info in infos]
+    if not all(parser.has_tool_call(text) and parser.parse_non_stream(text)[1] for text in shown):
+        return None  # the parser would not find it
+    tags = [_tag(info.begin, tool.function.parameters, info.end) for tool, info in infos]
+    return _calls(call, sorted({info.trigger for _, info in infos}), tags)
+
+
+def _harmony(call: Call) -> Format:
+    """Return a call, maybe after an analysis; a stop token ends it."""
+    channel = "<|channel|>commentary"
+    begin = channel + " to=functions.{} <|constrain|>json<|message|>"
+    tags = [
+        _tag(begin.format(tool["function"]["name"]), tool["function"].get("parameters"), "")
+        for tool in _callable(call)
+    ]
+    found: Format = {"type": "or", "elements": tags}
+    return after_reasoning(
+        found, "<|channel|>analysis<|message|>", "<|end|>", between="<\\|start\\|>assistant"
+    )
+
+
+def after_reasoning(
+    form: Format, begin: str, end: str, *, is_begun: bool = False, between: str = "\n{0,2}"
+) -> Format:
+    """Return a form that may come after reasoning, and must where the prompt has begun it.
+
+    begin, end: of reasoning. between: a regular expression of what may stand after it.
+    """
+    content = {"type": "any_text"}
+    reasoning = {"type": "tag", "begin": "" if is_begun else begin, "content": content, "end": end}
+    after = {
+        "type": "sequence",
+        "elements": [reasoning, {"type": "regex", "pattern": between}, form],
+    }
+    return after if is_begun else {"type": "or", "elements": [after, form]}
+
+
+def _calls(call: Call, triggers: Sequence[str], tags: Sequence[Format]) -> Format:
+    return {
+        "type": "triggered_tags",
+        "triggers": [*triggers],
+        "tags": [*tags],
+        "at_least_one": call.forces_call,
+        "stop_after_first": call.one_call,
+    }
+
+
+def _tag(begin: str, parameters: Mapping[str, Any] | None, end: str) -> Format:
+    content = {"type": "json_schema", "json_schema": _arguments(parameters)}
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _list(call: Call) -> Format:
+    """Return a list of calls; definitions of the tools' schemas move to its root, which they name."""
+    definitions, items = dict[str, Any](), []
+    for tool in _callable(call):
+        parameters = dict(_arguments(tool["function"].get("parameters")))
+        for keyword in ("$defs", "definitions"):
+            known = definitions.setdefault(keyword, {})
+            for name, schema in (parameters.pop(keyword, None) or {}).items():
+                if known.setdefault(name, schema) != schema:
+                    raise RefusedError(
+                        400,
+                        f"tools: {keyword}.{name}: two tools define it, and not alike. Rename one.",
+                        code="invalid_value",
+                        field="tools",
+                    )
+        called = {"name": {"const": tool["function"]["name"]}, "parameters": parameters}
+        items.append({"type": "object", "properties": called, "required": [*called]})
+    schema = {"type": "array", "minItems": 1, "items": {"anyOf": items}}
+    if call.one_call:
+        schema["maxItems"] = 1
+    schema |= {keyword: known for keyword, known in definitions.items() if known}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _arguments(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the schema of a call's arguments, which are an object whatever it says."""
+    return {"type": "object", **(parameters or {})}
+
+
+def _strict(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a function whose schema SGLang puts into a tag."""
+    parameters = _arguments(tool["function"].get("parameters"))
+    return {**tool["function"], "parameters": parameters, "strict": True}
+
+
+def _callable(call: Call) -> list[Mapping[str, Any]]:
+    """Return the tools that the answer may call."""
+    named = [tool for tool in call.tools if tool["function"]["name"] == call.named_tool]
+    return named or [*call.tools]
+
+
+def _holds(form: Any, stops: Sequence[str]) -> bool:
+    """Return whether a text of a form holds that of a stop token, which ends an answer there."""
+    if isinstance(form, dict):
+        texts = [form.get("begin"), form.get("end")]
+        return any(_holds(each, stops) for each in (*texts, *form.values()))
+    if isinstance(form, (list, tuple)):
+        return any(_holds(each, stops) for each in form)
+    return isinstance(form, str) and any(stop in form for stop in stops if stop)
+
+
+def _refused(field: str, value: str, name: str) -> RefusedError:
+    return RefusedError(
+        400,
+        f"{field}={value} cannot be honoured: {_NONE.format(name)}",
+        code="unsupported_parameter",
+        field=field,
+    )

@@ -1,0 +1,27 @@
+"""The answers of GPT-OSS, whose messages end with tokens that SGLang's parser wants to see.
+
+Format: https://cookbook.openai.com/articles/openai-harmony.
+"""
+
+from __future__ import annotations
+
+PARSER = "gpt-oss"
+"""SGLang's name of both its parsers of such answers."""
+
+CALL_END = "<|call|>"
+
+
+def with_call_end(text: str) -> str:
+    """Return an answer without its stop token as SGLang's parser finds a call at its end.
+
+    It looks for the token that ends a call, which is also a stop token. Models end some of their calls
+    with the token of a final answer, and these are calls all the same (sgl-project/sglang#10576).
+    """
+    header, has_text, _ = text.rpartition("<|start|>")[2].partition("<|message|>")
+    is_call = bool(has_text) and " to=" in header
+    return text + CALL_END if is_call else text
+
+
+def has_marks(text: str) -> bool:
+    """Return whether an answer has the form; of others the parser would leave nothing."""
+    return "<|channel|>" in text
