@@ -97,7 +97,7 @@ def _reasons_by_trial(rule: str, trials: Sequence[Trial], config: RewardConfig) 
         logger.info(
             "labels: trying %d responses that %s must score right or wrong", len(trials), rule
         )
-    workers = Workers(config, [rule], count=count)
+    workers = Workers(config, [rule], count=count, is_trial=True)
     reasons: dict[str, str] = {}
     num_late = 0
     try:
