@@ -4,7 +4,8 @@ A rule is a function `score(response: str, label: str) -> float | dict[str, floa
 the reward under "score" and further numbers to log. `answer(response: str) -> str` is what it compares
 with the label, empty if there is nothing. `check_label(label)` raises ValueError for a label the rule
 cannot read; it is called in the run's own process and must be quick. A rule that cannot know without
-scoring has `trials(label) -> dict[str, float]` too: responses, and what each must score.
+scoring has `trials(label) -> dict[str, float]` too: responses, and what each must score; and
+`form(label) -> str`, which labels share whose trials have one outcome.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from onpolicy.config.groups import RewardConfig
+from onpolicy.errors import ConfigError
 from onpolicy.rewards import Failure, Numbers, load_rule
 from onpolicy.rewards.workers import Workers, default_workers
 from onpolicy.trajectory import Trajectory
@@ -46,7 +47,8 @@ def refused_labels(
     """Return what the rules of each prompt refuse, in the prompts' order.
 
     A rule with `trials` is asked about them, in worker processes and under --rm-time-limit: a
-    comparison may hang where no signal ends it. Equal labels are tried once.
+    comparison may hang where no signal ends it. Of labels of one form the first is tried, and the others
+    if it is refused.
     """
     pairs = [(prompt, rule) for prompt in prompts for rule in rules_of(prompt)]
     labels: dict[str, dict[str, None]] = {}
@@ -77,7 +79,7 @@ def _reasons(rule: str, labels: Sequence[str], config: RewardConfig) -> dict[str
     """Return why the rule refuses labels, by label; those that it takes are not in it."""
     module = load_rule(rule)
     reasons: dict[str, str] = {}
-    trials: list[Trial] = []
+    alike: dict[str, list[str]] = {}
     for label in labels:
         try:
             module.check_label(label)
@@ -85,19 +87,29 @@ def _reasons(rule: str, labels: Sequence[str], config: RewardConfig) -> dict[str
             reasons[label] = str(error)
             continue
         if hasattr(module, "trials"):
-            trials += [Trial(label, *each) for each in module.trials(label).items()]
-    return reasons | _reasons_by_trial(rule, trials, config) if trials else reasons
+            alike.setdefault(module.form(label), []).append(label)
+
+    def tried(labels: Iterable[str]) -> dict[str, str]:
+        each = [Trial(label, *x) for label in labels for x in module.trials(label).items()]
+        return _reasons_by_trial(rule, each, config) if each else {}
+
+    refused = tried(first for first, *_ in alike.values())
+    others = [label for first, *more in alike.values() if first in refused for label in more]
+    return reasons | refused | tried(others)
 
 
 def _reasons_by_trial(rule: str, trials: Sequence[Trial], config: RewardConfig) -> dict[str, str]:
-    """Return why a rule does not score responses as it must, by label."""
+    """Return why a rule does not score responses as it must, by label.
+
+    Raises ConfigError if the rule cannot be imported in a process of its own.
+    """
     count = min(config.rm_workers or default_workers(), 1 + len(trials) // _TRIED_AT_ONCE)
     size = count * _TRIED_AT_ONCE
     if len(trials) > _MANY:
         logger.info(
             "labels: trying %d responses that %s must score right or wrong", len(trials), rule
         )
-    workers = Workers(config, [rule], count=count)
+    workers = Workers(config, [rule], count=count, is_trial=True)
     reasons: dict[str, str] = {}
     num_late = 0
     try:
@@ -105,6 +117,11 @@ def _reasons_by_trial(rule: str, trials: Sequence[Trial], config: RewardConfig) 
             tried = trials[start : start + size]
             answers = workers.ask(rule, [[_sample(trial) for trial in tried]])
             for trial, found in zip(tried, answers(), strict=True):
+                if isinstance(found, Failure) and found.in_loading:
+                    raise ConfigError(
+                        f"the rule {rule} {found.reason}, so no label can be tried. Read what its "
+                        "process wrote; a script that starts this needs `if __name__ == '__main__':`."
+                    )
                 num_late += isinstance(found, Failure) and found.is_late
                 if reason := _reason(trial, found):
                     reasons[trial.label] = reason

@@ -38,6 +38,7 @@ _FEWEST_WORDS_OF_PROSE = 3
 _NUMBER = re.compile(r"-?(?:\d{1,15}(?:\.\d{1,9})?|\\[dt]?frac\{\d{1,9}\}\{[1-9]\d{0,8}\})")
 _IS_THERE = re.compile(r"\w|\\[A-Za-z]|\{\}|[^\x00-\x7f]")
 _GROWS = re.compile(r"\^|\*\*|!")
+_DIGITS = str.maketrans("23456789", "1" * 8)
 _UNLIKELY = "-31415926.53"
 _MORE_THAN_A_NUMBER = re.compile(r"[A-Za-z\\√]|[(\[{].*,")
 _ALL_TARGETS = (LatexExtractionConfig(), ExprExtractionConfig())
@@ -78,6 +79,15 @@ def trials(label: str) -> dict[str, float]:
         return {}
     right = {rf"\boxed{{{label}}}": 1.0}
     return right | {rf"\boxed{{{_UNLIKELY}}}": 0.0} if len(_GROWS.findall(label)) > 1 else right
+
+
+def form(label: str) -> str:
+    """Return what labels share whose trials have one outcome: all but the digits from 1 to 9.
+
+    Whether a label is right in a box depends on whether it can be read. Zeros stay, since nothing can be
+    divided by them, and so do powers of powers, since their size decides whether they can be computed.
+    """
+    return label if len(_GROWS.findall(label)) > 1 else label.translate(_DIGITS)
 
 
 def _read_response(response: str) -> list[Any]:

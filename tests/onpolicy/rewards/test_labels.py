@@ -18,19 +18,19 @@ def prompts(*labels, **more):
 
 def test_a_run_is_told_how_many_labels_cannot_be_met_and_which():
     scorer = Scorer(RewardConfig(rm_type="math"))
-    given = prompts("42", r"2\sqrt{3}", r"\frac{1}{2", "42", "?!", r"\boxed{", "?!")
+    given = prompts("42", r"2\sqrt{3}", r"\frac{1}{2", r"\frac{3}{4", "?!", r"\boxed{", "?!")
     with pytest.raises(ConfigError) as error:
         scorer.check_labels(given, "--prompt-data=a.jsonl")
     assert str(error.value).startswith(
         "--prompt-data=a.jsonl: prompt 2, label='\\\\frac{1}{2': --rm-type="
     )
     for part in (
-        r"the response '\\boxed{\\frac{1}{2}' would be wrong; prompt 4, label='?!'",
-        r"prompt 5, label='\\boxed{'",
-        "A right answer to 4 of 7 labels would be scored as wrong. Correct these rows or leave them out",
+        r"the response '\\boxed{\\frac{1}{2}' would be wrong; prompt 3, label='\\frac{3}{4'",
+        r"the response '\\boxed{\\frac{3}{4}' would be wrong; prompt 4, label='?!'",
+        "A right answer to 5 of 7 labels would be scored as wrong. Correct these rows or leave them out",
     ):
         assert part in str(error.value)
-    scorer.check_labels(given[:2], "--prompt-data=a.jsonl")
+    scorer.check_labels(given[:1], "--prompt-data=a.jsonl")
 
 
 def test_a_label_whose_comparison_hangs_is_found_in_time_and_the_others_are_tried():
@@ -46,6 +46,17 @@ def test_labels_that_hang_are_given_up_after_a_few(monkeypatch):
     scorer = Scorer(RewardConfig(rm_type="math", rm_time_limit=1.0, rm_workers=1))
     refused = scorer.refused_labels(prompts(r"\sqrt{2}", TOWER, f"1+{TOWER}", f"2+{TOWER}"))
     assert len(refused) == 1
+
+
+def test_a_rule_that_no_process_can_import_is_not_blamed_on_labels(tmp_path, monkeypatch):
+    (tmp_path / "math_verify.py").write_text("raise SystemExit(3)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # of the processes that are started alone
+    monkeypatch.syspath_prepend(str(tmp_path))
+    scorer = Scorer(RewardConfig(rm_type="math", rm_workers=1))
+    with pytest.raises(
+        ConfigError, match=r"the rule math ends the process .*no label can be tried"
+    ):
+        scorer.refused_labels(prompts(r"\sqrt{2}"))
 
 
 def test_each_rule_is_asked_of_its_own_prompts(monkeypatch):

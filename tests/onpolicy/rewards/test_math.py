@@ -1,5 +1,6 @@
 """--rm-type math reads a label, and a boxed answer, as a whole."""
 
+import random
 import re
 
 import pytest
@@ -128,6 +129,15 @@ def test_a_label_that_is_broken_fails_its_trial(label):
 def test_labels_that_need_no_trial_are_right(label):
     assert math.trials(label) == {}
     assert math.score(rf"\boxed{{{label}}}", label) == 1.0
+
+
+@given(st.sampled_from([label for label, *_ in LABELS]), st.integers(min_value=0))
+@settings(max_examples=40, deadline=None)
+def test_labels_of_one_form_are_right_together(label, seed):
+    digits = random.Random(seed)
+    other = re.sub("[1-9]", lambda _: digits.choice("123456789"), label)
+    if math.form(label) == math.form(other):
+        assert math.score(rf"\boxed{{{other}}}", other) == 1.0
 
 
 @pytest.mark.parametrize(
