@@ -140,13 +140,19 @@ class PackedTokens:
         cut: Cut | None,
         compared: Tensor | None = None,
         allowed: Sequence[bytes] = (),
+        *,
+        always: bool = False,
     ) -> PackedTokens:
-        """The same tokens, which must have been drawn from what this cut leaves of the model's logits.
+        """Return the same tokens, which must have been drawn from what this cut leaves of the model's
+        logits.
 
         compared: bool [R]: those of which that is so; all if not given. allowed: [R]: the sets that the
-        cut is of, where those are grammars'.
+        cut is of, where those are grammars'. always: tokens of which no set was told count as drawn
+        from the whole vocabulary; otherwise nothing is said of a batch without any sets.
         """
-        kept = self.kept or (KeptTokens((WHOLE,) * len(allowed)) if allowed else None)
+        kept = self.kept
+        if kept is None and (allowed or always):
+            kept = KeptTokens((WHOLE,) * len(self.rows))
         if kept is None or (cut is None and not allowed):
             return self
         if compared is None:

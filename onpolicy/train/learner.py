@@ -153,7 +153,8 @@ class Learner:
         log-probabilities of each micro-batch that the policy's loss was of."""
         first = gate if number == 0 else None
         if first is not None and first.stops:
-            micro_batches = [batch.with_own_cut(self.cut, self.grammars) for batch in micro_batches]
+            own, always = (self.cut, self.grammars), first.expected is not None
+            micro_batches = [batch.with_own_cut(*own, always=always) for batch in micro_batches]
         if first is not None and first.expected is not None:
             share, seed = self.config.parity.redraw_share, self.config.seed
             micro_batches = [with_draws(batch, share, seed) for batch in micro_batches]

@@ -166,7 +166,7 @@ class PolicyTrainer(Trainer):
                 [prompt_lens[i] for i in indices] or [1],
                 temperature,
                 kept_tokens=[kept_tokens[i] for i in indices] if any(kept_tokens) else (),
-            ).with_own_cut(self.learner.cut)
+            ).with_own_cut(self.learner.cut, always=self.contract.is_aligned)
             for indices in plan
         ]
         if seeds:
