@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 
-from onpolicy.errors import TrainingError
+from onpolicy.errors import ParityError, TrainingError
 from onpolicy.train.packing import pack, pack_groups
 from onpolicy.trajectory import Forks
 from onpolicy.types import Sample, TrainSample
@@ -98,7 +98,10 @@ class SampledTokens:
 
     @staticmethod
     def of(samples: Sequence[TrainSample], first_step: range) -> SampledTokens:
-        """Count the tokens of samples, of which some are those of the first optimizer step."""
+        """Count the tokens of samples, of which some are those of the first optimizer step.
+
+        Raises ParityError for a sample of which it is not known where every token comes from.
+        """
         counts = [s.sample.trajectory.num_sampled for s in samples]
         of_first = [samples[i] for i in first_step]
         return SampledTokens(
@@ -109,9 +112,17 @@ class SampledTokens:
 
 
 def _num_older(trained: TrainSample) -> int:
-    version = trained.policy_version
-    spans = () if version is None else trained.sample.trajectory.spans
-    return sum(span.end - span.start for span in spans if span.version != version)
+    sample, version = trained.sample, trained.policy_version
+    if version is None:
+        return 0
+    counts = [(span.version, span.end - span.start) for span in sample.trajectory.spans]
+    told, sampled = sum(count for _, count in counts), sample.trajectory.num_sampled
+    if told != sampled:
+        raise ParityError(
+            f"{sample.name}: spans={told} tokens, sampled={sampled}: where samples may lag, each "
+            "sampled token comes from the weights of one push. Report it."
+        )
+    return sum(count for drawn_under, count in counts if drawn_under != version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
