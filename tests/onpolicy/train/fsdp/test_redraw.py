@@ -135,7 +135,7 @@ def test_one_token_that_is_taken_for_an_older_one_ends_a_run_in_which_none_is(ma
     before, samples = weights(trainer), sampled(trainer)
     monkeypatch.setattr("onpolicy.train.learner.packed_batch", one_older)
     with pytest.raises(
-        ParityError, match="^step=0: 23 tokens were compared with the rollout, and 24"
+        ParityError, match=r"^step=0: 23 tokens were compared with the rollout, and 24"
     ):
         trainer.train(samples, 0, RATES)
     for name, tensor in weights(trainer).items():
