@@ -25,10 +25,14 @@ class ContractError(OnPolicyError, RuntimeError):
 
 
 class ParityError(OnPolicyError, RuntimeError):
-    """A sampled token whose log-probability differs between the two engines."""
+    """A sampled token that is none of the trainer's own policy: another log-probability, or drawn
+    otherwise than by its seed; or one that was not compared."""
 
     findings: ParityFindings | None = None
     """What the comparison of a training step found that was not taken."""
+
+    is_correctable: bool = True
+    """Whether the fallback correction can mend it, which weighs tokens by their log-probabilities."""
 
 
 class EngineError(OnPolicyError, RuntimeError):

@@ -1,4 +1,5 @@
-"""Token by token: are two float32 log-probabilities the same bits? NaN and Inf never are."""
+"""Token by token: are two float32 log-probabilities the same bits (NaN and Inf never are), and is a
+sampled token the one that its seed draws?"""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from onpolicy.errors import ParityError
 
 NOT_FINITE_ULP = 1 << 31
 """ULP distance reported where a value is not finite."""
@@ -46,6 +49,12 @@ class ParityCounts:
     sum_k3: float = 0.0
     max_k3: float = 0.0
 
+    num_redrawn: int = 0
+    """Sampled tokens that the trainer drew again."""
+
+    num_drawn_otherwise: int = 0
+    """Those among them for which it drew another token."""
+
     def __add__(self, other: ParityCounts) -> ParityCounts:
         return ParityCounts(
             num_compared=self.num_compared + other.num_compared,
@@ -55,6 +64,8 @@ class ParityCounts:
             sum_abs_diff=self.sum_abs_diff + other.sum_abs_diff,
             sum_k3=self.sum_k3 + other.sum_k3,
             max_k3=max(self.max_k3, other.max_k3),
+            num_redrawn=self.num_redrawn + other.num_redrawn,
+            num_drawn_otherwise=self.num_drawn_otherwise + other.num_drawn_otherwise,
         )
 
     @property
@@ -68,13 +79,20 @@ class ParityCounts:
         return self.sum_abs_diff / max(self.num_compared, 1)
 
     def report(self) -> dict[str, float]:
-        """What a command says of a comparison."""
+        """Return what a command says of a comparison."""
         return {
             "num_compared_tokens": self.num_compared,
             "num_mismatched_tokens": self.num_mismatched,
             "max_abs_diff": self.max_abs_diff,
             "max_ulp": self.max_ulp,
             "k3_kl_mean": self.mean_k3,
+        }
+
+    def draws(self, before: str = "") -> dict[str, float]:
+        """Return what drawing tokens again has found, under names that begin with `before`."""
+        return {
+            f"{before}num_redrawn_tokens": self.num_redrawn,
+            f"{before}num_drawn_otherwise_tokens": self.num_drawn_otherwise,
         }
 
     def metrics(self) -> dict[str, float]:
@@ -89,16 +107,21 @@ class ParityCounts:
 
 
 def compare_log_probs(train: Tensor, rollout: Tensor) -> tuple[ParityCounts, int | None]:
-    """Compare two float32 tensors [R].
+    """Compare two float32 tensors [R] as bits, so that -0.0 is not 0.0.
 
     Returns the counts and the position of the first mismatch, None if there is none. A value that
     is not finite is a mismatch even when both sides have it, and enters the averages as it is.
+    Raises ParityError for tensors of different shapes, and for empty ones: neither was compared.
     """
     if train.dtype != torch.float32 or rollout.dtype != torch.float32:
         raise TypeError(f"train {train.dtype}, rollout {rollout.dtype}: both must be float32")
+    if train.shape != rollout.shape or train.dim() != 1 or not len(train):
+        raise ParityError(
+            f"train={list(train.shape)}, rollout={list(rollout.shape)} log-probabilities: both sides "
+            "must have one of each sampled token, and there must be tokens, or nothing was compared. "
+            "An engine answered without tokens, or the trainer lost some: report it."
+        )
     mismatched = mismatches(train, rollout)
-    if not len(train):
-        return ParityCounts(), None
     diff, k3s = train.double() - rollout.double(), k3(train, rollout)
     counts = ParityCounts(
         num_compared=len(train),
@@ -122,8 +145,28 @@ def k3(train: Tensor, rollout: Tensor) -> Tensor:
 
 
 def mismatches(train: Tensor, rollout: Tensor) -> Tensor:
-    """Which of two float32 tensors' values are not the same finite number: [R], [R] -> bool [R]."""
-    return (train != rollout) | ~train.isfinite() | ~rollout.isfinite()
+    """Return which of two float32 tensors' values are not the same bits of a finite number, of which
+    -0.0 and 0.0 are two: [R], [R] -> bool [R]."""
+    bits, others = (x.contiguous().view(torch.int32) for x in (train, rollout))
+    return (bits != others) | ~train.isfinite() | ~rollout.isfinite()
+
+
+def compare_draws(drawn: Tensor, sampled: Tensor) -> tuple[ParityCounts, int | None]:
+    """Compare sampled tokens, int64 [R], with those that the trainer drew by their seeds.
+
+    drawn: float32 [R], NaN where none was drawn again, which is not counted. Returns the counts and the
+    position of the first token that was drawn otherwise, None if there is none. Raises ParityError for
+    tensors of different shapes.
+    """
+    if drawn.shape != sampled.shape:
+        raise ParityError(
+            f"drawn={list(drawn.shape)}, sampled={list(sampled.shape)} tokens: the trainer draws each "
+            "sampled token once, or not at all. It lost some: report it."
+        )
+    redrawn = ~drawn.isnan()
+    otherwise = redrawn & (drawn.double() != sampled)
+    counts = ParityCounts(num_redrawn=int(redrawn.sum()), num_drawn_otherwise=int(otherwise.sum()))
+    return counts, int(otherwise.nonzero()[0]) if counts.num_drawn_otherwise else None
 
 
 def ulp_distance(a: Tensor, b: Tensor) -> Tensor:

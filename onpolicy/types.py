@@ -145,6 +145,10 @@ class Sample:
     is_rewarded: bool = False
     """Whether the episode said its reward itself, so that no reward function is asked."""
 
+    seeds: Sequence[tuple[int, int]] = ()
+    """(seed, tokens): how many of its R sampled tokens, in their order, were drawn by the seed of which
+    request; none at all if that is not known."""
+
     token_rewards: list[float] | None = None
     """[R]: the rewards of its sampled tokens, if the episode said them; `reward` is then the sum of
     those of the whole episode."""

@@ -30,6 +30,7 @@ from torch import Tensor
 from onpolicy.contract import NumericsContract
 from onpolicy.ops import Operators
 from onpolicy.ops.cuts import ALL, Cut, left, within
+from onpolicy.ops.draws import draw
 from onpolicy.ops.kept_tokens import packed
 from sglang_patches import registry
 from sglang_patches.grammars import allowed, is_constrained
@@ -82,10 +83,7 @@ def _sampler_class() -> type:
             _answer_kept(logits_output, kept, sampling_info)
             log_probs = self.operators.log_softmax(logits, sampling_info.temperatures)
             numbers = self.operators.uniform(sampling_info.sampling_seed, positions)
-            tokens = self.operators.sample(log_probs, numbers)
-            if kept is not None:  # where its sums round, a draw may end on a token of no weight
-                is_kept = kept.gather(1, tokens[:, None])[:, 0]
-                tokens = torch.where(is_kept, tokens, log_probs.argmax(-1))
+            tokens = draw(self.operators, log_probs, numbers, kept)
             if sampling_info.is_any_greedy:
                 tokens = torch.where(sampling_info.top_ks == 1, logits.argmax(-1), tokens)
             _answer_entropy(self.operators, logits_output, logits, sampling_info, tokens)

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from torch import Tensor
 
 from onpolicy.cluster.placement import Slot
 from onpolicy.cluster.trainer_rank import Answer, TrainerRank
@@ -21,7 +20,7 @@ from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import PORTABLE_KERNELS, NumericsContract
 from onpolicy.errors import ContractError, OnPolicyError, TrainerLostError
 from onpolicy.system.network import LOOPBACK
-from onpolicy.train.base import Trainer, TrainerMemory
+from onpolicy.train.base import Rescored, Trainer, TrainerMemory
 from onpolicy.train.policy_trainer import PolicyTrainer
 from onpolicy.train.shares import make_shares
 from onpolicy.types import TrainOutcome, TrainSample
@@ -103,15 +102,16 @@ class TrainerRanks(Trainer):
         self.on_each_rank(PolicyTrainer.adapt, contract, fallback)
         self._compare_self_checks()
 
-    def log_probs(
+    def rescore(
         self,
         sequences: Sequence[list[int]],
         prompt_lens: Sequence[int],
         temperature: float,
         kept_tokens: Sequence[list[bytes]] = (),
-    ) -> list[Tensor]:
-        asked = sequences, prompt_lens, temperature, kept_tokens
-        return self.on_each_rank(PolicyTrainer.log_probs, *asked)[0]
+        seeds: Sequence[int] = (),
+    ) -> list[Rescored]:
+        asked = sequences, prompt_lens, temperature, kept_tokens, seeds
+        return self.on_each_rank(PolicyTrainer.rescore, *asked)[0]
 
     def on_each_rank(self, function: Callable[..., T], *args: Any) -> list[T]:
         return self._ask_each(function, [args] * len(self._actors))

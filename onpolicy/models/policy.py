@@ -25,6 +25,7 @@ from onpolicy.models.routing_replay import OWN_CHOICE, RoutingReplay, replay_rou
 from onpolicy.models.scoring import HiddenScores, TaughtScores, rows_asked, score_rows
 from onpolicy.ops import AttentionLayout, Operators, ScoreRule
 from onpolicy.ops.cuts import Cut
+from onpolicy.ops.draws import Draws
 from onpolicy.ops.kept_tokens import WHOLE, KeptTokens
 from onpolicy.ops.log_probs import Head, Scores, VocabParallel
 from onpolicy.ops.reverse_kl import TeacherRows
@@ -64,6 +65,9 @@ class PackedTokens:
 
     kept: KeptTokens | None = None
     """What the R tokens were drawn from; None: all from the whole vocabulary"""
+
+    draws: Draws | None = None
+    """How the R tokens were drawn, and which of them to draw again; None: none"""
 
     wants_hidden: bool = False
     """Whether `HiddenScores` are asked for"""
@@ -128,6 +132,7 @@ class PackedTokens:
             targets=self.targets.to(device),
             temperature=self.temperature.to(device),
             routed_experts=None if self.routed_experts is None else self.routed_experts.to(device),
+            draws=self.draws and self.draws.on(device),
         )
 
     def with_own_cut(
@@ -135,13 +140,19 @@ class PackedTokens:
         cut: Cut | None,
         compared: Tensor | None = None,
         allowed: Sequence[bytes] = (),
+        *,
+        always: bool = False,
     ) -> PackedTokens:
-        """The same tokens, which must have been drawn from what this cut leaves of the model's logits.
+        """Return the same tokens, which must have been drawn from what this cut leaves of the model's
+        logits.
 
         compared: bool [R]: those of which that is so; all if not given. allowed: [R]: the sets that the
-        cut is of, where those are grammars'.
+        cut is of, where those are grammars'. always: tokens of which no set was told count as drawn
+        from the whole vocabulary; otherwise nothing is said of a batch without any sets.
         """
-        kept = self.kept or (KeptTokens((WHOLE,) * len(allowed)) if allowed else None)
+        kept = self.kept
+        if kept is None and (allowed or always):
+            kept = KeptTokens((WHOLE,) * len(self.rows))
         if kept is None or (cut is None and not allowed):
             return self
         if compared is None:

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from onpolicy.ops.draws import Draws
 from onpolicy.ops.kept_tokens import KeptTokens
 from onpolicy.ops.log_probs import Head, Scores, token_log_probs
 from onpolicy.ops.reverse_kl import TeacherRows, reverse_kl
@@ -17,6 +18,7 @@ class HiddenScores(NamedTuple):
 
     log_probs: Tensor
     entropy: Tensor
+    drawn: Tensor
 
     hidden: Tensor
     """[R, H]: what the head got of each token, without gradient"""
@@ -27,6 +29,7 @@ class TaughtScores(NamedTuple):
 
     log_probs: Tensor
     entropy: Tensor
+    drawn: Tensor
 
     reverse_kl: Tensor
     """float32 [R], in nats, with gradient"""
@@ -45,6 +48,8 @@ class Asked(Protocol):
     def temperature(self) -> Tensor: ...
     @property
     def kept(self) -> KeptTokens | None: ...
+    @property
+    def draws(self) -> Draws | None: ...
     @property
     def wants_hidden(self) -> bool: ...
     @property
@@ -71,6 +76,7 @@ def score_rows(hidden: Tensor, head: Head, asked: Asked) -> Scores | HiddenScore
         head.finish,
         asked.kept,
         head.adapter,
+        asked.draws,
     )
     if asked.wants_hidden:
         return HiddenScores(*scores, hidden.detach())

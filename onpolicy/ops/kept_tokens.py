@@ -82,7 +82,11 @@ class KeptTokens:
 
     def cut_to(self, logits: Tensor, rows: slice) -> Tensor:
         """Logits [M, V] of these tokens, with no weight on what was not kept."""
-        return within(logits, _mask(self.sets, logits, rows))
+        return within(logits, self.mask(logits, rows))
+
+    def mask(self, logits: Tensor, rows: slice) -> Tensor:
+        """Return what was kept of logits [M, V] of these tokens: bool [M, V]."""
+        return _mask(self.sets, logits, rows)
 
     def differ(
         self, operators: Operators, logits: Tensor, temperature: Tensor, rows: slice
@@ -96,7 +100,7 @@ class KeptTokens:
             allowed = _mask(self.allowed, logits, rows) if self.allowed else None
             own = left(operators, logits, temperature, allowed, cut)
         compared = self.compared[rows].to(logits.device)
-        mask = _mask(self.sets, logits, rows)
+        mask = self.mask(logits, rows)
         return ((~mask if own is None else own != mask).any(-1)) & compared
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.ops.base import Operators
+from onpolicy.ops.cuts import within
+from onpolicy.ops.draws import Draws
 from onpolicy.ops.kept_tokens import KeptTokens
 from onpolicy.ops.low_rank import Factors, add_low_rank
 
@@ -27,6 +29,9 @@ class Scores(NamedTuple):
     entropy: Tensor
     """float32 [R], in nats, of the distribution that each token is drawn from; its gradient is computed
     where a loss has it, and only there."""
+
+    drawn: Tensor
+    """float32 [R]: the token that its seed draws in the place of each; NaN where none was drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +169,7 @@ def token_log_probs(
     finish: Callable[[Tensor], Tensor] = lambda logits: logits,
     kept: KeptTokens | None = None,
     adapter: Factors | None = None,
+    draws: Draws | None = None,
 ) -> Scores:
     """`log_softmax(float32(hidden @ weight.T + bias) / temperature)` at `targets`, and the entropy.
 
@@ -179,11 +185,13 @@ def token_log_probs(
     been drawn from others (`KeptTokens.cut`) has NaN.
 
     `adapter` adds to the projection, before `finish`. What asks for no gradient gets none.
+
+    `draws`: how the targets were drawn; those that it chooses are drawn again.
     """
     vocabulary = vocabulary or VocabParallel(weight.shape[0])
     head = Head(operators, weight, bias, vocabulary, finish, adapter)
-    scores: tuple[Tensor, Tensor] = _TokenLogProbs.apply(
-        head, hidden, targets, temperature, kept, *head.tensors
+    scores: tuple[Tensor, Tensor, Tensor] = _TokenLogProbs.apply(
+        head, hidden, targets, temperature, kept, draws, *head.tensors
     )
     return Scores(*scores)
 
@@ -197,31 +205,36 @@ class _TokenLogProbs(torch.autograd.Function):
         targets: Tensor,
         temperature: Tensor,
         kept: KeptTokens | None,
+        draws: Draws | None,
         *tensors: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
-        entropy = torch.empty_like(log_probs)
+        entropy, drawn = torch.empty_like(log_probs), torch.full_like(log_probs, torch.nan)
         operators, head = head.operators, head.holding(tensors)
         for rows in head.chunks(hidden):
             logits = head.logits(hidden[rows])
-            differ = None
+            differ = mask = None
             if kept is not None:
                 differ = kept.differ(operators, logits, temperature[rows, None], rows)
-                logits = kept.cut_to(logits, rows)
+                mask = kept.mask(logits, rows)
+                logits = within(logits, mask)
             log_probs[rows], entropy[rows] = operators.gather_log_probs(
                 logits, temperature[rows, None], targets[rows]
             )
             if differ is not None:
                 log_probs[rows] = log_probs[rows].masked_fill(differ, torch.nan)
+            if draws is not None:
+                drawn[rows] = draws.again(operators, logits, temperature[rows, None], rows, mask)
         ctx.head, ctx.kept = head, kept  # type: ignore[attr-defined]
+        ctx.mark_non_differentiable(drawn)
         ctx.save_for_backward(hidden, targets, temperature, *tensors)  # type: ignore[arg-type]
         ctx.set_materialize_grads(False)
-        return log_probs, entropy
+        return log_probs, entropy, drawn
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: FunctionCtx, grad: Tensor | None, grad_entropy: Tensor | None
+        ctx: FunctionCtx, grad: Tensor | None, grad_entropy: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
         hidden, targets, temperature, *tensors = ctx.saved_tensors  # type: ignore[attr-defined]
         head: Head = ctx.head.holding(tensors)  # type: ignore[attr-defined]
@@ -237,4 +250,4 @@ class _TokenLogProbs(torch.autograd.Function):
             )
 
         of_hidden, *of_tensors = head.gradients(hidden, grad_logits)
-        return None, of_hidden, None, None, None, *of_tensors
+        return None, of_hidden, None, None, None, None, *of_tensors

@@ -12,7 +12,7 @@ from onpolicy.rollout.episodes import Rollouter
 from onpolicy.rollout.open_episode import OpenEpisode
 from onpolicy.rollout.open_groups import OpenGroup
 from onpolicy.rollout.results import sample_of
-from onpolicy.rollout.seeds import sampling_seed
+from onpolicy.rollout.seeds import sampling_seed, seeds_of
 from onpolicy.trajectory import Completion, Span, Trajectory
 from onpolicy.types import Prompt, Request, SampleGroup, SamplingParams
 
@@ -113,6 +113,7 @@ def sample_groups(groups: Sequence[OpenGroup], decode: Decode) -> list[SampleGro
         if group.has_greedy and each is group.episodes[-1]:
             sample.is_greedy, of_number[group.number].greedy = True, sample
         else:
+            sample.seeds = seeds_of(sample.trajectory, each.turns.request.sampling_seed)
             of_number[group.number].samples.append(sample)
     return made
 

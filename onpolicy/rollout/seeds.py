@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+
+from onpolicy.trajectory import Forks, Trajectory
 
 
 def sampling_seed(*key: int | str) -> int:
@@ -13,3 +16,22 @@ def sampling_seed(*key: int | str) -> int:
     """
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def seed_of_branch(seed: int, forks: Forks) -> int:
+    """Return the seed that a branch of an episode samples by; `seed` is that of its first branch."""
+    for key, length in forks:
+        seed = sampling_seed(seed, key, length)
+    return seed
+
+
+def seeds_of(trajectory: Trajectory, seed: int) -> Sequence[tuple[int, int]]:
+    """Return the seed of each stretch of a trajectory, and how many of its sampled tokens that drew.
+
+    seed: that of the episode's first branch. All requests of a branch have its seed, and an engine draws
+    by a token's absolute position, so this says how every token was drawn.
+    """
+    return [
+        (seed_of_branch(seed, branch), sum(trajectory.sampled[start:end]))
+        for branch, start, end in trajectory.stretches
+    ]

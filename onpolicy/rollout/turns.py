@@ -12,7 +12,7 @@ from onpolicy.rollout.episode_rules import EpisodeRules
 from onpolicy.rollout.failures import ContextExceededError, OtherTokensError
 from onpolicy.rollout.grammars import grammar_of
 from onpolicy.rollout.observations import Json, observation_key
-from onpolicy.rollout.seeds import sampling_seed
+from onpolicy.rollout.seeds import seed_of_branch
 from onpolicy.trajectory import Completion, FinishReason, Trajectory
 from onpolicy.types import BranchKey, Request, SamplingParams
 
@@ -233,7 +233,7 @@ class Turns:
             )
         key = str(self._num_forks) if key is None else key
         self._num_forks += 1
-        seed = sampling_seed(self.request.sampling_seed, key, length)
+        seed = seed_of_branch(self.request.sampling_seed, ((key, length),))
         shared = known.forked(length, key)
         request = replace(self.request, sampling_seed=seed)
         return self.episode.branch(request, shared, (*self.key, key))

@@ -7,10 +7,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate, compress, count
-from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
+import torch
 from annotated_types import Gt
 from pydantic import TypeAdapter, with_config
 from typing_extensions import TypedDict
@@ -19,7 +19,8 @@ from onpolicy.config.groups.engines import EightBits, WeightFormat
 from onpolicy.errors import ConfigError
 from onpolicy.grammar import GrammarKind, GrammarSpan
 from onpolicy.outputs.trajectories import Count, TrajectoryRecord, read, write
-from onpolicy.rollout.seeds import sampling_seed
+from onpolicy.parity import mismatches
+from onpolicy.rollout.seeds import seed_of_branch
 from onpolicy.run.engines import EnginePair
 from onpolicy.system import files
 from onpolicy.system.records import CLOSED, OPEN, checked
@@ -102,7 +103,11 @@ def make_case(
 
     request: what its episode began with.
     """
-    asked = asked_at(request, sample.trajectory, first_apart(sample.trajectory, train_log_probs))
+    place = first_apart(sample.trajectory, train_log_probs)
+    asked = asked_at(request, sample.trajectory, place)
+    if sample.seeds:  # an episode that was begun anew has another seed than its request
+        seeds = [seed for seed, tokens in sample.seeds for _ in range(tokens)]
+        asked = replace(asked, sampling_seed=seeds[sum(sample.trajectory.sampled[:place])])
     contract: Any = json.loads(engines.contract.to_json())
     params: Any = asdict(asked.params)
     return {
@@ -120,11 +125,11 @@ def make_case(
 
 
 def first_apart(trajectory: Trajectory, train_log_probs: Sequence[float]) -> int:
-    """The place in the trajectory of the first sampled token with another number in training, or none
-    that is finite."""
-    places = compress(count(), trajectory.sampled)
-    pairs = zip(places, trajectory.rollout_log_probs, train_log_probs, strict=True)
-    return next(place for place, a, b in pairs if a != b or not isfinite(a))
+    """Return the place in the trajectory of the first sampled token with other bits in training, or
+    with a number that is not finite."""
+    places = list(compress(count(), trajectory.sampled))
+    rollout, train = (torch.tensor(x) for x in (trajectory.rollout_log_probs, train_log_probs))
+    return places[int(mismatches(train, rollout).nonzero()[0])]
 
 
 def asked_at(request: Request, trajectory: Trajectory, place: int) -> Request:
@@ -147,12 +152,9 @@ def asked_at(request: Request, trajectory: Trajectory, place: int) -> Request:
     temperature, span = sampled
     first = next(at for at in count(place, -1) if way(at - 1) != sampled)
     last = next(at for at in count(place) if way(at + 1) != sampled)
-    seed = request.sampling_seed
-    for key, length in branch:
-        seed = sampling_seed(seed, key, length)
     return Request(
         prompt_ids=trajectory.token_ids[:first],
-        sampling_seed=seed,
+        sampling_seed=seed_of_branch(request.sampling_seed, branch),
         params=replace(
             request.params,
             temperature=temperature,

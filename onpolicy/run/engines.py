@@ -18,6 +18,7 @@ from onpolicy.rollout.base import EnginesRestartedError, Progress, RolloutGroup,
 from onpolicy.run.launch.engine_specs import make_rollout_group, replays_routing
 from onpolicy.run.launch.host_shares import share_of_cores
 from onpolicy.train import Trainer, make_trainer
+from onpolicy.train.base import Rescored
 from onpolicy.trajectory import UNPUSHED, Completion
 from onpolicy.types import Request
 from onpolicy.weights.push import Engine
@@ -198,16 +199,33 @@ class EnginePair:
         `log_probs`: in place of the trainer's.
         """
         self.make_room()
-        answers = list(zip(requests, completions, strict=True))[::-1]
-        scores = (log_probs or self.trainer.log_probs)(
-            [request.prompt_ids + completion.response_ids for request, completion in answers],
-            [len(request.prompt_ids) for request, _ in answers],
-            temperature,
-            [completion.kept_tokens for _, completion in answers],
-        )
-        return scores[::-1]
+        asked = _asked(requests, completions, temperature)
+        return (log_probs or self.trainer.log_probs)(*asked)[::-1]
+
+    def rescore(
+        self, requests: Sequence[Request], completions: Sequence[Completion], temperature: float
+    ) -> list[Rescored]:
+        """Return what the trainer says of each response, packed as in `score`; under an aligned contract
+        it draws every token again."""
+        self.make_room()
+        seeds = [request.sampling_seed for request in requests] if self.contract.is_aligned else []
+        asked = _asked(requests, completions, temperature)
+        return self.trainer.rescore(*asked, seeds[::-1])[::-1]
 
     def stop(self) -> None:
         """End the servers, and the ranks of the trainer."""
         self.rollout.stop()
         self._on_stop.close()
+
+
+def _asked(
+    requests: Sequence[Request], completions: Sequence[Completion], temperature: float
+) -> tuple[list[list[int]], list[int], float, list[list[bytes]]]:
+    """Return what `Trainer.log_probs` takes, in the opposite order."""
+    answers = list(zip(requests, completions, strict=True))[::-1]
+    return (
+        [request.prompt_ids + completion.response_ids for request, completion in answers],
+        [len(request.prompt_ids) for request, _ in answers],
+        temperature,
+        [completion.kept_tokens for _, completion in answers],
+    )

@@ -18,7 +18,7 @@ from fallback_correction.mismatch_metrics import mismatch_metrics
 from fallback_correction.tokens import TokenBatch
 from onpolicy.config import TrainConfig
 from onpolicy.errors import ParityError
-from onpolicy.parity import ParityCounts, compare_log_probs
+from onpolicy.parity import ParityCounts, compare_draws, compare_log_probs
 from onpolicy.rollout.sampling import make_requests, require_version
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.inputs import Inputs
@@ -60,15 +60,20 @@ class Probe:
         for completion in completions:
             require_version(completion, self._engines.weight_version)
         temperature = self.config.rollout.rollout_temperature
-        train = self._engines.score(requests, completions, temperature)
+        found = self._engines.rescore(requests, completions, temperature)
+        train = [each.log_probs for each in found]
         rollout = [torch.tensor(c.rollout_log_probs, dtype=torch.float32) for c in completions]
         total = sum((compare_log_probs(*of)[0] for of in zip(train, rollout, strict=True)), _NONE)
-        if total.num_mismatched:
+        for each, completion in zip(found, completions, strict=True):
+            total += compare_draws(each.drawn, torch.tensor(completion.response_ids))[0]
+        if total.num_mismatched or total.num_drawn_otherwise:
             self._judge(total)
+        aligned = self._engines.contract.is_aligned
         return {
             "probe/num_compared_tokens": total.num_compared,
             "probe/num_mismatched_tokens": total.num_mismatched,
             "probe/max_ulp": total.max_ulp,
+            **(total.draws("probe/") if aligned else {}),
             **_distances(train, rollout),
         }
 
@@ -78,7 +83,8 @@ class Probe:
         message = (
             f"version {self._engines.weight_version}: {total.num_mismatched} of {total.num_compared} "
             "tokens of the probe have another log-probability in training than in the engines that "
-            "were given the same weights"
+            f"were given the same weights, and {total.num_drawn_otherwise} are others than the trainer "
+            "draws by the same seeds"
         )
         if on_mismatch == "fail":
             raise ParityError(

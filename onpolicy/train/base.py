@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -18,6 +18,16 @@ T = TypeVar("T")
 
 TrainerMemory = Literal["state", "weights"]
 """Optimizer state, gradients' memory and other models; and the policy's weights."""
+
+
+class Rescored(NamedTuple):
+    """What a trainer says of the R tokens after the prompt of a sequence, which an engine sampled."""
+
+    log_probs: Tensor
+    """float32 [R]"""
+
+    drawn: Tensor
+    """float32 [R]: the token that the request's seed draws in the place of each; NaN without a seed"""
 
 
 class Trainer(ABC):
@@ -45,7 +55,6 @@ class Trainer(ABC):
     def adapt(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
         """Go on under other operators and corrections, between rollouts."""
 
-    @abstractmethod
     def log_probs(
         self,
         sequences: Sequence[list[int]],
@@ -53,10 +62,24 @@ class Trainer(ABC):
         temperature: float,
         kept_tokens: Sequence[list[bytes]] = (),
     ) -> list[Tensor]:
-        """Log-probabilities of every token after a sequence's prompt: float32 [R] per sequence.
+        """Return the log-probabilities of `rescore`."""
+        found = self.rescore(sequences, prompt_lens, temperature, kept_tokens)
+        return [each.log_probs for each in found]
+
+    @abstractmethod
+    def rescore(
+        self,
+        sequences: Sequence[list[int]],
+        prompt_lens: Sequence[int],
+        temperature: float,
+        kept_tokens: Sequence[list[bytes]] = (),
+        seeds: Sequence[int] = (),
+    ) -> list[Rescored]:
+        """Return what every token after a sequence's prompt has, sequence by sequence.
 
         kept_tokens: of each sequence, as in `Completion`. A token that was not drawn from what the run's
-        cut leaves of the trainer's own logits has NaN.
+        cut leaves of the trainer's own logits has NaN for a log-probability. seeds: those of the
+        requests that the sequences answer, by which every token is drawn again; without them none is.
         """
 
     @abstractmethod

@@ -99,14 +99,16 @@ class PackedBatch:
         weights = self.token_weights.get(term)
         return factors if weights is None else factors * weights
 
-    def with_own_cut(self, cut: Cut | None, grammars: Grammars) -> Self:
-        """The same, whose tokens of today's policy must have been drawn from what the cut leaves of what
-        their grammars allow."""
+    def with_own_cut(self, cut: Cut | None, grammars: Grammars, *, always: bool) -> Self:
+        """Return the same, whose tokens of today's policy must have been drawn from what the cut leaves
+        of what their grammars allow. always: as `PackedTokens.with_own_cut` has it."""
         trajectories = [s.sample.trajectory for s in self.samples]
         allowed = list[bytes]()
         if any(t.grammars for t in trajectories):
             allowed = [each for t in trajectories for each in grammars.sets(t)]
-        return replace(self, packed=self.packed.with_own_cut(cut, self.lags == 0, allowed))
+        fresh = self.lags == 0
+        packed = self.packed.with_own_cut(cut, fresh, allowed, always=always and not self.is_filler)
+        return replace(self, packed=packed)
 
     @classmethod
     def after(cls, earlier: PackedBatch, **more: Any) -> Self:

@@ -29,9 +29,9 @@ Role = str
 Loss = Callable[[Any, WeighedBatch], tuple[Tensor, dict[str, Tensor]]]
 """(scores with gradient, micro-batch) -> its part of a sum over the global batch, and metrics of it."""
 
-Check = Callable[[Tensor, WeighedBatch, Tensor], None]
-"""(log_probs float32 [R], micro-batch, entropy float32 [R]); raises ParityError if they must not be
-trained on."""
+Check = Callable[[Tensor, WeighedBatch, Tensor, Tensor], None]
+"""(log_probs float32 [R], micro-batch, entropy float32 [R], tokens drawn again float32 [R]); raises
+ParityError if they must not be trained on."""
 
 
 class ShardedModel(ABC):

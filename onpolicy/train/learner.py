@@ -23,7 +23,7 @@ from onpolicy.train.advantages import Estimator, ScoresByRole, token_advantages,
 from onpolicy.train.batch import PackedBatch, ScoredBatch, WeighedBatch, packed_batch, sharing
 from onpolicy.train.correction import Corrections
 from onpolicy.train.critic import Critic, known_variance
-from onpolicy.train.engine import Check, Role, ShardedModel
+from onpolicy.train.engine import Role, ShardedModel
 from onpolicy.train.entropy import EntropyBonus
 from onpolicy.train.learnt import learnt_tokens
 from onpolicy.train.loss import LossSettings, policy_loss
@@ -31,6 +31,7 @@ from onpolicy.train.marks import early_entropies, entropies_from, marked, marked
 from onpolicy.train.optimizer_step import optimizer_step
 from onpolicy.train.parity_gate import ParityGate
 from onpolicy.train.penalties import Penalties
+from onpolicy.train.redraw import with_draws
 from onpolicy.train.shares import Outcomes, Share
 from onpolicy.train.teachers import Teachers
 from onpolicy.types import LearntTokens, TrainOutcome
@@ -87,7 +88,7 @@ class Learner:
             [packed_batch(x, self.device, share.shares_prefixes) for x in share.micro_batches(n)]
             for n in range(len(rates))
         ]
-        gate = self._gate(step, contract)
+        gate = ParityGate.of(self.config, step, contract, share.sampled)
         corrected = not contract.is_aligned or any(share.lags)
         told = contract.is_aligned
         scored, perf = self._scored(steps, share.outcomes, corrected=corrected, told=told)
@@ -99,7 +100,7 @@ class Learner:
         except ParityError as error:
             apart = gate.first_apart()
             error.findings = gate.findings(share.outcomes.num_samples, apart)
-            if gate.on_mismatch != "fall back":
+            if gate.on_mismatch != "fall back" or not error.is_correctable:
                 raise
             logger.error("%s Going on with the fallback correction.", error)
             gate = ParityGate(step, "measure")
@@ -143,45 +144,51 @@ class Learner:
             metrics |= self.corrections.measure(trained) | self.corrections.measure_lags(
                 trained, lags
             )
-        return {**metrics, **gate.reduce().metrics()}, learnt_tokens(trained)
+        return {**metrics, **gate.metrics()}, learnt_tokens(trained)
 
     def _optimizer_steps(
         self, micro_batches: Sequence[WeighedBatch], rate: float, gate: ParityGate, number: int
     ) -> tuple[dict[str, float], list[Tensor]]:
         """The policy's and the critic's step of this number in a rollout: their metrics, and the
         log-probabilities of each micro-batch that the policy's loss was of."""
-        check = gate.check if number == 0 else None
-        if check is not None and gate.on_mismatch in ("fail", "fall back"):
-            micro_batches = [batch.with_own_cut(self.cut, self.grammars) for batch in micro_batches]
+        first = gate if number == 0 else None
+        if first is not None and first.stops:
+            own, always = (self.cut, self.grammars), first.expected is not None
+            micro_batches = [batch.with_own_cut(*own, always=always) for batch in micro_batches]
+        if first is not None and first.expected is not None:
+            share, seed = self.config.parity.redraw_share, self.config.seed
+            micro_batches = [with_draws(batch, share, seed) for batch in micro_batches]
         if self.critic is None:
-            return self._optimizer_step(micro_batches, rate, check)
+            return self._optimizer_step(micro_batches, rate, first)
         if self.critic.learns_alone(gate.step):
-            metrics, log_probs = self._no_step(micro_batches, check)
+            metrics, log_probs = self._no_step(micro_batches, first)
         else:
-            metrics, log_probs = self._optimizer_step(micro_batches, rate, check)
+            metrics, log_probs = self._optimizer_step(micro_batches, rate, first)
         of_critic = self.critic.take_step(micro_batches, self.critic.rate(gate.step, number))
         return metrics | of_critic, log_probs
 
     def _no_step(
-        self, micro_batches: Sequence[WeighedBatch], check: Check | None
+        self, micro_batches: Sequence[WeighedBatch], gate: ParityGate | None
     ) -> tuple[dict[str, float], list[Tensor]]:
         """What `_optimizer_step` returns, of a policy that is compared and learns nothing."""
         found, log_probs = [], []
         scored = self.models["policy"].score([batch.packed for batch in micro_batches])
         for scores, batch in zip(scored, micro_batches, strict=True):
-            if check is not None:
-                check(scores.log_probs, batch, scores.entropy)
+            if gate is not None:
+                gate.check(scores.log_probs, batch, scores.entropy, scores.drawn)
             _, metrics = self._loss(scores, batch)
             found.append({name: float(value) for name, value in metrics.items()})
             log_probs.append(scores.log_probs)
+        if gate is not None:
+            gate.require_all()
         return {**distributed.sum_micro_batches(found), "train/lr": 0.0}, log_probs
 
     def _optimizer_step(
-        self, micro_batches: Sequence[WeighedBatch], rate: float, check: Check | None
+        self, micro_batches: Sequence[WeighedBatch], rate: float, gate: ParityGate | None
     ) -> tuple[dict[str, float], list[Tensor]]:
         """Its metrics, and the log-probabilities of each micro-batch that its loss was of."""
         metrics, train_log_probs = optimizer_step(
-            self.models["policy"], micro_batches, self._loss, check, rate
+            self.models["policy"], micro_batches, self._loss, gate, rate
         )
         if replayed := metrics.pop("routing/num_replayed", 0.0):
             metrics["routing/differing_share"] = metrics.pop("routing/num_differing") / replayed
@@ -203,16 +210,6 @@ class Learner:
         scores = self.models["policy"].score([b.packed.with_own_routing() for b in step])
         log_probs = [each.log_probs for each in scores]
         return {"routing/k3_without_replay": self.corrections.k3(step, log_probs)}
-
-    def _gate(self, step: int, contract: NumericsContract) -> ParityGate:
-        output = self.config.output
-        load = f" --load {output.save}" if output.save else ""
-        remedy = (
-            "To find out which operator differs, and in which layer, run: onpolicy explain --case "
-            f"{output.case_file(step)} --hf-checkpoint {self.config.model.hf_checkpoint}{load}"
-        )
-        policy = self.config.plan.on_mismatch(is_aligned=contract.is_aligned)
-        return ParityGate(step, policy, remedy)
 
     def _scored(
         self, steps: list[list[PackedBatch]], outcomes: Outcomes, *, corrected: bool, told: bool

@@ -10,23 +10,27 @@ from torch import Tensor
 from onpolicy.errors import ParityError, TrainingError
 from onpolicy.train import distributed
 from onpolicy.train.batch import WeighedBatch
-from onpolicy.train.engine import Check, Loss, ShardedModel
+from onpolicy.train.engine import Loss, ShardedModel
+from onpolicy.train.parity_gate import ParityGate
 
 
 def optimizer_step(
     model: ShardedModel,
     micro_batches: Sequence[WeighedBatch],
     loss: Loss,
-    check: Check | None,
+    gate: ParityGate | None,
     rate: float,
 ) -> tuple[dict[str, float], list[Tensor]]:
     """Its metrics, and the log-probabilities of each micro-batch that its loss was of; collective.
 
-    Raises ParityError as `check` does, and TrainingError for a gradient that is not finite; then no
+    Raises ParityError as the gate does, and TrainingError for a gradient that is not finite; then no
     step is taken.
     """
+    check = None if gate is None else gate.check
     try:
         found, log_probs = model.accumulate_gradients(micro_batches, loss, check)
+        if gate is not None:
+            gate.require_all()
     except ParityError:
         model.drop_gradients()
         raise

@@ -7,9 +7,11 @@ import math
 
 from torch import Tensor
 
+from onpolicy.config import TrainConfig
 from onpolicy.config.plan import OnMismatch
+from onpolicy.contract import NumericsContract
 from onpolicy.errors import ParityError
-from onpolicy.parity import Mismatch, ParityCounts, compare_log_probs, mismatches
+from onpolicy.parity import Mismatch, ParityCounts, compare_draws, compare_log_probs, mismatches
 from onpolicy.train.batch import PackedBatch
 from onpolicy.train.distributed import (
     count_over_data,
@@ -17,50 +19,97 @@ from onpolicy.train.distributed import (
     gather_data,
     gather_micro_batches,
 )
+from onpolicy.train.shares import SampledTokens
 from onpolicy.types import ParityFindings
 
 logger = logging.getLogger(__name__)
 
+ENGINES = (
+    "Have engines of this version of onpolicy (`onpolicy train`, `onpolicy serve`) sample, with nothing "
+    "beside it that changes SGLang's sampler or a request's sampling_seed."
+)
+
 
 class ParityGate:
-    """Compares the log-probabilities of the loss's own forward pass with the rollout's.
+    """Compares the log-probabilities of the loss's own forward pass with the rollout's, and the sampled
+    tokens with those that the trainer draws itself.
 
     Only the first optimizer step of a rollout is comparable, after which the policy has changed, and in
-    it only the tokens that were sampled from this policy, not from earlier weights.
+    it only the tokens that were sampled from this policy, not from earlier weights. `expected`: how many
+    those are; None where nobody promises that all are compared.
     """
 
-    def __init__(self, step: int, on_mismatch: OnMismatch, remedy: str = ""):
+    def __init__(
+        self,
+        step: int,
+        on_mismatch: OnMismatch,
+        remedy: str = "",
+        expected: SampledTokens | None = None,
+    ):
         self.step, self.on_mismatch, self.remedy = step, on_mismatch, remedy
+        self.expected = expected
         self._counts: list[ParityCounts] = []
         self._by_sample: dict[int, int] = {}
         self._apart: tuple[int, list[float]] | None = None
 
-    def check(self, log_probs: Tensor, batch: PackedBatch, entropy: Tensor | None = None) -> None:
+    @staticmethod
+    def of(
+        config: TrainConfig, step: int, contract: NumericsContract, sampled: SampledTokens
+    ) -> ParityGate:
+        """Return the gate of a rollout that was sampled under a contract."""
+        output = config.output
+        load = f" --load {output.save}" if output.save else ""
+        remedy = (
+            "To find out which operator differs, and in which layer, run: onpolicy explain --case "
+            f"{output.case_file(step)} --hf-checkpoint {config.model.hf_checkpoint}{load}"
+        )
+        policy = config.plan.on_mismatch(is_aligned=contract.is_aligned)
+        return ParityGate(step, policy, remedy, sampled if contract.is_aligned else None)
+
+    @property
+    def stops(self) -> bool:
+        """Whether a mismatch keeps a step from being taken."""
+        return self.on_mismatch in ("fail", "fall back")
+
+    def check(
+        self,
+        log_probs: Tensor,
+        batch: PackedBatch,
+        entropy: Tensor | None = None,
+        drawn: Tensor | None = None,
+    ) -> None:
         """Compare float32 [R]; raise ParityError on every rank if any token of any rank differs.
 
-        entropy: float32 [R], which is compared where engines told it.
+        entropy: float32 [R], which is compared where engines told it. drawn: float32 [R], the tokens
+        that were drawn again, NaN for the others.
         """
-        counts, first, others = ParityCounts(), None, 0
-        if not batch.is_filler:
-            fresh = (batch.lags == 0).nonzero()[:, 0]
-            counts, first = compare_log_probs(
-                log_probs.detach()[fresh], batch.rollout_log_probs[fresh]
-            )
-            first = None if first is None else int(fresh[first])
-            self._count_by_sample(log_probs, batch)
+        counts, first, first_drawn, others = ParityCounts(), None, None, 0
+        lost = self._num_lost(log_probs, batch, drawn)
+        if not (batch.is_filler or lost):
+            counts, first = self._compared(log_probs, batch)
+            if drawn is not None:
+                of_draws, first_drawn = compare_draws(drawn, batch.packed.targets)
+                counts += of_draws
             if entropy is not None and batch.rollout_entropy is not None:
                 differ = mismatches(entropy.detach(), batch.rollout_entropy)
-                others = int(differ[fresh].sum())
+                others = int(differ[batch.lags == 0].sum())
         self._counts.append(counts)
-        if self.on_mismatch not in ("fail", "fall back"):
+        if not self.stops:
+            if lost:
+                raise self._lost(lost)
             return
         ours = {
             "compared": counts.num_compared,
             "mismatched": counts.num_mismatched,
+            "redrawn": counts.num_redrawn,
+            "otherwise": counts.num_drawn_otherwise,
             "others": others,
+            "lost": lost,
         }
         totals = count_over_data(ours, log_probs.device)
         mismatched, compared = totals["mismatched"], totals["compared"]
+        if lost := totals["lost"]:
+            raise self._lost(lost)
         if mismatched:
             found = None if first is None else self._mismatch(log_probs, batch, first)
             example = next(m for m in gather_data(found) if m is not None)
@@ -76,6 +125,31 @@ class ParityGate:
                 "which tokens were told apart, and the same log-probability. No step was taken. Leave "
                 "--top-entropy-quantile out, and report it: both are of one distribution."
             )
+        if otherwise := totals["otherwise"]:
+            told = None if first_drawn is None else self._draw_of(batch, drawn, first_drawn)
+            first_of_all = next(x for x in gather_data(told) if x is not None)
+            raise _beyond_correction(
+                f"{otherwise} of {totals['redrawn']} tokens that were drawn again are others than the "
+                "rollout's, at the same log-probabilities: a sampled token must be the one that its "
+                "request's seed draws at its position from the policy's own distribution. First: "
+                f"{first_of_all}. No step was taken. {ENGINES}"
+            )
+
+    def require_all(self) -> None:
+        """Raise ParityError unless every token was compared that can be; before a step is taken, and
+        on every rank. Collective."""
+        if self.expected is None or not self.stops:
+            return
+        found = sum(gather_data(sum(c.num_compared for c in self._counts)))
+        expected = self.expected
+        if found == expected.compared and expected.all:
+            return
+        raise _beyond_correction(
+            f"step={self.step}: {found} tokens were compared with the rollout, and {expected.all} were "
+            f"sampled, of which {expected.older} come from earlier weights and {expected.later} belong "
+            "to later optimizer steps: all others must be compared, and there must be sampled tokens. "
+            "No step was taken. Report it, with the run's log."
+        )
 
     def reduce(self) -> ParityCounts:
         """The counts of all micro-batches; says so if tokens differed and the run goes on."""
@@ -85,7 +159,24 @@ class ParityGate:
                 "step %d: %d of %d tokens have another log-probability in training",
                 self.step, total.num_mismatched, total.num_compared,
             )  # fmt: skip
+        if self.on_mismatch == "warn" and total.num_drawn_otherwise:
+            logger.warning(
+                "step %d: %d of %d tokens that were drawn again are others than the rollout's",
+                self.step, total.num_drawn_otherwise, total.num_redrawn,
+            )  # fmt: skip
         return total
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of what was compared, after `reduce`. Collective."""
+        total = self.reduce()
+        if self.expected is None:
+            return total.metrics()
+        excused = self.expected.older + self.expected.later
+        return {
+            **total.metrics(),
+            **total.draws("parity/"),
+            "parity/num_excused_tokens": excused,
+        }
 
     def findings(self, num_samples: int, apart: tuple[int, list[float]] | None) -> ParityFindings:
         """How many tokens of each sample of the rollout differ; with the first if the check failed.
@@ -100,6 +191,32 @@ class ParityGate:
         """
         everyones = gather_data(self._apart)
         return min((found for found in everyones if found is not None), default=None)
+
+    def _compared(self, log_probs: Tensor, batch: PackedBatch) -> tuple[ParityCounts, int | None]:
+        """Compare the tokens of this policy; the first that differs is a place among all R."""
+        fresh = (batch.lags == 0).nonzero()[:, 0]
+        self._count_by_sample(log_probs, batch)
+        if not len(fresh):
+            return ParityCounts(), None
+        pair = log_probs.detach()[fresh], batch.rollout_log_probs[fresh]
+        counts, first = compare_log_probs(*pair)
+        return counts, None if first is None else int(fresh[first])
+
+    def _num_lost(self, log_probs: Tensor, batch: PackedBatch, drawn: Tensor | None) -> int:
+        """Return by how many tokens the trainer told of others than were sampled, or drew others again
+        than were to be drawn."""
+        if batch.is_filler:
+            return 0
+        asked = 0 if (draws := batch.packed.draws) is None else int(draws.chosen.sum())
+        found = 0 if drawn is None else int((~drawn.isnan()).sum())
+        return abs(len(batch.rollout_log_probs) - len(log_probs)) + abs(asked - found)
+
+    def _lost(self, count: int) -> ParityError:
+        return _beyond_correction(
+            f"step={self.step}: what the trainer says of a micro-batch is off by {count} tokens: it "
+            "must have one log-probability of each sampled token, and draw those again that it was "
+            "to. No step was taken. Report it, with the run's log."
+        )
 
     def _count_by_sample(self, log_probs: Tensor, batch: PackedBatch) -> None:
         differ = mismatches(log_probs.detach(), batch.rollout_log_probs).cpu()
@@ -123,3 +240,21 @@ class ParityGate:
             train_log_prob=train.item(),
             ulp=counts.max_ulp,
         )
+
+    def _draw_of(self, batch: PackedBatch, drawn: Tensor | None, row: int) -> str:
+        """Return a token that was drawn otherwise, for messages."""
+        assert drawn is not None and batch.packed.draws is not None
+        sample, position = batch.locate(row)
+        draws = batch.packed.draws
+        return (
+            f"step={self.step}, {sample.sample.name}, response position={position}: "
+            f"rollout={int(batch.packed.targets[row])}, train={int(drawn[row])}, "
+            f"sampling_seed={int(draws.seeds[row])}, position={int(draws.positions[row])}"
+        )
+
+
+def _beyond_correction(message: str) -> ParityError:
+    """Return an error that a run which may fall back to a correction ends with too."""
+    error = ParityError(message)
+    error.is_correctable = False
+    return error

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from fallback_correction.tokens import NonfiniteError
 from onpolicy.compat.process import give_back_buffers
@@ -28,10 +27,11 @@ from onpolicy.models.shared_prefixes import share_prefixes
 from onpolicy.ops import Operators, make_operators
 from onpolicy.ops.checks.gradient_check import check_gradients
 from onpolicy.ops.checks.self_check import self_check
+from onpolicy.ops.draws import Draws
 from onpolicy.ops.partial import aligned_side
 from onpolicy.train import distributed
 from onpolicy.train.advantages import Estimator, RewardEstimator
-from onpolicy.train.base import Trainer, TrainerMemory
+from onpolicy.train.base import Rescored, Trainer, TrainerMemory
 from onpolicy.train.critic import GaeEstimator
 from onpolicy.train.distillation import with_teacher
 from onpolicy.train.engine import ShardedModel, TrainingEngine
@@ -148,13 +148,14 @@ class PolicyTrainer(Trainer):
         for kind in kinds:
             self._away[kind].bring_back()
 
-    def log_probs(
+    def rescore(
         self,
         sequences: Sequence[list[int]],
         prompt_lens: Sequence[int],
         temperature: float,
         kept_tokens: Sequence[list[bytes]] = (),
-    ) -> list[Tensor]:
+        seeds: Sequence[int] = (),
+    ) -> list[Rescored]:
         self._bring_back("weights")
         # Each data-parallel rank scores a share of them, as many tokens at a time as it may.
         lens, most = [len(s) for s in sequences], self.config.trainer.max_tokens_per_gpu
@@ -165,17 +166,21 @@ class PolicyTrainer(Trainer):
                 [prompt_lens[i] for i in indices] or [1],
                 temperature,
                 kept_tokens=[kept_tokens[i] for i in indices] if any(kept_tokens) else (),
-            ).with_own_cut(self.learner.cut)
+            ).with_own_cut(self.learner.cut, always=self.contract.is_aligned)
             for indices in plan
         ]
+        if seeds:
+            draws = [_draws([(seeds[i], prompt_lens[i], lens[i]) for i in part]) for part in plan]
+            batches = [replace(x, draws=own) for x, own in zip(batches, draws, strict=True)]
         if self.config.trainer.shares_prefixes:
             batches = [share_prefixes(batch) for batch in batches]
         batches = [batch.on(self.device) for batch in batches]
-        mine: dict[int, Tensor] = {}
+        mine: dict[int, Rescored] = {}
         for indices, scores in zip(plan, self.policy.score(batches), strict=True):
             responses = [lens[i] - prompt_lens[i] for i in indices]
-            parts = scores.log_probs[: sum(responses)].cpu().split(responses)
-            mine.update(zip(indices, parts, strict=True))
+            told = scores.log_probs, scores.drawn
+            parts = (x[: sum(responses)].cpu().split(responses) for x in told)
+            mine.update(zip(indices, map(Rescored, *parts), strict=True))
         return list(distributed.gather_by_number(mine).values())
 
     def on_each_rank(self, function: Callable[..., T], *args: Any) -> list[T]:
@@ -219,6 +224,14 @@ class PolicyTrainer(Trainer):
                 f"--load: what the checkpoint holds of the corrections does not fit these settings "
                 f"({error!r}). Give --dc-* as in the run that wrote it."
             ) from error
+
+
+def _draws(sequences: Sequence[tuple[int, int, int]]) -> Draws:
+    """Return how the tokens after the prompts were drawn: (seed, tokens of the prompt, of all), by
+    sequence; of none, those of a filler's one token, which is not drawn again."""
+    asked = [(seed, place - 1) for seed, prompt, end in sequences for place in range(prompt, end)]
+    seeds, positions = zip(*asked, strict=True) if sequences else ((None,), (0,))
+    return Draws.of(seeds, positions)
 
 
 def _estimator(config: TrainConfig) -> Estimator:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 
-from onpolicy.errors import TrainingError
+from onpolicy.errors import ParityError, TrainingError
 from onpolicy.train.packing import pack, pack_groups
 from onpolicy.trajectory import Forks
 from onpolicy.types import Sample, TrainSample
@@ -68,6 +68,55 @@ class Outcomes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTokens:
+    """How many tokens of a rollout were sampled, and how many of them cannot be compared.
+
+    Counted from the samples as a whole, and not from what becomes of them in micro-batches.
+    """
+
+    all: int
+
+    older: int
+    """Those of the first optimizer step that come from earlier weights."""
+
+    later: int
+    """Those of later optimizer steps, before which the policy changes."""
+
+    @property
+    def compared(self) -> int:
+        """The tokens that are to be compared."""
+        return self.all - self.older - self.later
+
+    @staticmethod
+    def of(samples: Sequence[TrainSample], first_step: range) -> SampledTokens:
+        """Count the tokens of samples, of which some are those of the first optimizer step.
+
+        Raises ParityError for a sample of which it is not known where every token comes from.
+        """
+        counts = [s.sample.trajectory.num_sampled for s in samples]
+        of_first = [samples[i] for i in first_step]
+        return SampledTokens(
+            all=sum(counts),
+            older=sum(map(_num_older, of_first)),
+            later=sum(counts) - sum(counts[i] for i in first_step),
+        )
+
+
+def _num_older(trained: TrainSample) -> int:
+    sample, version = trained.sample, trained.policy_version
+    if version is None:
+        return 0
+    counts = [(span.version, span.end - span.start) for span in sample.trajectory.spans]
+    told, sampled = sum(count for _, count in counts), sample.trajectory.num_sampled
+    if told != sampled:
+        raise ParityError(
+            f"{sample.name}: spans={told} tokens, sampled={sampled}: where samples may lag, each "
+            "sampled token comes from the weights of one push. Report it."
+        )
+    return sum(count for drawn_under, count in counts if drawn_under != version)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
     """What one rank computes of a rollout. Samples have their numbers in the whole of it."""
 
@@ -78,6 +127,9 @@ class Share:
     micro-batches, so that some may be empty."""
 
     outcomes: Outcomes
+    """Those of all ranks."""
+
+    sampled: SampledTokens
     """Those of all ranks."""
 
     num_tokens: int
@@ -109,25 +161,26 @@ def make_shares(
     for _, episode in groupby(samples, key=lambda s: s.episode):
         _require_learnt_once([s.sample for s in episode])
     lens = [len(s.sample.token_ids) for s in samples]
-    plans = []
-    for part in split_into_steps(samples, num_steps):
+    plans, steps = [], split_into_steps(samples, num_steps)
+    for part in steps:
         if shares_prefixes:
             plan = pack_groups(samples[part.start : part.stop], num_ranks, max_tokens)
         else:
             plan = pack([lens[i] for i in part], num_ranks, max_tokens)
         plans.append(_numbered(plan, part.start))
     lags = tuple(sorted({lag for s in samples for lag in s.lags}))
-    outcomes = Outcomes.of(samples)
+    outcomes, sampled = Outcomes.of(samples), SampledTokens.of(samples, steps[0])
     return [
         Share(
-            samples={i: samples[i] for step in steps for part in step for i in part},
-            steps=list(steps),
+            samples={i: samples[i] for step in own for part in step for i in part},
+            steps=list(own),
             outcomes=outcomes,
+            sampled=sampled,
             num_tokens=sum(lens),
             lags=lags,
             shares_prefixes=shares_prefixes,
         )
-        for steps in zip(*plans, strict=True)
+        for own in zip(*plans, strict=True)
     ]
 
 

@@ -96,7 +96,7 @@ class Teachers:
         if not self.is_loss:
             return [(each, None) for each in scores]
         head = model.head()
-        return [(Scores(*each[:2]), self._teacher_rows(each.hidden, head)) for each in scores]
+        return [(Scores(*each[:3]), self._teacher_rows(each.hidden, head)) for each in scores]
 
     def _teacher_rows(self, hidden: Tensor, head: Head) -> TeacherRows:
         if self.top_k is None:

@@ -112,7 +112,7 @@ def score(
     cut = len(order) // 3
     scored: dict[int, Tensor] = {}
     for part in (order[:cut], order[cut:]):
-        flat, _ = policy(pack(rollout, part, temperature, device))
+        flat, *_ = policy(pack(rollout, part, temperature, device))
         lens = [len(rollout.log_probs[i]) for i in part]
         scored.update(zip(part, flat.split(lens), strict=True))
     return [scored[i] for i in range(len(order))]

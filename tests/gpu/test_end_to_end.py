@@ -73,7 +73,7 @@ def test_and_again_after_every_training_step(policy, rollout_of, setting, tally)
     for step in range(setting.training_steps):
         rollout = rollout_of(1.0, seed=step)
         order = list(range(len(rollout.sequences)))
-        log_probs, _ = policy(pack(rollout, order, 1.0, setting.device))
+        log_probs, *_ = policy(pack(rollout, order, 1.0, setting.device))
         tally.equal(log_probs.detach(), torch.cat(rollout.log_probs), f"step {step}, loss")
         compare(policy, rollout, setting, 1.0, tally, f"step {step}")
         advantages = torch.linspace(-1, 1, len(log_probs), device=setting.device)

@@ -28,6 +28,7 @@ from torch import Tensor
 from onpolicy.config.groups import EngineConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ContractError, EngineError
+from onpolicy.ops.kept_tokens import WHOLE
 from onpolicy.rollout.client import EngineClient, EngineLostError
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.sampling import sampling_seed
@@ -150,8 +151,9 @@ class Memory:
             self.weights[name] = tensor.clone()
         self.version = version
 
-    def next_token(self, request: Request, response: list[int]) -> tuple[int, float]:
-        """A token and its log-probability; the first one's may come from the prefix cache."""
+    def next_token(self, request: Request, response: list[int]) -> tuple[int, float, bytes]:
+        """A token, its log-probability, and the set that it was drawn from (`ops/kept_tokens.py`); the
+        first one's may come from the prefix cache."""
         context, temperature = [*request.prompt_ids, *response], request.params.temperature
         scores = self.prefixes.get((temperature, *context))
         if scores is None:
@@ -160,8 +162,21 @@ class Memory:
             self.prefixes[temperature, *context] = scores
         is_greedy = self.can_be_greedy and request.params.top_k == 1
         seed = request.sampling_seed
-        token = int(scores.argmax()) if is_greedy else sample(scores, seed, len(context))
-        return token, scores[token].item()
+        if is_greedy:
+            return (token := int(scores.argmax())), scores[token].item(), WHOLE
+        scores, kept = self.cut(context, scores, request.params)
+        token = self.draw(scores, seed, len(context))
+        return token, scores[token].item(), kept
+
+    def cut(
+        self, context: list[int], scores: Tensor, params: SamplingParams
+    ) -> tuple[Tensor, bytes]:
+        """The log-probabilities [V] of what filters leave to draw from, and what that is."""
+        return scores, WHOLE
+
+    def draw(self, scores: Tensor, seed: int, place: int) -> int:
+        """The token at a place of a sequence, of log-probabilities [V]."""
+        return sample(scores, seed, place)
 
     def score(self, context: list[int], temperature: float) -> Tensor:
         """Log-probabilities of the token after `context`: float32 [V]."""
@@ -242,6 +257,7 @@ class Engine:
             aborts, aborted = memory.aborts, False
         response: list[int] = []
         log_probs: list[float] = []
+        sets: list[bytes] = []
         params = request.params
         ends = () if params.ignore_eos else params.stop_token_ids
         while len(response) < params.max_new_tokens and not {*response[-1:]} & {*ends}:
@@ -254,9 +270,10 @@ class Engine:
                 raise EngineLostError(f"{self.url} is gone.")
             if aborted := takes_parts and memory.aborts > aborts:
                 break
-            token, log_prob = memory.next_token(request, response)
+            token, log_prob, kept = memory.next_token(request, response)
             response.append(token)
             log_probs.append(log_prob)
+            sets.append(kept)
         stopped = bool({*response[-1:]} & {*ends})
         self.answered[repr(request)] += 1
         reason = FinishReason.STOP if stopped else FinishReason.LENGTH
@@ -266,6 +283,7 @@ class Engine:
             finish_reason=FinishReason.ABORT if aborted else reason,
             weight_version=memory.version,
             num_cached_tokens=num_cached,
+            kept_tokens=sets if any(sets) else [],
             spans=(Span(version=memory.version, start=0, end=len(response)),),
         )
 

@@ -19,7 +19,7 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.train import distributed, make_trainer
 from tests.support.megatron_ranks import end_groups
-from tests.support.samples import make_train_sample
+from tests.support.samples import make_train_sample, with_trajectory
 
 BLOCKS = 2
 RATES = (1e-3 / 3, 2e-3 / 3, 1e-3)
@@ -77,6 +77,37 @@ def make_samples(trainer, seed=0, wrong=0.0):
             zip(sequences, prompt_lens, log_probs, strict=True)
         )
     ]
+
+
+def draw_samples(trainer, tokens=5):
+    """Samples of what the trainer itself draws, pass by pass: token i of a response in pass i."""
+    prompts, seeds = [[5, 9, 4], [7], [11, 3]], [101, 202, 303]
+    drawn = [[*prompt, *[0] * tokens] for prompt in prompts]
+    lens = [len(prompt) for prompt in prompts]
+    for place in range(tokens):
+        found = trainer.rescore(drawn, lens, 0.7, seeds=seeds)
+        for sequence, length, own in zip(drawn, lens, found, strict=True):
+            sequence[length + place] = int(own.drawn[place])
+    samples = []
+    for i, own in enumerate(trainer.rescore(drawn, lens, 0.7)):
+        made = make_train_sample(drawn[i], lens[i], own.log_probs.tolist(), (-1.0) ** i, i)
+        made = with_trajectory(made, temperatures=[0.7] * tokens)
+        made.sample.seeds = [(seeds[i], tokens)]
+        samples.append(made)
+    return samples
+
+
+def train_on_drawn(job):
+    """(metrics of samples that were drawn by their seeds, and the error of those that were not)"""
+    trainer, error = make(job), None
+    samples = draw_samples(trainer)
+    samples[1].sample.seeds = [(203, 5)]
+    try:
+        trainer.train(samples, 7, RATES[:1])
+    except ParityError as refused:
+        error = str(refused)
+    samples[1].sample.seeds = [(202, 5)]
+    return trainer.train(samples, 7, RATES[:1]).metrics, error
 
 
 def weights(trainer):

@@ -18,13 +18,16 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.models.peft_format import PREFIX
 from onpolicy.models.policy import PolicyModel, empty_policy
 from onpolicy.ops import AttentionLayout, make_operators
+from onpolicy.ops.cuts import Cut, left, within
+from onpolicy.ops.draws import draw
+from onpolicy.ops.kept_tokens import WHOLE, packed
 from onpolicy.outputs.totals import RunSummary
 from onpolicy.rollout.prompt_order import PromptSource
 from onpolicy.run.engines import trainer_here
 from onpolicy.run.launch.inputs import Inputs, make_ladder
 from onpolicy.run.loop import train
 from onpolicy.run.run import Run
-from onpolicy.types import Prompt
+from onpolicy.types import Prompt, SamplingParams
 from tests.support.checked_once import digests_of
 from tests.support.engines_in_memory import Engine, Host, Memory
 from tests.support.run_in_memory import Reward, ScorerInMemory, even_tokens
@@ -58,8 +61,32 @@ class PolicyMemory(Memory):
     def self_check(self) -> dict[str, str]:
         return digests_of(self.contract, 1)
 
-    @torch.no_grad()
     def score(self, context: list[int], temperature: float) -> Tensor:
+        scale = torch.full((1, 1), temperature)
+        return self._policy.operators.log_softmax(self.logits(context), scale)[0]
+
+    def cut(
+        self, context: list[int], scores: Tensor, params: SamplingParams
+    ) -> tuple[Tensor, bytes]:
+        """As an engine under an aligned contract; others here heed no filter."""
+        cut = Cut.of(params.top_k, params.top_p, params.min_p)
+        if cut is None or not self.contract.is_aligned:
+            return scores, WHOLE
+        operators = self._policy.operators
+        logits, temperature = self.logits(context), torch.full((1, 1), params.temperature)
+        kept = left(operators, logits, temperature, None, cut)
+        assert kept is not None
+        return operators.log_softmax(within(logits, kept), temperature)[0], packed(kept)[0]
+
+    def draw(self, scores: Tensor, seed: int, place: int) -> int:
+        """By the sampler that engines and trainers have."""
+        operators = self._policy.operators
+        numbers = operators.uniform(torch.tensor([seed]), torch.tensor([place - 1]))
+        return int(draw(operators, scores[None], numbers))
+
+    @torch.no_grad()
+    def logits(self, context: list[int]) -> Tensor:
+        """[1, V] of the token after `context`."""
         policy, operators = self._policy, self._policy.operators
         if self._num_in_policy != len(self.loaded):
             weights = {_name_here(name): tensor for name, tensor in self.weights.items()}
@@ -78,8 +105,7 @@ class PolicyMemory(Memory):
             attention_function=attention,
         )[0][0, -1:]
         logits = policy.head().logits(hidden)
-        logits = logits if self.contract.is_aligned else logits.float() * STOCK_SCALE
-        return operators.log_softmax(logits, torch.full((1, 1), temperature))[0]
+        return logits if self.contract.is_aligned else logits.float() * STOCK_SCALE
 
 
 def _name_here(name: str) -> str:

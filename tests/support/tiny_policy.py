@@ -60,6 +60,13 @@ def sample(log_probs: Tensor, seed: int, position: int) -> int:
     return min(int((cumulative <= below).sum()), len(log_probs) - 1)
 
 
+def draw_again(
+    weights: Mapping[str, Tensor], context: Sequence[int], temperature: float, seed: int
+) -> int:
+    """The token after `context` that engines in memory draw by a seed, by an aligned contract."""
+    return sample(score(weights, context, temperature, is_rounded=False), seed, len(context))
+
+
 def log_probs_of(
     weights: Mapping[str, Tensor],
     prompt: Sequence[int],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from itertools import compress, count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,25 +17,31 @@ from onpolicy.config import TrainConfig, groups
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ParityError
-from onpolicy.parity import ParityCounts, compare_log_probs
 from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.run.engines import EnginePair, MakeTrainer
 from onpolicy.train import Trainer, distributed
-from onpolicy.train.base import TrainerMemory
-from onpolicy.train.shares import Outcomes, split_into_steps
+from onpolicy.train.base import Rescored, TrainerMemory
+from onpolicy.train.batch import PackedBatch, packed_batch
+from onpolicy.train.parity_gate import ParityGate
+from onpolicy.train.redraw import with_draws
+from onpolicy.train.shares import Outcomes, make_shares, split_into_steps
 from onpolicy.train.weight_outlet import WeightOutlet
 from onpolicy.types import ParityFindings, Sample, TrainOutcome, TrainSample
 from onpolicy.weights.digest import WeightBucket, WeightPart
 from onpolicy.weights.push import Engine
 from tests.support.engines_in_memory import SELF_CHECK, Host
-from tests.support.tiny_policy import ALIGNED, log_probs_of, make_weights
+from tests.support.tiny_policy import ALIGNED, draw_again, log_probs_of, make_weights
 from tests.support.weight_digests import digest_of
+
+WHOLE = 1 << 40
+"""Tokens of a micro-batch that holds all."""
 
 
 class TrainerInMemory(Trainer):
     """Raises the logits of tokens with a positive advantage; every rank holds and trains all."""
 
     def __init__(self, config: TrainConfig, contract: NumericsContract, logs: Path):
+        distributed.init_process_group()
         self.config, self.fallback = config, config.fallback
         self.released: list[str] = []
         """What servers on the same GPUs were given, in order."""
@@ -54,15 +61,7 @@ class TrainerInMemory(Trainer):
         self, samples: Sequence[TrainSample], step: int, rates: Sequence[float]
     ) -> TrainOutcome:
         scores = [self._score(trained.sample) for trained in samples]
-        found = [_compared(train, trained) for train, trained in zip(scores, samples, strict=True)]
-        counts = [each.num_mismatched for each in found]
-        total = sum(found, ParityCounts())
-        if self.contract.is_aligned and total.num_mismatched:
-            first = next(i for i, counts in enumerate(found) if counts.num_mismatched)
-            error = ParityError(f"{total.num_mismatched} of {total.num_compared} tokens differ")
-            apart = first, scores[first].tolist()
-            error.findings = ParityFindings(mismatched_tokens=counts, apart=apart)
-            raise error
+        gate, findings = self._compared(samples, scores, step, len(rates))
         advantages = self._advantages(samples)
         for part, rate in zip(split_into_steps(samples, len(rates)), rates, strict=True):
             for i in part:
@@ -71,9 +70,46 @@ class TrainerInMemory(Trainer):
             advantage * float(train.mean())
             for advantage, train in zip(advantages, scores, strict=True)
         ]
-        metrics = {"train/loss": -sum(gains) / len(gains), "train/lr": rates[-1], **total.metrics()}
+        metrics = {"train/loss": -sum(gains) / len(gains), "train/lr": rates[-1], **gate.metrics()}
         metrics["perf/train_time"] = 0.0
-        return TrainOutcome(metrics=metrics, findings=ParityFindings(mismatched_tokens=counts))
+        return TrainOutcome(metrics=metrics, findings=findings)
+
+    def _compared(
+        self, samples: Sequence[TrainSample], scores: Sequence[Tensor], step: int, num_steps: int
+    ) -> tuple[ParityGate, ParityFindings]:
+        """The run's own gate, which has seen this rank's share of the first optimizer step."""
+        shares = make_shares(samples, num_steps, distributed.data_size(), WHOLE)
+        share = shares[distributed.data_rank()]
+        gate = ParityGate.of(self.config, step, self.contract, share.sampled)
+        try:
+            for part in share.micro_batches(0):
+                batch = packed_batch(part, torch.device("cpu"))
+                if gate.expected is not None:
+                    batch = with_draws(batch, self.config.parity.redraw_share, self.config.seed)
+                own = [scores[i] for i in part] or [torch.zeros(1)]
+                gate.check(torch.cat(own), batch, None, self._drawn(batch))
+            gate.require_all()
+        except ParityError as error:
+            error.findings = gate.findings(len(samples), gate.first_apart())
+            raise
+        return gate, gate.findings(len(samples), None)
+
+    def _drawn(self, batch: PackedBatch) -> Tensor:
+        """The tokens that are to be drawn again: float32 [R]. Engines in memory draw a token at its own
+        place, which is one more than the position before it."""
+        found = torch.full((len(batch.packed.rows),), torch.nan)
+        if (draws := batch.packed.draws) is None:
+            return found
+        samples = [s.sample for s in batch.samples]
+        contexts = [
+            (sample.token_ids[:place], sample.trajectory.temperatures[number])
+            for sample in samples
+            for number, place in enumerate(compress(count(), sample.trajectory.sampled))
+        ]
+        for row in draws.chosen.nonzero()[:, 0].tolist():
+            assert len(contexts[row][0]) == int(draws.positions[row]) + 1
+            found[row] = draw_again(self.weights, *contexts[row], int(draws.seeds[row]))
+        return found
 
     def _advantages(self, samples: Sequence[TrainSample]) -> list[float]:
         outcomes, kind = Outcomes.of(samples), self.config.algorithm.advantage_estimator
@@ -99,17 +135,25 @@ class TrainerInMemory(Trainer):
                 if sampled[end]:
                     table[tokens[end - distance], tokens[end]] += size
 
-    def log_probs(
+    def rescore(
         self,
         sequences: Sequence[list[int]],
         prompt_lens: Sequence[int],
         temperature: float,
         kept_tokens: Sequence[list[bytes]] = (),
-    ) -> list[Tensor]:
-        return [
-            log_probs_of(self.weights, tokens[:end], tokens[end:], temperature)
-            for tokens, end in zip(sequences, prompt_lens, strict=True)
-        ]
+        seeds: Sequence[int] = (),
+    ) -> list[Rescored]:
+        found = []
+        for i, (tokens, end) in enumerate(zip(sequences, prompt_lens, strict=True)):
+            scores = log_probs_of(self.weights, tokens[:end], tokens[end:], temperature)
+            drawn = [
+                draw_again(self.weights, tokens[:place], temperature, seeds[i])
+                if seeds
+                else torch.nan
+                for place in range(end, len(tokens))
+            ]
+            found.append(Rescored(scores, torch.tensor(drawn, dtype=torch.float32)))
+        return found
 
     def on_each_rank(self, function: Any, *args: Any) -> Any:
         raise AssertionError("a table has no models")
@@ -152,13 +196,6 @@ class TrainerInMemory(Trainer):
 
     def load(self, directory: Path) -> None:
         self.weights = load_file(directory / "weights.safetensors")
-
-
-def _compared(train: Tensor, trained: TrainSample) -> ParityCounts:
-    """The tokens that were sampled from this policy."""
-    fresh = torch.tensor(trained.lags) == 0
-    rollout = torch.tensor(trained.sample.rollout_log_probs)
-    return compare_log_probs(train[fresh], rollout[fresh])[0]
 
 
 def pair_maker(

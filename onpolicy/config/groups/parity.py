@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from fallback_correction.ranges import Rule
-from onpolicy.config.rules import Against, Facts, Together
+from fallback_correction.ranges import Rule, above, at_most
+from onpolicy.config.rules import NO_RESULT, Against, Facts, Together
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import KINDS
 
@@ -48,6 +48,16 @@ class ParityConfig:
     ] = None  # fmt: skip
     """On a mismatch: stop before the backward pass, log it, or train on the rollout with the
     correction that the other flags ask for. Default: fail in the mode above, else warn."""
+
+    redraw_share: Annotated[
+        float, above(0), at_most(1), NO_RESULT,
+        Against(lambda run: not run.plan.may_align,
+            "without aligned operators no token is drawn again",
+            "Add --true-on-policy-mode, or leave it out."),
+    ] = 1.0  # fmt: skip
+    """In the mode above the trainer draws this share of the sampled tokens again, by their requests'
+    seeds, and stops unless it draws the same tokens. --seed decides which; a probe and `onpolicy verify`
+    draw all of theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)

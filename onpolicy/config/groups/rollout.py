@@ -1,5 +1,6 @@
 """How samples are drawn."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -20,14 +21,19 @@ NOT_GREEDY = Rule(
     f"must be at least {SMALLEST_TEMPERATURE:g}: SGLang samples greedily below it, and a greedy rollout "
     "has no log-probabilities to learn from. Give 1.0, or another value in that range.",
 )
-ONE_TOKEN = Against(
-    lambda run: (
-        run.rollout_top_k == 1 and (run.plan.may_align or "log_probs" in run.config.operators.kinds)
-    ),
-    "with {run.plan.aligned_by} log-probabilities are those of what a token is drawn from, and of one "
-    "token that is 0, of which nothing can be learnt",
-    "Give 2 or more, or run without {run.plan.aligned_by}.",
-)
+
+
+def _one_token(asks: Callable[[Facts], bool], remedy: str) -> Against:
+    return Against(
+        lambda run: asks(run) and (run.plan.may_align or "log_probs" in run.config.operators.kinds),
+        "with {run.plan.aligned_by} log-probabilities are those of what a token is drawn from, and of "
+        "one token that is 0, of which nothing can be learnt",
+        f"Give {remedy}, or run without {{run.plan.aligned_by}}.",
+    )
+
+
+ONE_TOKEN = _one_token(lambda run: bool(run.rollout_top_k == 1), "2 or more")
+ONLY_LIKELIEST = _one_token(lambda run: bool(run.rollout_min_p == 1), "less than 1")
 
 NO_DRAFTS = Against(
     lambda run: run.plan.may_align and draft_rows(run.sglang_args),
@@ -71,7 +77,9 @@ class SamplingConfig:
     rollout_top_k: Annotated[int, at_least(-1), NO_LIMIT_IS_MINUS_ONE, ONE_TOKEN, NO_DRAFTS] = -1
     """Sample from the k likeliest tokens."""
 
-    rollout_min_p: Annotated[float, at_least(0), at_most(1), NO_DRAFTS] = 0.0
+    rollout_min_p: Annotated[
+        float, at_least(0), at_most(1), ONLY_LIKELIEST, NO_DRAFTS
+    ] = 0.0  # fmt: skip
     """Drop tokens less likely than this share of the likeliest."""
 
     rollout_stop_token_ids: Annotated[tuple[int, ...], at_least(0)] = ()

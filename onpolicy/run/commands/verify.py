@@ -17,9 +17,9 @@ from onpolicy.models.adapters import drawn_values
 from onpolicy.models.hf_config import load_config
 from onpolicy.outputs.directory import versions
 from onpolicy.outputs.progress import Phases
-from onpolicy.parity import ParityCounts, compare_log_probs
+from onpolicy.parity import ParityCounts, compare_draws, compare_log_probs
 from onpolicy.rollout.sampling import trajectories_of
-from onpolicy.rollout.seeds import sampling_seed
+from onpolicy.rollout.seeds import sampling_seed, seeds_of
 from onpolicy.run.commands.verify_inputs import (
     TRAINED,
     longest_prompt,
@@ -29,6 +29,7 @@ from onpolicy.run.commands.verify_inputs import (
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.cluster_engines import MakeEngines
 from onpolicy.run.launch.contracts import contract_for
+from onpolicy.train.base import Rescored
 from onpolicy.train.policy_trainer import PolicyTrainer
 from onpolicy.types import Prompt, Request, Sample, SamplingParams, TrainSample
 
@@ -84,6 +85,7 @@ def verify(config: VerifyConfig, make_engines: MakeEngines = EnginePair) -> Repo
         engines.stop()
     return {
         **counts.report(),
+        **(counts.draws() if contract.is_aligned else {}),
         "k3_kl_max": counts.max_k3,
         "num_cached_tokens": num_cached,
         "optimizer_steps": int(config.step),
@@ -98,7 +100,9 @@ def passes(report: Report, config: VerifyConfig) -> bool:
         return True
     passed: bool = (
         report["num_mismatched_tokens"] == 0
+        and report["num_drawn_otherwise_tokens"] == 0
         and report["num_compared_tokens"] == 2 * config.num_prompts * config.max_new_tokens
+        and report["num_redrawn_tokens"] == report["num_compared_tokens"]
         and report["num_cached_tokens"] > 0
     )
     return passed
@@ -127,8 +131,13 @@ def _sample(
     requests = requests_of(prompts, config, round_number)
     trajectories = trajectories_of(requests, engines.generate(requests))
     return [
-        Sample(prompt=prompt, sample_index=0, trajectory=trajectory)
-        for prompt, trajectory in zip(prompts, trajectories, strict=True)
+        Sample(
+            prompt=prompt,
+            sample_index=0,
+            trajectory=trajectory,
+            seeds=seeds_of(trajectory, request.sampling_seed),
+        )
+        for prompt, request, trajectory in zip(prompts, requests, trajectories, strict=True)
     ]
 
 
@@ -155,22 +164,30 @@ def requests_of(
 def _score(
     engines: EnginePair, samples: Sequence[Sample], config: VerifyConfig, phases: Phases
 ) -> ParityCounts:
-    """Compare with the trainer's log-probabilities, computed in an order and packing of its own."""
+    """Compare with what the trainer says and draws, computed in an order and packing of its own."""
     shuffled = list(samples)
     random.Random(config.seed).shuffle(shuffled)
-    train: list[torch.Tensor] = []
+    train: list[Rescored] = []
     for first in range(0, len(shuffled), SCORED_AT_ONCE):
         part = shuffled[first : first + SCORED_AT_ONCE]
-        train += engines.trainer.log_probs(
+        train += engines.trainer.rescore(
             [sample.token_ids for sample in part],
             [len(sample.prompt.prompt_ids) for sample in part],
             config.temperature,
             [sample.trajectory.kept_tokens for sample in part],
+            [sample.seeds[0][0] for sample in part] if engines.contract.is_aligned else (),
         )
         phases.advance(len(train))
+    log_probs, drawn = (torch.cat(each) for each in zip(*train, strict=True))
     rollout = torch.tensor([x for sample in shuffled for x in sample.rollout_log_probs])
-    counts, _ = compare_log_probs(torch.cat(train), rollout)
+    sampled = torch.tensor([x for sample in shuffled for x in sample.response_ids])
+    counts = compare_log_probs(log_probs, rollout)[0] + compare_draws(drawn, sampled)[0]
     logger.info("%d of %d tokens differ", counts.num_mismatched, counts.num_compared)
+    if engines.contract.is_aligned:
+        logger.info(
+            "%d of %d tokens are others than the trainer draws by the same seeds",
+            counts.num_drawn_otherwise, counts.num_redrawn,
+        )  # fmt: skip
     return counts
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, NotRequired
 
-from annotated_types import Ge
+from annotated_types import Ge, Len
 from pydantic import with_config
 from typing_extensions import TypedDict
 
@@ -19,6 +19,8 @@ Weight = Annotated[float, Ge(0)]
 class Sample(TypedDict):
     index: Count
     trajectory: TrajectoryRecord
+    seeds: NotRequired[list[Annotated[list[Count], Len(2, 2)]]]
+    """(seed, tokens); earlier versions did not write them."""
     response: str
     reward: float | None
     """None if it could not be scored; 0 there in a checkpoint from before that."""

@@ -219,6 +219,7 @@ def _sample(sample: Sample) -> dict[str, Any]:
     return {
         "index": sample.sample_index,
         "trajectory": write(sample.trajectory),
+        "seeds": [[*each] for each in sample.seeds],
         "response": sample.response,
         "reward": None if sample.has_failed else sample.reward,
         "reward_parts": sample.reward_parts,
@@ -263,6 +264,7 @@ def _read_sample(prompt: Prompt, record: records.Sample) -> Sample:
         prompt=prompt,
         sample_index=record["index"],
         trajectory=read(record["trajectory"]),
+        seeds=[(seed, count) for seed, count in record.get("seeds", ())],
         response=record["response"],
         reward=math.nan if reward is None or has_failed else reward,
         reward_parts=record["reward_parts"],

@@ -124,7 +124,7 @@ class FsdpModel(ShardedModel):
             scores = self.module(batch.packed)
             train_log_probs.append(scores[0].detach())
             if check is not None:
-                check(scores[0], batch, scores[1])
+                check(scores.log_probs, batch, scores.entropy, scores.drawn)
             total, found = loss(scores, batch)
             self.turn.is_filler = batch.is_filler
             total.backward()

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from onpolicy.models.policy import PackedTokens
 from onpolicy.models.routing_replay import OWN_CHOICE
 from onpolicy.ops import AttentionLayout
+from onpolicy.ops.draws import Draws
 from onpolicy.ops.kept_tokens import KeptTokens
 from onpolicy.ops.reverse_kl import TeacherRows
 from onpolicy.ops.shared_rows import SharedRows
@@ -68,6 +69,9 @@ class LocalTokens(PackedSeqParams):
     kept: KeptTokens | None = None
     """The tokens that each of the R' tokens was drawn from, if they were cut."""
 
+    draws: Draws | None = None
+    """How the R' tokens were drawn, and which of them to draw again."""
+
     wants_hidden: bool = False
     teacher: TeacherRows | None = None
     """As in `PackedTokens`; of the R' tokens."""
@@ -95,6 +99,7 @@ def _whole(batch: PackedTokens, multiple: int) -> LocalTokens:
         temperature=batch.temperature,
         routed_experts=_pad_experts(batch, torch.arange(len(batch.tokens)), filler),
         kept=batch.kept,
+        draws=batch.draws,
         wants_hidden=batch.wants_hidden,
         teacher=batch.teacher,
     )
@@ -151,6 +156,7 @@ def _zigzag(batch: PackedTokens, ranks: int, rank: int, multiple: int) -> LocalT
         order=order.to(device),
         routed_experts=None if experts is None else experts[mine],
         kept=batch.kept and batch.kept.at(held, missing),
+        draws=batch.draws and batch.draws.at(held, missing),
         wants_hidden=batch.wants_hidden,
         teacher=batch.teacher and batch.teacher.at(F.pad(held, (0, missing))),
     )

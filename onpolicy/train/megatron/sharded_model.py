@@ -131,7 +131,7 @@ class MegatronModel(ShardedModel):
             # A pipeline runs backward passes before the last forward pass, and only its last stage
             # knows log-probabilities; so they are compared before, by a forward pass of their own.
             for scores, batch in zip(self.score(packed), batches, strict=True):
-                check(scores[0], batch, scores[1])
+                check(scores.log_probs, batch, scores.entropy, scores.drawn)
             check = None
         metrics: list[dict[str, float]] = []
         train_log_probs: list[Tensor] = []
@@ -143,7 +143,7 @@ class MegatronModel(ShardedModel):
             train_log_probs.append(scores[0].detach())
             if check is not None:
                 assert not isinstance(scores, Values)  # a critic has no log-probabilities
-                check(scores[0], batch, scores[1])
+                check(scores.log_probs, batch, scores.entropy, scores.drawn)
             total, found = loss(scores, batch)
             metrics.append({name: float(value) for name, value in found.items()})
             return total

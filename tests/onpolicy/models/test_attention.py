@@ -43,6 +43,6 @@ def test_layers_get_what_transformers_means(architecture, tmp_path):
     policy.causal_lm.tie_weights()
     sequence = torch.randint(2, 137, (90,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        got, _ = policy(PackedTokens.after_prompts([sequence.tolist()], [1], 1.0))
+        got, *_ = policy(PackedTokens.after_prompts([sequence.tolist()], [1], 1.0))
         want = stock(sequence[None]).logits[0, :-1].log_softmax(-1).gather(1, sequence[1:, None])
     torch.testing.assert_close(got, want[:, 0], rtol=1e-3, atol=1e-3)

@@ -66,7 +66,7 @@ def test_gradients_go_through_the_rule():
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     rule, targets = LogitsRule(factor=0.5, softcap=3.0), torch.arange(7)
     temperature = torch.full((7,), 0.7)
-    got, _ = token_log_probs(
+    got, *_ = token_log_probs(
         OPERATORS, *leaves, None, targets, temperature,
         finish=lambda logits: rule.apply(OPERATORS, logits),
     )  # fmt: skip

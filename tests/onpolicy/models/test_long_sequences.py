@@ -54,7 +54,7 @@ def step(path, operators, tokens):
         checkpoint(layer)
     sequence = [2 + i % 130 for i in range(tokens)]
     with Allocations() as allocations:
-        log_probs, _ = policy(PackedTokens.after_prompts([sequence], [1], 1.0))
+        log_probs, *_ = policy(PackedTokens.after_prompts([sequence], [1], 1.0))
         log_probs.sum().backward()
     return allocations
 
@@ -80,6 +80,6 @@ def test_of_4096_tokens_none_differs_from_a_decode_loop_over_a_paged_store(path)
     policy, operators = load_policy(path), CpuOperators(1)
     sequences = [[2 + i * i % 131 for i in range(n)] for n in (4096, 40)]
     with torch.no_grad():
-        log_probs, _ = policy(PackedTokens.after_prompts(sequences, [1, 1], 0.7))
+        log_probs, *_ = policy(PackedTokens.after_prompts(sequences, [1, 1], 0.7))
     decoded = decode_log_probs(load_policy(path), operators, sequences, 0.7)
     assert torch.equal(log_probs, torch.cat(decoded))

@@ -43,7 +43,7 @@ def random_sequences(lens, seed=0):
 
 def log_probs(policy, sequences, prompt_lens, temperature=1.0):
     with torch.no_grad():
-        flat, _ = policy(PackedTokens.after_prompts(sequences, prompt_lens, temperature))
+        flat, *_ = policy(PackedTokens.after_prompts(sequences, prompt_lens, temperature))
     lens = [len(s) - p for s, p in zip(sequences, prompt_lens, strict=True)]
     return list(flat.split(lens))
 
@@ -113,14 +113,14 @@ def test_tokens_are_asked_for_by_their_mask_and_have_the_bits_of_all(path):
     every = log_probs(policy, sequences, [1, 1])
     asked = [[i % 5 in (2, 3) for i in range(30)], [i > 4 for i in range(7)]]
     with torch.no_grad():
-        found, _ = policy(
+        found, *_ = policy(
             PackedTokens.pack(sequences, asked, [[1.0] * sum(mask) for mask in asked])
         )
     wanted = [values[torch.tensor(mask[1:])] for values, mask in zip(every, asked, strict=True)]
     assert torch.equal(found, torch.cat(wanted))
     shifted = [mask[1:] + [False] for mask in asked]
     with torch.no_grad():
-        other, _ = policy(
+        other, *_ = policy(
             PackedTokens.pack(sequences, shifted, [[1.0] * sum(mask) for mask in shifted])
         )
     assert not torch.equal(found, other[: len(found)])

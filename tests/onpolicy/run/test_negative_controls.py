@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from onpolicy.errors import EngineError, ParityError
+from onpolicy.errors import EngineError, OnPolicyError, ParityError
 from onpolicy.rollout.open_episode import OpenEpisode
 from onpolicy.run.run import Run
 from onpolicy.trajectory import Trajectory
-from tests.support.engines_in_memory import Engine, Host
-from tests.support.run_in_memory import even_tokens, run_in_memory
+from tests.support.engines_in_memory import Engine, Host, Memory
+from tests.support.run_in_memory import even_tokens, records_of, run_in_memory
+from tests.support.tiny_policy import sample
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -72,11 +73,46 @@ def wrong_version(patch):
     patch.setattr(Engine, "generate", older)
 
 
+def draws_greedily(patch):
+    """Every other episode."""
+
+    def draw(memory, scores, seed, place):
+        return int(scores.argmax()) if seed % 2 else sample(scores, seed, place)
+
+    patch.setattr(Memory, "draw", draw)
+
+
+def draws_one_place_on(patch):
+    patch.setattr(
+        Memory, "draw", lambda memory, scores, seed, place: sample(scores, seed, place + 1)
+    )
+
+
+def draws_greedily_now_and_then(patch):
+    def draw(memory, scores, seed, place):
+        return int(scores.argmax()) if place % 11 == 0 else sample(scores, seed, place)
+
+    patch.setattr(Memory, "draw", draw)
+
+
+def branches_draw_alike(patch):
+    """A fork goes on by the seed of its branch."""
+    patch.setattr("onpolicy.rollout.turns.seed_of_branch", lambda seed, forks: seed)
+
+
+DRAWN = (ParityError, r"drawn again are others|and [1-9]\d* are others than the trainer draws")
 FAULTS = {
-    tokenised_again: (ParityError, r"of \d+ tokens differ"),
-    mask_shifted: (ParityError, r"of \d+ tokens differ"),
+    tokenised_again: (ParityError, r"of \d+ tokens have another log-probability"),
+    mask_shifted: (
+        OnPolicyError,
+        r"of \d+ tokens have another log-probability|learnt in an earlier",
+    ),
     trained_twice: (AssertionError, "is trained on once"),
     wrong_version: (EngineError, "sampled from other weights"),
+    draws_greedily: DRAWN,
+    draws_one_place_on: DRAWN,
+    draws_greedily_now_and_then: DRAWN,
+    branches_draw_alike: DRAWN,
 }
 
 
@@ -92,6 +128,13 @@ def run(directory, mode):
 def test_a_run_without_a_fault_passes_every_check(tmp_path, mode):
     totals = run(tmp_path, mode).totals
     assert totals.num_mismatched_tokens == 0 < totals.num_compared_tokens
+    for record in records_of(tmp_path):
+        compared, redrawn, otherwise, excused = (
+            record[f"parity/num_{name}_tokens"]
+            for name in ("compared", "redrawn", "drawn_otherwise", "excused")
+        )
+        assert redrawn == compared and otherwise == 0 < compared + excused
+        assert excused == 0 or mode in ("lag 1", "segments", "free")
 
 
 @pytest.mark.parametrize("mode", MODES)

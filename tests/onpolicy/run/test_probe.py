@@ -16,16 +16,16 @@ LAG = {"rollout_lag": 1, "num_rollout": 3}
 @pytest.fixture
 def one_bit_off(monkeypatch):
     """A trainer that scores one token of the third probe as the neighbouring number."""
-    calls, log_probs = [], TrainerInMemory.log_probs
+    calls, rescore = [], TrainerInMemory.rescore
 
     def off(self, *args):
-        scores = log_probs(self, *args)
+        scores = rescore(self, *args)
         calls.append(args)
         if len(calls) == 3:
-            scores[1][0] = torch.nextafter(scores[1][0], torch.tensor(0.0))
+            scores[1].log_probs[0] = torch.nextafter(scores[1].log_probs[0], torch.tensor(0.0))
         return scores
 
-    monkeypatch.setattr(TrainerInMemory, "log_probs", off)
+    monkeypatch.setattr(TrainerInMemory, "rescore", off)
 
 
 def test_every_engine_answers_every_request_of_the_probe_after_every_push(tmp_path):

@@ -115,7 +115,7 @@ def test_one_bit_in_a_later_turn_ends_the_run(tmp_path):
         def new_engine(self, spec, port, log_file):
             return Off(spec, port, log_file)
 
-    with pytest.raises(ParityError, match=r"^[1-9]\d* of \d+ tokens differ"):
+    with pytest.raises(ParityError, match=r"^[1-9]\d* of \d+ tokens have another log-probability"):
         run(tmp_path, host=OffHost())
 
 

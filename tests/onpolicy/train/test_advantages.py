@@ -296,8 +296,10 @@ def scores_by_hand(batch):
     """Of the policy what the rollout had, of the reference half of that."""
     log_probs = batch.rollout_log_probs
     return {
-        "policy": Scores(log_probs, torch.zeros_like(log_probs)),
-        "reference": Scores(log_probs / 2, torch.zeros_like(log_probs)),
+        "policy": Scores(log_probs, torch.zeros_like(log_probs), torch.zeros_like(log_probs)),
+        "reference": Scores(
+            log_probs / 2, torch.zeros_like(log_probs), torch.zeros_like(log_probs)
+        ),
     }
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from onpolicy.errors import ParityError
 from onpolicy.train.batch import packed_batch
 from onpolicy.train.parity_gate import ParityGate
-from onpolicy.train.shares import make_shares
+from onpolicy.train.redraw import with_draws
+from onpolicy.train.shares import SampledTokens, make_shares
 from onpolicy.trajectory import Span
 from tests.support.ranks import on_ranks
 from tests.support.samples import make_train_sample, with_trajectory
@@ -106,8 +107,9 @@ def test_one_bit_of_one_token_fails_on_every_rank_and_is_named(ranks, max_tokens
 @pytest.mark.parametrize(
     ("train", "rollout", "ulp"),
     [
-        (-0.0, 0.0, None),
-        (0.0, -0.0, None),
+        (-0.0, 0.0, 0),
+        (0.0, -0.0, 0),
+        (-0.0, -0.0, None),
         (-0.5, -0.5, None),
         (-0.5, neighbour(-0.5), 1),
         (-1e-45, 0.0, 1),
@@ -118,8 +120,8 @@ def test_one_bit_of_one_token_fails_on_every_rank_and_is_named(ranks, max_tokens
         (math.inf, math.inf, 1 << 31),
     ],
 )
-def test_values_are_the_same_if_they_are_one_finite_number(train, rollout, ulp):
-    """Both zeros are one; what is not finite never is, even if both sides have it."""
+def test_values_are_the_same_if_they_are_the_same_bits_of_a_finite_number(train, rollout, ulp):
+    """There are two zeros; what is not finite never is the same, even if both sides have it."""
     outcomes = check_on(2, changed(ROLLOUT, 3, 1, train), changed(ROLLOUT, 3, 1, rollout))
     for counts, _, error in outcomes:
         assert counts.num_mismatched == (ulp is not None)
@@ -193,3 +195,162 @@ def test_only_tokens_of_the_policy_that_learns_are_compared():
 
 def lagging(trained, spans):
     return dataclasses.replace(with_trajectory(trained, spans=spans), policy_version=3)
+
+
+SAMPLED = SampledTokens(all=NUM_TOKENS, older=0, later=0)
+ROWS = {"missing": lambda x: x[:-1], "twice": lambda x: torch.cat([x, x[-1:]])}
+
+
+def gate_on(num_ranks, look, *, max_tokens=5, on_mismatch="fail", expected=SAMPLED, seeds=True):
+    """What each rank has of a gate that expects all tokens: (redrawn, drawn otherwise, error or None).
+
+    look: (batch, log-probabilities, tokens drawn again) -> what the trainer says of both.
+    """
+
+    def check(rank):
+        samples = make_samples()
+        for i, sample in enumerate(samples if seeds else ()):
+            sample.sample.seeds = [(100 + i, LENGTHS[i])]
+        gate, error = ParityGate(7, on_mismatch, "Look at it.", expected), None
+        share = make_shares(samples, 1, num_ranks, max_tokens)[rank]
+        try:
+            for part in share.micro_batches(0):
+                batch = with_draws(packed_batch(part, torch.device("cpu")), 1.0, 0)
+                drawn = batch.packed.targets.float()
+                drawn[~batch.packed.draws.chosen] = math.nan
+                log_probs, drawn = look(batch, batch.rollout_log_probs.clone(), drawn)
+                gate.check(log_probs, batch, None, drawn)
+            gate.require_all()
+        except ParityError as refused:
+            error = refused
+        counts = gate.reduce()
+        return counts.num_redrawn, counts.num_drawn_otherwise, error
+
+    return on_ranks(num_ranks, check)
+
+
+def as_it_is(batch, log_probs, drawn):
+    return log_probs, drawn
+
+
+@given(RANKS, BUDGETS)
+def test_what_is_drawn_again_alike_passes_on_any_number_of_ranks(ranks, max_tokens):
+    for found in gate_on(ranks, as_it_is, max_tokens=max_tokens):
+        assert found == (NUM_TOKENS, 0, None)
+    for found in gate_on(ranks, as_it_is, max_tokens=max_tokens, seeds=False):
+        assert found == (0, 0, None)
+
+
+@given(RANKS, BUDGETS, TOKENS)
+def test_one_token_that_is_drawn_otherwise_fails_on_every_rank_and_is_named(
+    ranks, max_tokens, token
+):
+    i, position = token
+
+    def otherwise(batch, log_probs, drawn):
+        for row in range(len(drawn)):
+            sample, place = batch.locate(row)
+            if (sample.group, place) == token:
+                drawn[row] = 77
+        return log_probs, drawn
+
+    outcomes = gate_on(ranks, otherwise, max_tokens=max_tokens)
+    (message,) = {str(error) for _, _, error in outcomes}
+    assert message.startswith("1 of ") and not any(e.is_correctable for _, _, e in outcomes)
+    assert (
+        f"First: step=7, prompt {i}, sample 0, response position={position}: rollout=2, train=77, "
+        f"sampling_seed={100 + i}, position={position}. No step was taken."
+    ) in message
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["log_probs", "drawn"])
+@pytest.mark.parametrize("rows", ROWS.values(), ids=[*ROWS])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_token_that_the_trainer_forgets_or_has_twice_ends_the_run_on_every_rank_in_our_words(
+    ranks, rows, side
+):
+    def changed(batch, *said):
+        said = list(said)
+        if batch.numbers and 3 in batch.numbers:
+            said[side] = rows(said[side])
+        return said
+
+    for _, _, error in gate_on(ranks, changed):
+        assert re.search(
+            r"^step=7: what the trainer says .* is off by 1 tokens: it must", str(error)
+        )
+        assert not error.is_correctable
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_token_that_was_not_drawn_again_though_it_was_to_be_ends_the_run(ranks):
+    def lazy(batch, log_probs, drawn):
+        if 3 in batch.numbers:
+            drawn[0] = math.nan
+        return log_probs, drawn
+
+    for _, _, error in gate_on(ranks, lazy):
+        assert "is off by 1 tokens" in str(error)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_comparison_that_leaves_out_a_token_ends_the_run_before_its_step(ranks, monkeypatch):
+    """As if it were of earlier weights, in a schedule in which none are."""
+
+    def one_older(part, *more, make=packed_batch):
+        batch = make(part, *more)
+        if 2 in batch.numbers:
+            batch.lags[0] = 1
+        return batch
+
+    monkeypatch.setitem(globals(), "packed_batch", one_older)
+    for _, _, error in gate_on(ranks, as_it_is):
+        assert f"step=7: {NUM_TOKENS - 1} tokens were compared" in str(error)
+        assert f"{NUM_TOKENS} were sampled, of which 0 come from earlier weights" in str(error)
+
+
+@pytest.mark.parametrize("left_out", [0, 4])
+def test_a_micro_batch_that_nobody_compares_ends_the_run(left_out, monkeypatch):
+    check = ParityGate.check
+
+    def lazy(gate, log_probs, batch, *more):
+        if left_out not in batch.numbers:
+            check(gate, log_probs, batch, *more)
+
+    monkeypatch.setattr(ParityGate, "check", lazy)
+    ((_, _, error),) = gate_on(1, as_it_is)
+    assert "tokens were compared with the rollout" in str(error)
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        SampledTokens(all=NUM_TOKENS + 1, older=0, later=0),
+        SampledTokens(all=NUM_TOKENS, older=1, later=0),
+        SampledTokens(all=NUM_TOKENS, older=0, later=1),
+    ],
+)
+def test_more_or_fewer_compared_than_there_are_ends_the_run(expected):
+    ((_, _, error),) = gate_on(1, as_it_is, expected=expected)
+    assert f"{NUM_TOKENS} tokens were compared with the rollout, and {expected.all} were" in str(
+        error
+    )
+    allowed = SampledTokens(all=NUM_TOKENS + 5, older=2, later=3)
+    assert gate_on(1, as_it_is, expected=allowed)[0][2] is None
+
+
+def test_nothing_sampled_is_nothing_compared_and_ends_the_run():
+    def check(rank):
+        gate = ParityGate(7, "fail", "", SampledTokens(all=0, older=0, later=0))
+        gate.require_all()
+
+    (error,) = on_ranks(1, lambda rank: refusal(check, rank))
+    assert "0 tokens were compared with the rollout, and 0 were sampled" in str(error)
+
+
+def refusal(call, *args):
+    try:
+        call(*args)
+    except ParityError as error:
+        return error
+    return None

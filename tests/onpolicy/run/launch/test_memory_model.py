@@ -119,7 +119,7 @@ def test_activations_are_what_autograd_keeps_and_not_many_times_more(
     tokens = 200
     packed = PackedTokens.after_prompts([[2 + i % 99 for i in range(tokens)]], [1], 1.0)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        log_probs, _ = trainer.policy.module(packed)
+        log_probs, *_ = trainer.policy.module(packed)
     log_probs.sum().backward()
     said = trainer_parts(config, longest=tokens)["activations"]
     found = sum(kept.values())

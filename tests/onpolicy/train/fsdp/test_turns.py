@@ -74,7 +74,7 @@ def test_the_loss_is_that_of_the_sampled_tokens_each_with_its_own_advantage(make
         [t.sampled for t in trajectories],
         [t.temperatures for t in trajectories],
     )
-    log_probs, _ = trainer.policy.module(packed)
+    log_probs, *_ = trainer.policy.module(packed)
     (-(advantages * log_probs).mean()).backward()
     gradients = [
         p.grad.to_local() for p in trainer.policy.module.parameters() if p.grad is not None

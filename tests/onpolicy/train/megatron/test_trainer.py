@@ -16,6 +16,7 @@ from tests.support.megatron_training import (
     save_on_a_full_disk,
     train,
     train_on_a_wrong_one,
+    train_on_drawn,
 )
 
 pytest.importorskip("megatron.core")
@@ -114,6 +115,19 @@ def test_one_wrong_log_prob_stops_before_the_backward_pass(ranks, job, layout):
         assert "1 of" in error and "step=7, prompt 0, sample 0, response position=0" in error
     _, _, before, after = results[0]
     assert before and equal(before, after)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_every_layout_tokens_are_drawn_again_and_an_engine_that_draws_otherwise_is_found(
+    ranks, job, layout
+):
+    for metrics, error in ranks.run(train_on_drawn, job.under(LAYOUTS[layout])):
+        found = [
+            metrics[f"parity/num_{x}_tokens"] for x in ("redrawn", "drawn_otherwise", "excused")
+        ]
+        assert found == [15, 0, 0] and metrics["parity/num_mismatched_tokens"] == 0
+        assert "tokens that were drawn again are others than the rollout's" in error
+        assert "prompt 1, sample 0, response position=" in error and "sampling_seed=203" in error
 
 
 @pytest.mark.parametrize("layout", ["context", "pipeline"])

@@ -1,0 +1,98 @@
+"""Which token a seed draws: for the engine's sampler, and for the trainer, which draws it again.
+
+A token depends on its row of log-probabilities, on its seed and on its position, and on nothing else.
+So whoever has the same bits of all three draws the same token, and a trainer that draws each sampled
+token again sees whether an engine sampled from the policy or merely told the policy's log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onpolicy.ops.base import Operators
+
+NUMBERS = 1 << 24
+"""Log-probabilities that are drawn from at a time: 64 MiB of float32."""
+
+LARGEST_VOCABULARY = 1 << 24
+"""Up to here float32, in which drawn tokens travel beside log-probabilities, has every token exactly."""
+
+
+def draw(
+    operators: Operators, log_probs: Tensor, numbers: Tensor, kept: Tensor | None = None
+) -> Tensor:
+    """Return one token a row: int64 [B].
+
+    log_probs: float32 [B, V]; numbers: float64 [B], of `Operators.uniform`; kept: bool [B, V], what was
+    not cut off, at least one token in each row; None: the whole vocabulary.
+    """
+    tokens = operators.sample(log_probs, numbers)
+    if kept is not None:  # where its sums round, a draw may end on a token of no weight
+        is_kept = kept.gather(1, tokens[:, None])[:, 0]
+        tokens = torch.where(is_kept, tokens, log_probs.argmax(-1))
+    return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How the R sampled tokens of a micro-batch were drawn, and which of them to draw again."""
+
+    seeds: Tensor
+    """int64 [R]"""
+
+    positions: Tensor
+    """int64 [R]: of the token before each, in its sequence: what an engine draws it at"""
+
+    chosen: Tensor
+    """bool [R], on the CPU: the tokens to draw again"""
+
+    @staticmethod
+    def of(seeds: Sequence[int | None], positions: Sequence[int]) -> Draws:
+        """Choose every token whose seed is known; both sequences have R numbers."""
+        return Draws(
+            seeds=torch.tensor([seed or 0 for seed in seeds], dtype=torch.int64),
+            positions=torch.tensor(positions, dtype=torch.int64),
+            chosen=torch.tensor([seed is not None for seed in seeds], dtype=torch.bool),
+        )
+
+    def on(self, device: torch.device | str) -> Draws:
+        """Return the same with what is computed with on a device."""
+        return Draws(self.seeds.to(device), self.positions.to(device), self.chosen)
+
+    def at(self, rows: Tensor, missing: int = 0) -> Draws:
+        """Return those of int64 [M] tokens, and of `missing` more that are not chosen."""
+        pad = (0, missing)
+        seeds, positions = F.pad(self.seeds[rows], pad), F.pad(self.positions[rows], pad)
+        return Draws(seeds, positions, F.pad(self.chosen[rows.cpu()], pad))
+
+    def again(
+        self,
+        operators: Operators,
+        logits: Tensor,
+        temperature: Tensor,
+        rows: slice,
+        kept: Tensor | None = None,
+    ) -> Tensor:
+        """Draw the chosen ones of these rows again: float32 [M], the tokens, NaN for the others.
+
+        logits: [M, V] of a model, with no weight on what was cut off; temperature: float32 [M, 1];
+        kept: bool [M, V] as in `draw`. No autograd.
+        """
+        assert logits.shape[1] <= LARGEST_VOCABULARY
+        found = temperature.new_full((len(logits),), torch.nan)
+        seeds, positions = self.seeds[rows], self.positions[rows]
+        step = max(1, NUMBERS // logits.shape[1])
+        for places in self.chosen[rows].nonzero()[:, 0].split(step):
+            at: Tensor | slice = places.to(logits.device)
+            if len(places) and int(places[-1]) - int(places[0]) + 1 == len(places):
+                at = slice(int(places[0]), int(places[-1]) + 1)  # a view: nothing is copied
+            log_probs = operators.log_softmax(logits[at], temperature[at])
+            numbers = operators.uniform(seeds[at], positions[at])
+            tokens = draw(operators, log_probs, numbers, None if kept is None else kept[at])
+            found[at] = tokens.float()
+        return found
