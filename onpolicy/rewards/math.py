@@ -24,6 +24,7 @@ from onpolicy.rewards.math_text import (
     as_latex,
     delimited,
     introduced,
+    is_beyond,
     is_delimited,
     last_box,
     words,
@@ -45,7 +46,10 @@ _ALL_TARGETS = (LatexExtractionConfig(), ExprExtractionConfig())
 
 
 def score(response: str, label: str) -> float:
-    """Return 1.0 if the answer is equal to the label, else 0.0."""
+    """Return 1.0 if the answer is equal to the label, else 0.0; 0.0 too for an answer that nobody could
+    compute, beside a label that somebody can."""
+    if is_beyond(_answer_in(response)) and not is_beyond(label):
+        return 0.0
     gold, found = _read(label), _read_response(response)
     is_equal = verify(gold, found, timeout_seconds=None)
     return float(is_equal and not _is_equal_by_mistake(gold[0], found[0]))
@@ -53,6 +57,8 @@ def score(response: str, label: str) -> float:
 
 def answer(response: str) -> str:
     r"""Return the answer as SymPy writes it (0.5 and \frac{1}{2} are one); empty if there is none."""
+    if is_beyond(text := _answer_in(response)):
+        return text
     found = _read_response(response)
     try:
         return str(found[0]) if found else ""
@@ -88,6 +94,12 @@ def form(label: str) -> str:
     divided by them, and so do powers of powers, since their size decides whether they can be computed.
     """
     return label if len(_GROWS.findall(label)) > 1 else label.translate(_DIGITS)
+
+
+def _answer_in(response: str) -> str:
+    """Return the part of a response that holds its answer."""
+    box = last_box(response)
+    return box if box is not None else introduced(response) or response.strip().rpartition("\n")[2]
 
 
 def _read_response(response: str) -> list[Any]:

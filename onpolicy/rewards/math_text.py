@@ -6,6 +6,7 @@ That reader takes what stands side by side for a product: 1 000 is 1 * 0 to it, 
 
 import re
 from collections.abc import Callable
+from math import inf, log10
 
 _SPACE = r"(?:\\[,;:!> ]|[ ~\u00a0\u2009\u202f])"
 _THOUSANDS = rf"(?<![\d.,])\d{{1,3}}(?:{_SPACE}\d{{3}})+(?!\d)"
@@ -29,6 +30,14 @@ _REWRITTEN_OUTSIDE_LATEX = (
     (rf"(?<![A-Za-z])({_NAMES})(?![A-Za-z])", r"\\\1 "),
     (r"^([-+]?[\d.,/]+) ((?!per|pct)[A-Za-z]{3,}(?: [A-Za-z]{3,})*)$", r"\1\\text{ \2}"),  # a unit
 )
+
+_TOWER = re.compile(r"\d+(?:\s*(?:\^|\*\*)[\s{(]*\d+)+")
+_FACTORIAL = re.compile(r"(\d+)\s*!")
+_MOST_DIGITS = 1e5
+_LARGEST_FACTORIAL = 25_000
+"""It has 99,094 digits."""
+
+_FLOAT_DIGITS = 300
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -104,3 +113,18 @@ def as_latex(text: str) -> str:
     for pattern, replacement in (*_REWRITTEN, *outside):
         text = re.sub(pattern, replacement, text)
     return text
+
+
+def is_beyond(text: str) -> bool:
+    """Return whether a text holds a power, a tower of powers or a factorial of more than a hundred
+    thousand digits, such as 9^{9^{9^9}}: whoever computes it does not come to an end."""
+    if any(float(number) > _LARGEST_FACTORIAL for number in _FACTORIAL.findall(text)):
+        return True
+    for tower in _TOWER.findall(text):
+        *lower, exponent = map(float, re.findall(r"\d+", tower))
+        for number in reversed(lower):
+            digits = exponent * log10(max(number, 1.0))
+            if digits > _MOST_DIGITS:
+                return True
+            exponent = number**exponent if digits < _FLOAT_DIGITS else inf
+    return False

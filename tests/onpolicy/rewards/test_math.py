@@ -148,3 +148,18 @@ def test_a_label_that_may_never_be_computed_is_tried_with_another_number(label, 
     trials = math.trials(label)
     assert len(trials) == count
     assert {response: math.score(response, label) for response in trials} == trials
+
+
+@pytest.mark.parametrize(
+    "tower",
+    ["9^{9^{9^9}}", "9^9^9^9", "10^{10^{10}}", "9**9**9**9", "1^{9^{9^9}}", "99999!", "2^{" + "9" * 400 + "}"],
+)  # fmt: skip
+def test_an_answer_that_nobody_can_compute_is_wrong_at_once(tower):
+    """Math-Verify's issues 63 and 65: such a comparison ends by no signal."""
+    assert math.score(rf"\boxed{{{tower}}}", "2") == 0.0
+    assert math.answer(rf"\boxed{{{tower}}}") == tower
+
+
+@pytest.mark.parametrize("power", ["2^{10}", "x^{2^{n}}", "10^{-3}", "2^{3^2}", "5!"])
+def test_a_power_that_can_be_computed_is_compared(power):
+    assert math.score(rf"\boxed{{{power}}}", power) == 1.0
