@@ -152,7 +152,8 @@ def test_a_label_that_may_never_be_computed_is_tried_with_another_number(label, 
 
 @pytest.mark.parametrize(
     "tower",
-    ["9^{9^{9^9}}", "9^9^9^9", "10^{10^{10}}", "9**9**9**9", "1^{9^{9^9}}", "99999!", "2^{" + "9" * 400 + "}"],
+    ["9^{9^{9^9}}", "9^9^9^9", "10^{10^{10}}", "9**9**9**9", "1^{9^{9^9}}", "99999!",
+     "2^{" + "9" * 400 + "}"],
 )  # fmt: skip
 def test_an_answer_that_nobody_can_compute_is_wrong_at_once(tower):
     """Math-Verify's issues 63 and 65: such a comparison ends by no signal."""
