@@ -136,8 +136,7 @@ class Sample:
     """Further numbers a reward function returned; logged under their names."""
 
     answer: str | None = None
-    """What the reward function read of the response, to vote by; empty if it found nothing, None if it
-    does not say."""
+    """What the reward function read, to vote by; empty: it found nothing, None: it does not say."""
 
     has_failed: bool = False
     """Whether it could not be scored: its reward is NaN then, which nothing may compute with."""
@@ -146,16 +145,13 @@ class Sample:
     """Whether the episode said its reward itself, so that no reward function is asked."""
 
     seeds: Sequence[tuple[int, int]] = ()
-    """(seed, tokens): how many of its R sampled tokens, in their order, were drawn by the seed of which
-    request; none at all if that is not known."""
+    """(request's seed, number of its tokens) for its R tokens in order; empty where it is not known."""
 
     token_rewards: list[float] | None = None
-    """[R]: the rewards of its sampled tokens, if the episode said them; `reward` is then the sum of
-    those of the whole episode."""
+    """[R]: the rewards of its sampled tokens, if the episode said them; `reward` is the episode's sum."""
 
     token_weights: dict[Term, list[float]] = field(default_factory=dict)
-    """[R]: what a term of the loss is multiplied by at its sampled tokens, if the episode or the reward
-    function said it."""
+    """[R]: factors of a term of the loss at its sampled tokens, if the episode or a reward said them."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers that the episode said of itself; all its trajectories have them."""

@@ -66,7 +66,7 @@ def test_what_it_has_no_word_for_is_text_and_no_number_is_null(value, said):
         ("\ud800", "surrogates not allowed"),
         ({"\udfff": 1}, "surrogates not allowed"),
         ({1: 2, "1": 3}, "two of its keys are the same text"),
-        (object(), "type object is not JSON serializable"),
+        (NotImplemented, "type NotImplementedType is not JSON serializable"),
         (range(3), "type range is not JSON serializable"),
     ],
     ids=repr,
