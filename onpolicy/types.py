@@ -148,7 +148,7 @@ class Sample:
     """(request's seed, number of its tokens) for its R tokens in order; empty where it is not known."""
 
     token_rewards: list[float] | None = None
-    """[R]: the rewards of its sampled tokens, if the episode said them; `reward` is the episode's sum."""
+    """[R]: the rewards of its sampled tokens, if the episode said them; `reward` is their sum."""
 
     token_weights: dict[Term, list[float]] = field(default_factory=dict)
     """[R]: factors of a term of the loss at its sampled tokens, if the episode or a reward said them."""
