@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from onpolicy.compat.process import prepare_process
 from onpolicy.errors import ConfigError, OnPolicyError
+from onpolicy.system import ending
 from onpolicy.system.garbage import collect_rarely
 
 COMMANDS = {
@@ -41,8 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     collect_rarely()
     command = importlib.import_module(f"onpolicy.cli.{arguments[0]}")
     try:
-        exit_code: int = command.main(arguments[1:])
+        with ending.heard():
+            exit_code: int = command.main(arguments[1:])
         return exit_code
+    except ending.Ended as ended:
+        assert isinstance(ended.code, int)
+        return ended.code
     except ConfigError as error:
         print(f"\nConfigError: {error}", file=sys.stderr)
         return 2
