@@ -242,6 +242,7 @@ class SamplersConfig(CpuConfig, EngineCountConfig, RoundingConfig):
     """How often dead servers are started again before the run gives up, in all."""
 
 
+@also(rollout_start_timeout=[OWN_SERVERS])
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedConfig(FoundServersConfig, SamplersConfig):
     """Those of an evaluation."""

@@ -1,9 +1,14 @@
 """Two real ranks in processes of Ray's, beside a trainer in this one."""
 
+import contextlib
+import dataclasses
 import os
 import signal
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -158,3 +163,62 @@ def test_a_rank_that_is_killed_ends_the_call_and_is_named(make_ranks):
         ranks.log_probs(SEQUENCES, PROMPTS, 1.0)
     assert "checking the trainer's operators" in Path(ranks._logs[1]).read_text()
     ranks.close()
+
+
+@pytest.fixture
+def impatient(make_ranks):
+    """Ranks that count as hung after 3 s: (them, the ids of their processes)."""
+    from ray.cloudpickle import register_pickle_by_value
+
+    register_pickle_by_value(sys.modules[__name__])  # which ranks do not import
+    ranks = make_ranks()
+    cluster, engine = ranks.config.cluster, ranks.config.engine
+    ranks.config = dataclasses.replace(
+        ranks.config,
+        cluster=dataclasses.replace(cluster, rank_timeout=3.0),
+        engine=dataclasses.replace(engine, rollout_health_timeout=1.0),
+    )
+    yield ranks, [pid for _, pid in ranks._processes]
+    ranks.close()
+
+
+def meet(trainer, seconds):
+    """All but rank 0 compute before they come to where all meet."""
+    ends = time.monotonic() + seconds * torch.distributed.get_rank()
+    while time.monotonic() < ends:
+        pass
+    torch.distributed.barrier()
+
+
+def wait_for_nobody(trainer):
+    """Rank 0 waits where all are to meet, and the others do not come."""
+    if torch.distributed.get_rank():
+        time.sleep(1000)
+    torch.distributed.barrier()
+
+
+def test_ranks_that_wait_for_one_that_computes_are_waited_for_and_for_one_that_is_stopped_are_not(
+    impatient,
+):
+    ranks, pids = impatient
+    assert ranks.on_each_rank(meet, 6.0) == [None, None]
+    os.kill(pids[1], signal.SIGSTOP)
+    states = r"rank 0 \(sleeping\), rank 1 \(stopped\)"
+    with pytest.raises(TrainerLostError, match=rf"--rank-timeout=3: .*{states}.*--load"):
+        ranks.on_each_rank(meet, 0.0)
+    assert all(is_gone(pid) for pid in pids)
+
+
+def test_ranks_that_hang_in_a_collective_end_the_call(impatient):
+    ranks, pids = impatient
+    states = r"rank 0 \(sleeping\), rank 1 \(sleeping\)"
+    with pytest.raises(TrainerLostError, match=rf"no rank .* has computed for \d+ s: {states}"):
+        ranks.on_each_rank(wait_for_nobody)
+    assert all(is_gone(pid) for pid in pids)
+
+
+def is_gone(pid):
+    """Whether the process ends within seconds."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).wait(10)
+    return not psutil.pid_exists(pid)
