@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fallback_correction.config import CorrectionConfig
 from fallback_correction.importance_weights import (
-    LARGEST,
     SMALLEST_MEAN,
     Weights,
     importance_weights,
@@ -28,6 +27,9 @@ from fallback_correction.tokens import (
 )
 
 Metrics = dict[str, float]
+
+LARGEST = torch.finfo(torch.float32).max
+"""What metrics say of a weight that float32 does not hold, as of a log-ratio above 88.7 without a clamp."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +118,7 @@ def _normalized(
 
 def _require_finite(weights: Tensor, config: CorrectionConfig) -> None:
     """Raise ValueError, naming the first token, if a bounded weight is beyond float32."""
-    beyond = weights >= LARGEST
+    beyond = torch.isinf(weights)
     if beyond.any():
         raise NonfiniteError(
             f"log_ratio_clamp={config.log_ratio_clamp}, upper={config.upper}: token "
@@ -130,7 +132,7 @@ def _bound_metrics(
     batch: TokenBatch, weights: Weights, config: CorrectionConfig, gather: Gather
 ) -> Metrics:
     low, high = (_fraction(batch, side, gather) for side in (weights.too_low, weights.too_high))
-    metrics = _weight_metrics(batch, weights.raw, "_before", gather)
+    metrics = _weight_metrics(batch, weights.raw.clamp(max=LARGEST), "_before", gather)
     if config.mode == "truncate":
         return {**metrics, "correction/truncated_fraction": high}
     name = "clipped" if config.mode == "clip" else "masked"

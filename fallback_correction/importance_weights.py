@@ -11,16 +11,13 @@ from fallback_correction.config import CorrectionConfig
 from fallback_correction.ratios import clamped, level_log_ratios
 from fallback_correction.tokens import Gather, TokenBatch, exact_sum
 
-LARGEST = torch.finfo(torch.float32).max
-"""What a raw weight is that float32 does not hold, as of a log-ratio above 88.7 without a clamp."""
-
 SMALLEST_MEAN = 1e-8
 """Weights with a smaller mean are not normalised, as in Miles and verl."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Weights of a batch. All [N]; `raw` and `bounded` are float32, finite, and 0 outside the mask."""
+    """Weights of a batch. All [N]; `raw` and `bounded` are float32 and 0 outside the mask."""
 
     raw: Tensor
     bounded: Tensor
@@ -36,7 +33,7 @@ def importance_weights(batch: TokenBatch, r: Tensor, config: CorrectionConfig) -
     r: float32 [N]. Truncation: Espeholt et al. 2018 (arXiv 1802.01561); masking: IcePop, MIS.
     """
     log_weights = level_log_ratios(batch, r, config.level)
-    raw = torch.exp(clamped(log_weights, config.log_ratio_clamp)).clamp(max=LARGEST)
+    raw = torch.exp(clamped(log_weights, config.log_ratio_clamp))
     raw = torch.where(batch.mask, raw, 0)
     bounded = raw
     if config.mode == "truncate":
