@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from onpolicy.cli.command import begin
 from onpolicy.config.tools import ServeConfig
+from onpolicy.outputs.lock import locked
 
 
 def main(argv: Sequence[str]) -> int:
@@ -21,5 +23,8 @@ def main(argv: Sequence[str]) -> int:
     host = config.server.rollout_host
     place = partial(placement_of_servers, config.engines, spec.tp_size, host, spec.contract)
     needs = needs_of_servers(config, spec)
-    with places_on_cluster(config.cluster, place, config.server.cpu_threads, needs) as places:
+    with (
+        locked(Path(config.run_dir), "--run-dir"),
+        places_on_cluster(config.cluster, place, config.server.cpu_threads, needs) as places,
+    ):
         serve(config, spec, places)

@@ -82,7 +82,9 @@ def _started(deadline: float) -> tuple[subprocess.Popen[str], str]:
     for attempt in range(1, ATTEMPTS + 1):
         process = _guard()
         left = max(deadline - time.monotonic(), 0.1)
-        address, said = _address(process, min(left, _ATTEMPT_SECONDS) if attempt < ATTEMPTS else left)
+        address, said = _address(
+            process, min(left, _ATTEMPT_SECONDS) if attempt < ATTEMPTS else left
+        )
         if address:
             return process, address
         _end(process)

@@ -375,7 +375,9 @@ def test_a_weight_beyond_float32_stops_and_is_named_and_no_metric_is_infinite(mo
     config = CorrectionConfig(
         level="token", mode=mode, upper=INF, log_ratio_clamp=None, self_normalize=self_normalize
     )
-    with pytest.raises(ValueError, match=r"log_ratio_clamp=None, upper=inf: token 1, one of 2,.*Give"):
+    with pytest.raises(
+        ValueError, match=r"log_ratio_clamp=None, upper=inf: token 1, one of 2,.*Give"
+    ):
         correct(batch, config)
     bounded = correct(batch, replace(config, upper=2.0))
     assert bounded.weights.isfinite().all()

@@ -287,9 +287,7 @@ def test_the_same_prompts_at_another_place_are_the_same_settings(run, caplog):
 def test_a_reward_function_that_was_changed_is_said(checkpoint, tmp_path, caplog):
     file = tmp_path / "own.py"
     file.write_text("def reward(sample): return 1.0")
-    config = changed(
-        make_config(checkpoint, tmp_path), rm_type="", custom_rm_path=f"{file}:reward"
-    )
+    config = changed(make_config(checkpoint, tmp_path), rm_type="", custom_rm_path=f"{file}:reward")
     before = made_with(config)
     assert made_with(config) == before
     file.write_text("def reward(sample): return 0.0")
