@@ -29,7 +29,8 @@ from fallback_correction.tokens import (
 Metrics = dict[str, float]
 
 LARGEST = torch.finfo(torch.float32).max
-"""What metrics say of a weight that float32 does not hold, as of a log-ratio above 88.7 without a clamp."""
+"""What metrics say of a weight that float32 does not hold, as of a log-ratio above 88.7 without a
+clamp."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 A call of the ranks may take hours, so no clock says that it takes too long. But a rank that computes,
 copies, reads or drives a GPU uses a processor, and one that is stopped, or waits for others in a
-collective of gloo, uses next to none; where all are such, nobody will end the wait. (Ranks that wait in a
-collective of NCCL use a processor: its own time limit ends them.)
+collective of gloo, uses next to none; where all are such, nobody will end the wait. (Ranks that
+wait in a collective of NCCL use a processor: its own time limit ends them.)
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ class HungRanks:
     def _words(self, looks: Sequence[Look], seconds: float) -> str:
         states = ", ".join(f"rank {rank} ({state})" for rank, (_, state) in enumerate(looks))
         return (
-            f"--rank-timeout={self._seconds:g}: no rank of the trainer has computed for {seconds:.0f} s: "
-            f"{states}. One that is stopped, or waits for a disk or for another rank, holds up all. They "
-            "were ended. Resume with --load, or let the run do so (--max-rank-restarts); give more "
+            f"--rank-timeout={self._seconds:g}: no rank of the trainer has computed for {seconds:.0f} "
+            f"s: {states}. One that is stopped, or waits for a disk or for another rank, holds up all. "
+            "They were ended. Resume with --load, or let the run do so (--max-rank-restarts); give more "
             "seconds if they were waiting for something slow."
         )
 
@@ -143,8 +143,8 @@ class NotStarted:
         if now - self._began >= self._seconds:
             raise TrainerLostError(
                 f"--rollout-start-timeout={self._seconds:g}: the processes of the trainer's ranks have "
-                f"not started in that time. Their logs may say why: {self._logs}. A host that is busy or "
-                "short of memory is the common cause: try again, or give more time."
+                f"not started in that time. Their logs may say why: {self._logs}. A host that is busy "
+                "or short of memory is the common cause: try again, or give more time."
             )
         if now >= self._says_at:
             self._says_at = now + SAYS_AFTER

@@ -49,8 +49,8 @@ SYSTEM = {
 
 
 ATTEMPTS = 3
-"""How often Ray is started in all: on a busy host it gives up after 15 or 30 s, by clocks that no setting
-reaches (ray/_private/node.py, and node_manager.cc waiting for its agents)."""
+"""How often Ray is started in all: on a busy host it gives up after 15 or 30 s, by clocks that no
+setting reaches (ray/_private/node.py, and node_manager.cc waiting for its agents)."""
 
 _ATTEMPT_SECONDS = 120.0
 """Longest that one start of Ray may take if another one may follow; Ray's own clocks end most before."""
@@ -93,8 +93,8 @@ def _started(deadline: float) -> tuple[subprocess.Popen[str], str]:
         logger.warning("Ray did not start on this host (attempt %d of %d)", attempt, ATTEMPTS)
     raise EngineError(
         f"Ray did not start on this host in {attempt} attempts. It said last: {said}. A host that is "
-        "busy, or short of memory or of room in TMPDIR and /dev/shm, is the common cause: try again when "
-        "it is less busy, give more time (--rollout-start-timeout), or join a cluster that runs "
+        "busy, or short of memory or of room in TMPDIR and /dev/shm, is the common cause: try again "
+        "when it is less busy, give more time (--rollout-start-timeout), or join a cluster that runs "
         "(--ray-address)."
     )
 

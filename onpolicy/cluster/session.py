@@ -40,8 +40,8 @@ def session(cluster: HostsConfig, start_seconds: float = 600.0) -> Iterator[tupl
     """Be in a cluster: the hosts that it has now, this one first.
 
     Actors that are made meanwhile end with it, and so does a cluster that was started for it, which may
-    take `start_seconds` for that. If such a cluster is lost, the command ends. Raises ConfigError if there
-    is no cluster at --ray-address, EngineError if none of its own starts.
+    take `start_seconds` for that. If such a cluster is lost, the command ends. Raises ConfigError
+    if there is no cluster at --ray-address, EngineError if none of its own starts.
     """
     global _lost
     environment.prepare(local=not cluster.ray_address)

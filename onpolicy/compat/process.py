@@ -29,8 +29,8 @@ KERNEL_CACHES = ("SGLANG_DG_CACHE_DIR", "DG_JIT_CACHE_DIR")
 for the second; the trainer is to find what an engine compiled, and an engine what the trainer did."""
 
 COMPILED = ("TORCHINDUCTOR_CACHE_DIR", "~/.cache/onpolicy/torchinductor")
-"""Where PyTorch keeps what it compiles. It would be in the temporary directory, under a name that others can
-foresee, whose code it would load; and importing PyTorch would leave it there, empty."""
+"""Where PyTorch keeps what it compiles. It would be in the temporary directory, under a name that
+others can foresee, whose code it would load; and importing PyTorch would leave it there, empty."""
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 """Parameters of glibc's mallopt (malloc.h)."""

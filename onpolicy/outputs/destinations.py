@@ -10,14 +10,13 @@ from tempfile import TemporaryFile
 from onpolicy.errors import ConfigError
 from onpolicy.system import files
 
-
 _TRIED_BYTES = 4096
 """What is written to try a place: a file system's block."""
 
 
 def require_directory(flag: str, path: str) -> None:
-    """Write a file into the directory that `flag` names, and remove it, with the directories that were made
-    for it. Raises ConfigError if that cannot be done."""
+    """Write a file into the directory that `flag` names, and remove it, with the directories that
+    were made for it. Raises ConfigError if that cannot be done."""
     directory = Path(path).absolute()
     made = [place for place in (directory, *directory.parents) if not place.exists()]
     try:

@@ -54,10 +54,11 @@ os.register_at_fork(after_in_child=_forget)
 def locked(directory: Path, flag: str) -> Iterator[None]:
     """Make the directory if need be, and keep other runs out of it.
 
-    The kernel gives the lock back however the process ends. It is one of flock's, which belongs to the file
-    as it was opened here: a record lock would be lost when this process closes the file once more. (Linux's
-    NFS makes a record lock of it between hosts.) A process may lock a directory several times. Raises
-    ConfigError if nothing can be written there, or naming the run that is there.
+    The kernel gives the lock back however the process ends. It is one of flock's, which belongs to
+    the file as it was opened here: a record lock would be lost when this process closes the file
+    once more. (Linux's NFS makes a record lock of it between hosts.) A process may lock a directory
+    several times. Raises ConfigError if nothing can be written there, or naming the run that is
+    there.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
 """How a command ends that is asked to, or that has lost what it cannot go on without.
 
-Both come as SIGTERM, also the loss, which another thread notices: it reaches the main thread wherever that
-waits. The main thread then leaves all its contexts, which end servers and remove what was made.
+Both come as SIGTERM, also the loss, which another thread notices: it reaches the main thread
+wherever that waits. The main thread then leaves all its contexts, which end servers and remove what
+was made.
 """
 
 from __future__ import annotations

@@ -84,9 +84,9 @@ def of_this_process() -> PrivateDirectory:
 
 
 def _start_tracker_without_words() -> None:
-    """Start CPython's process that knows of semaphores so that it writes nowhere: of those of a process that
-    was killed it says that they leaked, and that they are not there, once the directory's guard has removed
-    them."""
+    """Start CPython's process that knows of semaphores so that it writes nowhere: of those of a
+    process that was killed it says that they leaked, and that they are not there, once the
+    directory's guard has removed them."""
     nowhere, standard_error = os.open(os.devnull, os.O_WRONLY), os.dup(2)
     os.dup2(nowhere, 2)
     try:

@@ -40,7 +40,7 @@ def load_function(path: str, flag: str) -> Callable[..., Any]:
 
 def source_of(path: str) -> Path | None:
     """Return the file with the function that `load_function` finds; None if nothing tells."""
-    file, colon, name = path.rpartition(":")
+    file, colon, _ = path.rpartition(":")
     if colon:
         return found if (found := Path(file)).is_file() else None
     module = sys.modules.get(path.rpartition(".")[0])

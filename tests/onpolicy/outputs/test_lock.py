@@ -79,7 +79,7 @@ def test_a_worker_that_outlives_its_run_holds_nothing(holder, tmp_path):
     "then",
     [
         'open(sys.argv[1] + "/.lock").close()',
-        'locked(Path(sys.argv[1]), "--run-dir").__enter__()\n    with locked(Path(sys.argv[1]), "--x"): pass',
+        'with locked(Path(sys.argv[1]), "--run-dir"): pass',
     ],
     ids=["the file is opened once more", "the directory is locked once more"],
 )
