@@ -14,7 +14,12 @@ from onpolicy.outputs.lock import locked
 def main(argv: Sequence[str]) -> int:
     """Start the servers, print how to use them, and keep them until interrupted."""
     config = begin(ServeConfig, argv, "onpolicy serve")
+    with locked(Path(config.run_dir), "--run-dir"):
+        _serve(config)
+    return 0
 
+
+def _serve(config: ServeConfig) -> None:
     from onpolicy.run.commands.serve import checked_spec, needs_of_servers, serve
     from onpolicy.run.launch.cluster_engines import places_on_cluster
     from onpolicy.run.launch.host_shares import placement_of_servers
@@ -23,8 +28,5 @@ def main(argv: Sequence[str]) -> int:
     host = config.server.rollout_host
     place = partial(placement_of_servers, config.engines, spec.tp_size, host, spec.contract)
     needs = needs_of_servers(config, spec)
-    with (
-        locked(Path(config.run_dir), "--run-dir"),
-        places_on_cluster(config.cluster, place, config.server.cpu_threads, needs) as places,
-    ):
+    with places_on_cluster(config.cluster, place, config.server.cpu_threads, needs) as places:
         serve(config, spec, places)
