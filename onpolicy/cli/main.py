@@ -19,7 +19,7 @@ COMMANDS = {
     "eval": "evaluate a checkpoint alone, to the numbers that its run would have recorded",
     "verify": "measure whether the two engines give a checkpoint's tokens the same log-probabilities",
     "explain": "name the operator and the layer that make the two engines differ",
-    "bench": "aligned and stock operators side by side: `bench rollout`, `decode`, `step`, `loop`, `agents`",
+    "bench": "aligned and stock operators side by side: rollout, decode, step, loop, agents",
     "serve": "start one SGLang server under a contract, for runs with --rollout-server-url",
     "export": "write a checkpoint with rounded weights, as a quantised rollout has them",
     "report": "one HTML page with the curves of several runs over each other",

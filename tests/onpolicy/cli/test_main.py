@@ -107,12 +107,16 @@ def test_what_a_place_is_tried_with_is_removed(tmp_path):
 
 
 def test_a_place_without_room_is_refused(tmp_path):
-    """As /dev/full is: it can be opened, and writing says that the disk is full."""
-    script = "import resource, sys; from onpolicy.outputs.destinations import require_directory; "
-    script += "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)); require_directory('--save',
-    sys.argv[1])" done = subprocess.run( [sys.executable, "-c", script, str(tmp_path)],
-    capture_output=True, text=True ) assert f"--save={tmp_path}: cannot be written (File too large)"
-    in done.stderr
+    """A limit of a process's files is what a full disk is to it."""
+    script = (
+        "import resource, sys; from onpolicy.outputs.destinations import require_directory; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)); "
+        "require_directory('--save', sys.argv[1])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True
+    )
+    assert f"--save={tmp_path}: cannot be written (File too large)" in done.stderr
 
 
 def test_a_second_server_in_one_run_directory_is_refused(checkpoint, tmp_path, capsys):

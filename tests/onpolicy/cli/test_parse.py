@@ -172,14 +172,21 @@ def test_verify_and_bench_take_the_training_engine():
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--num_generations", "8"], "--num_generations: unknown flag. It is --n-samples-per-prompt
-        here."), (["--max-completion-length=8"], "It is --rollout-max-response-len here."),
-        (["--num-generatoins", "8"], "unknown flag. See"), ( ["--prompt-data", "a.jsonl",
-        "actor_rollout_ref.rollout.n=8"], "actor_rollout_ref.rollout.n=8: is an override of verl's,
-        and flags are --name VALUE. " "It is --n-samples-per-prompt here.", ),
-        (["+trainer.logger=console"], "+trainer.logger=console: is an override of verl's"), ], )  #
-        fmt: skip def test_names_of_other_libraries_are_told_by_ours(argv, says): with
-        pytest.raises(ConfigError) as refused: train(*argv) assert says in str(refused.value)
+        (["--num_generations", "8"], "--num_generations: unknown flag. It is --n-samples-per-"),
+        (["--max-completion-length=8"], "It is --rollout-max-response-len here."),
+        (["--num-generatoins", "8"], "unknown flag. See"),
+        (
+            ["--prompt-data", "a.jsonl", "actor_rollout_ref.rollout.n=8"],
+            "actor_rollout_ref.rollout.n=8: is an override of verl's, and flags are --name VALUE. "
+            "It is --n-samples-per-prompt here.",
+        ),
+        (["+trainer.logger=console"], "+trainer.logger=console: is an override of verl's"),
+    ],
+)  # fmt: skip
+def test_names_of_other_libraries_are_told_by_ours(argv, says):
+    with pytest.raises(ConfigError) as refused:
+        train(*argv)
+    assert says in str(refused.value)
 
 
 def test_every_flag_that_another_librarys_name_is_told_by_is_one():
