@@ -162,7 +162,7 @@ def _unknown(arg: str, argv: Sequence[str], keys: Sequence[str], prog: str) -> s
     name = arg.split("=")[0].replace("_", "-")
     nearest = difflib.get_close_matches(name, flags, 1, cutoff=0.75)
     hint = f"Did you mean {nearest[0]}? " if nearest else ""
-    if (ours := ours_for(name)) in keys:
+    if (ours := ours_for(name)) and ours in keys:
         hint = f"It is {spelled(ours)} here. "
     return f"{arg}: unknown flag. {hint}See {prog} --help"
 
@@ -173,7 +173,7 @@ def _require_no_override(argv: Sequence[str], keys: Sequence[str]) -> None:
     for argument in argv:
         if (path := override_in(argument)) is not None:
             ours = ours_for(path)
-            hint = f" It is {spelled(ours)} here." if ours in keys else ""
+            hint = f" It is {spelled(ours)} here." if ours and ours in keys else ""
             raise ConfigError(
                 f"{argument}: is an override of verl's, and flags are --name VALUE.{hint} See --help"
             )
