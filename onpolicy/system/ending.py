@@ -20,6 +20,10 @@ SECONDS = 20.0
 """Longest that a command may take to end. SLURM and Kubernetes kill 30 s after SIGTERM; the guards of
 servers clean up after a process that is killed."""
 
+HEARD_SECONDS = 3.0
+"""Longest that the main thread may take to hear of a loss. One that waits in C++ for what is lost,
+as in a call of Ray's, hears nothing."""
+
 ASKED = (
     "SIGTERM: this command was asked to end, by somebody or by a scheduler of jobs, and ends now. A run "
     "with --save goes on from its last checkpoint when it is started again with --load."
@@ -27,6 +31,7 @@ ASKED = (
 
 _loss: OnPolicyError | None = None
 _is_heard = False
+_is_ending = threading.Event()
 
 
 class Ended(SystemExit):
@@ -52,6 +57,7 @@ def heard() -> Iterator[None]:
         if os.getpid() != owner:  # a worker that was forked
             os.kill(os.getpid(), number)
             return
+        _is_ending.set()
         _end_by_then(SECONDS, number)
         code, words = _told(number)
         os.write(2, f"\n{words}\n".encode())  # what the signal interrupted may hold sys.stderr
@@ -60,6 +66,7 @@ def heard() -> Iterator[None]:
 
     signal.signal(signal.SIGTERM, end)
     _loss, _is_heard = None, True
+    _is_ending.clear()
     try:
         yield
     except BaseException as error:  # Ray raises a SystemExit of its own in its place
@@ -72,11 +79,18 @@ def heard() -> Iterator[None]:
 
 
 def lose(error: OnPolicyError) -> None:
-    """End this command with an error, from any thread. Does nothing where nobody hears it (`heard`)."""
+    """End this command with an error, from another thread than the main one. Does nothing where
+    nobody hears it (`heard`). A main thread that does not hear it is not waited for: guards clean
+    up then."""
     global _loss
-    if _is_heard:
-        _loss = error
-        os.kill(os.getpid(), signal.SIGTERM)
+    if not _is_heard:
+        return
+    _loss = error
+    os.kill(os.getpid(), signal.SIGTERM)
+    if not _is_ending.wait(HEARD_SECONDS):
+        code, words = _told(signal.SIGTERM)
+        os.write(2, f"\n{words}\n".encode())
+        os._exit(code)
 
 
 def _told(number: int) -> tuple[int, str]:

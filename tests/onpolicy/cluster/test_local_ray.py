@@ -91,6 +91,7 @@ from pathlib import Path
 
 import psutil
 
+from onpolicy.compat.process import prepare_process
 from onpolicy.cluster.session import session
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import ClusterConfig
@@ -119,6 +120,7 @@ def lose(hosts):
 
 
 if __name__ == "__main__":
+    prepare_process()
     print("ready", flush=True)
     sys.stdin.readline()
     try:
