@@ -21,8 +21,9 @@ def require_directory(flag: str, path: str) -> None:
     made = [place for place in (directory, *directory.parents) if not place.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=directory, buffering=0) as file:
+        with TemporaryFile(dir=directory) as file:
             file.write(bytes(_TRIED_BYTES))
+            file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         raise _refusal(flag, path, error) from error

@@ -94,6 +94,7 @@ def test_a_place_that_cannot_be_written_to_ends_a_dry_run_and_one_that_can_is_le
     argv = [command, "--dry-run", "--hf-checkpoint", str(checkpoint), "--prompt-data", str(file)]
     argv += ["--rm-type", "exact"] * (command == "train")
     argv += ["--save-interval", "1"] * (flag == "--save")
+    argv += ["--save-hf", str(tmp_path / "hf")] * (command == "sft" and flag != "--save")
     assert main([*argv, flag, str(file / "below")]) == 2
     assert f"{flag}={file}/below: cannot be written (Not a directory)" in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == [file]
