@@ -122,9 +122,7 @@ def test_a_place_without_room_is_refused(tmp_path):
 
 def test_a_second_server_in_one_run_directory_is_refused(checkpoint, tmp_path, capsys):
     script = "import sys; from pathlib import Path; from onpolicy.outputs.lock import locked; "
-    script += (
-        "locked(Path(sys.argv[1]), '--run-dir').__enter__(); print('held', flush=True); input()"
-    )
+    script += "held = locked(Path(sys.argv[1]), '--run-dir'); held.__enter__(); print('held', flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as first:
