@@ -121,8 +121,11 @@ def test_a_place_without_room_is_refused(tmp_path):
 
 
 def test_a_second_server_in_one_run_directory_is_refused(checkpoint, tmp_path, capsys):
-    script = "import sys; from pathlib import Path; from onpolicy.outputs.lock import locked; "
-    script += "held = locked(Path(sys.argv[1]), '--run-dir'); held.__enter__(); print('held', flush=True); input()"
+    script = (
+        "import sys; from pathlib import Path; from onpolicy.outputs.lock import locked; "
+        "held = locked(Path(sys.argv[1]), '--run-dir'); held.__enter__(); "
+        "print('held', flush=True); sys.stdin.readline()"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as first:
