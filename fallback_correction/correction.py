@@ -17,9 +17,20 @@ from fallback_correction.importance_weights import (
 )
 from fallback_correction.ratios import log_ratios, without_nonfinite
 from fallback_correction.rejection import apply_rule, apply_veto, beyond_second_moment
-from fallback_correction.tokens import Gather, TokenBatch, alone, exact_sum, global_token_mean
+from fallback_correction.tokens import (
+    Gather,
+    NonfiniteError,
+    TokenBatch,
+    alone,
+    exact_sum,
+    global_token_mean,
+)
 
 Metrics = dict[str, float]
+
+LARGEST = torch.finfo(torch.float32).max
+"""What metrics say of a weight that float32 does not hold, as of a log-ratio above 88.7 without a
+clamp."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +58,7 @@ def correct(batch: TokenBatch, config: CorrectionConfig, gather: Gather = alone)
     `CorrectionConfig.self_normalize`; 1 without it, and where it is below 1e-8), the token has the
     weight w / m in K and 0 elsewhere. Weights and metrics are the same to the last bit however the
     batch is ordered or spread over ranks. Raises ValueError where a log-probability is not finite (see
-    `CorrectionConfig.nonfinite`).
+    `CorrectionConfig.nonfinite`), or a token that is left has a weight that float32 does not hold.
     """
     finite = without_nonfinite(batch, config)
     r = log_ratios(finite)
@@ -99,17 +110,30 @@ def _normalized(
 ) -> tuple[Tensor, float]:
     """Weights of what is left over their global mean, 0 elsewhere, and that mean."""
     weights = torch.where(left.mask, weights, 0)
+    _require_finite(weights, config)
     if not config.self_normalize:
         return weights, 1.0
     mean = mean_weight(left, weights, config, gather)
     return (weights / mean if mean > SMALLEST_MEAN else weights), mean
 
 
+def _require_finite(weights: Tensor, config: CorrectionConfig) -> None:
+    """Raise ValueError, naming the first token, if a bounded weight is beyond float32."""
+    beyond = torch.isinf(weights)
+    if beyond.any():
+        raise NonfiniteError(
+            f"log_ratio_clamp={config.log_ratio_clamp}, upper={config.upper}: token "
+            f"{int(beyond.nonzero()[0])}, one of {int(beyond.sum())}, has a weight of more than "
+            f"{LARGEST:.3g}, and float32 holds none larger. Give log_ratio_clamp "
+            "(--tis-log-ratio-clamp; 20 unless it is set) or a finite upper."
+        )
+
+
 def _bound_metrics(
     batch: TokenBatch, weights: Weights, config: CorrectionConfig, gather: Gather
 ) -> Metrics:
     low, high = (_fraction(batch, side, gather) for side in (weights.too_low, weights.too_high))
-    metrics = _weight_metrics(batch, weights.raw, "_before", gather)
+    metrics = _weight_metrics(batch, weights.raw.clamp(max=LARGEST), "_before", gather)
     if config.mode == "truncate":
         return {**metrics, "correction/truncated_fraction": high}
     name = "clipped" if config.mode == "clip" else "masked"

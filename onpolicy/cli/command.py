@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from onpolicy.cli.parse import parse
 from onpolicy.config import validate
+from onpolicy.config.flags import spelled
 from onpolicy.outputs.console import configure_logging
 from onpolicy.outputs.destinations import require_directory, require_writable, write_output
 
@@ -30,8 +31,10 @@ def begin(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
 
 def begin_with(config: Any) -> None:
     """Raise ConfigError if the logs or the result of a configuration could not be written; and log."""
-    if run_dir := getattr(config, "run_dir", ""):
-        require_directory("--run-dir", run_dir)
+    written = getattr(config, "output", config)
+    for name in ("run_dir", "save", "save_hf"):
+        if directory := getattr(written, name, ""):
+            require_directory(spelled(name), directory)
     for name in ("json", "html"):
         if file := getattr(config, name, ""):
             require_writable(f"--{name}", file)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from onpolicy.compat.process import prepare_process
 from onpolicy.errors import ConfigError, OnPolicyError
+from onpolicy.system import ending
 from onpolicy.system.garbage import collect_rarely
 
 COMMANDS = {
@@ -18,7 +19,7 @@ COMMANDS = {
     "eval": "evaluate a checkpoint alone, to the numbers that its run would have recorded",
     "verify": "measure whether the two engines give a checkpoint's tokens the same log-probabilities",
     "explain": "name the operator and the layer that make the two engines differ",
-    "bench": "aligned and stock operators side by side: `bench rollout`, `decode`, `step`, `loop`",
+    "bench": "aligned and stock operators side by side: rollout, decode, step, loop, agents",
     "serve": "start one SGLang server under a contract, for runs with --rollout-server-url",
     "export": "write a checkpoint with rounded weights, as a quantised rollout has them",
     "report": "one HTML page with the curves of several runs over each other",
@@ -41,8 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     collect_rarely()
     command = importlib.import_module(f"onpolicy.cli.{arguments[0]}")
     try:
-        exit_code: int = command.main(arguments[1:])
+        with ending.heard():
+            exit_code: int = command.main(arguments[1:])
         return exit_code
+    except ending.Ended as ended:
+        assert isinstance(ended.code, int)
+        return ended.code
     except ConfigError as error:
         print(f"\nConfigError: {error}", file=sys.stderr)
         return 2

@@ -21,6 +21,7 @@ from tyro.constructors import (
 )
 
 from onpolicy.cli import yaml_file
+from onpolicy.cli.other_names import ours_for, override_in
 from onpolicy.compat.process import use_portable_kernels
 from onpolicy.config import sglang_flags
 from onpolicy.config.flags import (
@@ -48,6 +49,7 @@ def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
     name; a value that is not of its flag's type ends the process with that flag's help.
     """
     rest, sglang_args = sglang_flags.split(argv)
+    _require_no_override(rest, [*flag_types(config_class)])
     path = _config_path(rest) if yaml_file.CONFIG_KEY in flag_types(config_class) else ""
     from_file: tuple[list[str], list[str]] = ([], [])
     if path:
@@ -158,9 +160,23 @@ def _unknown(arg: str, argv: Sequence[str], keys: Sequence[str], prog: str) -> s
         )
     flags = [*map(spelled, keys), *(spelled(f"no_{key}") for key in keys)]
     name = arg.split("=")[0].replace("_", "-")
-    nearest = difflib.get_close_matches(name, flags, 1)
+    nearest = difflib.get_close_matches(name, flags, 1, cutoff=0.75)
     hint = f"Did you mean {nearest[0]}? " if nearest else ""
+    if (ours := ours_for(name)) and ours in keys:
+        hint = f"It is {spelled(ours)} here. "
     return f"{arg}: unknown flag. {hint}See {prog} --help"
+
+
+def _require_no_override(argv: Sequence[str], keys: Sequence[str]) -> None:
+    """Raise ConfigError for an override as verl takes them, which a flag of several values would
+    take."""
+    for argument in argv:
+        if (path := override_in(argument)) is not None:
+            ours = ours_for(path)
+            hint = f" It is {spelled(ours)} here." if ours and ours in keys else ""
+            raise ConfigError(
+                f"{argument}: is an override of verl's, and flags are --name VALUE.{hint} See --help"
+            )
 
 
 def counted_as_engines(config: Config) -> Config:

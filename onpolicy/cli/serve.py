@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from onpolicy.cli.command import begin
 from onpolicy.config.tools import ServeConfig
+from onpolicy.outputs.lock import locked
 
 
 def main(argv: Sequence[str]) -> int:
     """Start the servers, print how to use them, and keep them until interrupted."""
     config = begin(ServeConfig, argv, "onpolicy serve")
+    with locked(Path(config.run_dir), "--run-dir"):
+        _serve(config)
+    return 0
 
+
+def _serve(config: ServeConfig) -> None:
     from onpolicy.run.commands.serve import checked_spec, needs_of_servers, serve
     from onpolicy.run.launch.cluster_engines import places_on_cluster
     from onpolicy.run.launch.host_shares import placement_of_servers

@@ -25,6 +25,8 @@ def main(argv: Sequence[str]) -> int:
     )
     if config.dry_run:
         saving.find(config, [example.prompt for example in inputs.examples])
+        if config.output.save:
+            saving.require_room(config, inputs.hf_config)
         print(json.dumps(config.to_dict(), indent=2), equation, sep="\n")
         return 0
     print(equation, flush=True)

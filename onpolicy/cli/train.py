@@ -28,6 +28,8 @@ def _dry_run(config: TrainConfig) -> int:
     config = fit_run(config)
     inputs = read_inputs(config, Scorer(config.reward))
     saving.find(config, inputs.prompts.prompts)
+    if config.output.save:
+        saving.require_room(config, inputs.hf_config, inputs.ladder.contract.adapter)
     print(json.dumps(config.to_dict(), indent=2))
     _say_what_runs(config)
     print(sharing_described(config, [len(p.prompt_ids) for p in inputs.prompts.prompts]))

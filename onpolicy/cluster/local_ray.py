@@ -2,26 +2,33 @@
 
 `python -m onpolicy.cluster.local_ray` is a guard (system/guard.py) in front of Ray's processes, and so
 in front of all that actors start. Its owner holds its standard input; when that closes, all of them are
-killed, and the directory of the session is removed.
+killed, and the directory of the session is removed. They also end with the first of Ray's own processes
+that ends, and then the owner is told: of Ray's C++ it would hear after a minute, by being aborted.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 from onpolicy.cluster import environment
-from onpolicy.errors import EngineError
+from onpolicy.errors import EngineError, in_one_line
 from onpolicy.system import guard
 from onpolicy.system.memory import num_gpus
+
+logger = logging.getLogger(__name__)
 
 ADDRESS = "address of the cluster: "
 """What the line begins with that the owner waits for."""
@@ -41,13 +48,59 @@ SYSTEM = {
 """Ray's settings (ray_config_def.h) as a run on one host needs them."""
 
 
+ATTEMPTS = 3
+"""How often Ray is started in all: on a busy host it gives up after 15 or 30 s, by clocks that no
+setting reaches (ray/_private/node.py, and node_manager.cc waiting for its agents)."""
+
+_ATTEMPT_SECONDS = 120.0
+"""Longest that one start of Ray may take if another one may follow; Ray's own clocks end most before."""
+
+_END_SECONDS = 20.0
+"""Longest that a guard may take to end what it guards, before it is killed."""
+
+
 @contextmanager
-def local_ray() -> Iterator[str]:
+def local_ray(seconds: float, on_loss: Callable[[EngineError], None]) -> Iterator[str]:
     """Start a cluster on this host, and end it afterwards: the address to join it by.
 
     Its GPUs are those that PyTorch sees; Ray's own count needs a library of the driver's.
+    seconds: longest that the start may take, with all attempts. `on_loss` is called in another thread if
+    the cluster ends meanwhile. Raises EngineError if Ray does not start.
     """
-    process = subprocess.Popen(
+    process, address = _started(time.monotonic() + seconds)
+    has_ended = threading.Event()
+    threading.Thread(target=_watch, args=(process, has_ended, on_loss), daemon=True).start()
+    try:
+        yield address
+    finally:
+        has_ended.set()
+        _end(process)
+
+
+def _started(deadline: float) -> tuple[subprocess.Popen[str], str]:
+    """A guard whose Ray has started, and Ray's address."""
+    for attempt in range(1, ATTEMPTS + 1):
+        process = _guard()
+        left = max(deadline - time.monotonic(), 0.1)
+        address, said = _address(
+            process, min(left, _ATTEMPT_SECONDS) if attempt < ATTEMPTS else left
+        )
+        if address:
+            return process, address
+        _end(process)
+        if time.monotonic() >= deadline:
+            break
+        logger.warning("Ray did not start on this host (attempt %d of %d)", attempt, ATTEMPTS)
+    raise EngineError(
+        f"Ray did not start on this host in {attempt} attempts. It said last: {said}. A host that is "
+        "busy, or short of memory or of room in TMPDIR and /dev/shm, is the common cause: try again "
+        "when it is less busy, give more time (--rollout-start-timeout), or join a cluster that runs "
+        "(--ray-address)."
+    )
+
+
+def _guard() -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, "-m", __name__, str(num_gpus())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -55,25 +108,51 @@ def local_ray() -> Iterator[str]:
         text=True,
         start_new_session=True,  # an interrupt from the keyboard is for the run, which ends us
     )
-    try:
-        yield _address(process)
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait()
 
 
-def _address(process: subprocess.Popen[str]) -> str:
+def _address(process: subprocess.Popen[str], seconds: float) -> tuple[str, str]:
+    """The address that a guard tells within so many seconds, empty if none; and the last line before."""
     assert process.stdout is not None
-    said = []
+    timer = threading.Timer(seconds, _end, (process,))
+    timer.start()
+    last = f"nothing in {seconds:.0f} s"
+    try:
+        for line in process.stdout:
+            if line.startswith(ADDRESS):
+                return line.removeprefix(ADDRESS).strip(), last
+            last = line.strip() or last
+    finally:
+        timer.cancel()
+    return "", in_one_line(Exception(last))
+
+
+def _watch(
+    process: subprocess.Popen[str],
+    has_ended: threading.Event,
+    on_loss: Callable[[EngineError], None],
+) -> None:
+    """Read what a guard says, to its end; that comes before it is asked to if Ray has ended."""
+    assert process.stdout is not None
     for line in process.stdout:
-        if line.startswith(ADDRESS):
-            return line.removeprefix(ADDRESS).strip()
-        said.append(line)
-    raise EngineError(
-        f"Ray could not be started on this host (exit code {process.wait()}). It said:\n"
-        f"{''.join(said[-20:])}"
-    )
+        logger.debug("Ray: %s", line.rstrip())
+    if not has_ended.is_set():
+        on_loss(
+            EngineError(
+                "Ray's processes on this host have ended: one of them was killed, or ended by itself, "
+                "and a run cannot go on without them. Start it again, with --load if it has saved."
+            )
+        )
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Have a guard end all, and wait until it has; a guard that does not answer is killed."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,7 +160,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve(num_gpus: int, directory: Path) -> None:
-    """Start Ray's processes, say where, and wait until the guard ends us."""
+    """Start Ray's processes, say where, and wait until one of them ends, or the guard ends us."""
+    guard.end_orphans_after_guard(directory)  # Ray's agents outlive its raylet by up to a minute
     os.environ["TMPDIR"] = str(directory)  # of all that actors leave, too
     on_memory, store = _object_store()
     node = start_node(
@@ -96,7 +176,8 @@ def _serve(num_gpus: int, directory: Path) -> None:
         _system_config=SYSTEM,
     )
     print(f"{ADDRESS}{node.gcs_address}", flush=True)
-    signal.pause()
+    own = [one.process.pid for each in node.all_processes.values() for one in each]
+    connection.wait([os.pidfd_open(pid) for pid in own])
 
 
 def start_node(*, head: bool, **parameters: Any) -> Any:

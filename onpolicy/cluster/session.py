@@ -15,6 +15,7 @@ from onpolicy.cluster.hosts import Host
 from onpolicy.cluster.local_ray import local_ray
 from onpolicy.config.groups import HostsConfig
 from onpolicy.errors import ConfigError, EngineError, in_one_line
+from onpolicy.system import ending
 from onpolicy.system.memory import Gpu, free_memory, gpus
 
 T = TypeVar("T")
@@ -30,19 +31,33 @@ _SECONDS_AFTER_A_LOSS = 20.0
 """Longest that a run that has lost a host waits for room: what it held there may yet be given back."""
 
 
+_lost: EngineError | None = None
+"""Why the cluster of this process's session is gone, once it is known to be."""
+
+
 @contextmanager
-def session(cluster: HostsConfig) -> Iterator[tuple[Host, ...]]:
+def session(cluster: HostsConfig, start_seconds: float = 600.0) -> Iterator[tuple[Host, ...]]:
     """Be in a cluster: the hosts that it has now, this one first.
 
-    Actors that are made meanwhile end with it, and so does a cluster that was started for it. Raises
-    ConfigError if there is no cluster at --ray-address.
+    Actors that are made meanwhile end with it, and so does a cluster that was started for it, which may
+    take `start_seconds` for that. If such a cluster is lost, the command ends. Raises ConfigError
+    if there is no cluster at --ray-address, EngineError if none of its own starts.
     """
+    global _lost
     environment.prepare(local=not cluster.ray_address)
+    _lost = None
     with ExitStack() as stack:
-        address = cluster.ray_address or stack.enter_context(local_ray())
+        address = cluster.ray_address or stack.enter_context(local_ray(start_seconds, _lose))
         _join(address)
         stack.callback(_leave)
         yield alive_hosts()
+
+
+def _lose(error: EngineError) -> None:
+    """Let whoever asks for hosts know, and end the command wherever its main thread waits."""
+    global _lost
+    _lost = error
+    ending.lose(error)
 
 
 def _join(address: str) -> None:
@@ -77,6 +92,8 @@ def alive_hosts() -> tuple[Host, ...]:
     """
     import ray
 
+    if _lost is not None:
+        raise _lost
     here = ray.get_runtime_context().get_node_id()
     hosts = [_host(node, here) for node in ray.nodes() if node["Alive"]]
     if not any(host.is_here for host in hosts):

@@ -78,6 +78,10 @@ class TrainerRank:
         answer.records = self._records.take()
         return answer
 
+    def process_id(self) -> int:
+        """Return the id of this process on its host."""
+        return os.getpid()
+
     def open_store(self, address: str) -> int:
         """Let the ranks meet at this address of this host, that of rank 0; the port."""
         from onpolicy.train import distributed

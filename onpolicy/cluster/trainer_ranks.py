@@ -13,7 +13,10 @@ import ray
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from onpolicy.cluster.hosts import Host
+from onpolicy.cluster.hung_ranks import HungRanks, NotStarted
 from onpolicy.cluster.placement import Slot
+from onpolicy.cluster.session import alive_hosts
 from onpolicy.cluster.trainer_rank import Answer, TrainerRank
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
@@ -31,6 +34,9 @@ T = TypeVar("T")
 GRACE = 5.0
 """Seconds after a rank's failure in which another one may turn out to be what it failed of."""
 
+POLL = 1.0
+"""Seconds between two looks at ranks that do not answer, and at the cluster."""
+
 LEAVE = 5.0
 """Seconds that the ranks have for removing what they made, before they are killed."""
 
@@ -39,8 +45,8 @@ class TrainerRanks(Trainer):
     """Ranks in processes of Ray's, one in each slot; each is given what it computes, and no more.
 
     The first failure of a rank ends a call: the others may wait for that rank for ever. It is raised
-    here as what it was there, with the traceback that it had there. A rank that is gone raises
-    TrainerLostError.
+    here as what it was there, with the traceback that it had there. A rank that is gone, or hangs
+    (--rank-timeout), raises TrainerLostError; a cluster that this host has left, EngineError.
     """
 
     def __init__(
@@ -53,6 +59,7 @@ class TrainerRanks(Trainer):
         """`logs`: a directory on every host, for a file of each rank."""
         self.config = config
         self._logs = [(logs / f"trainer_{rank}.log").absolute() for rank in range(len(slots))]
+        self._processes: list[tuple[Host, int]] = []
         self._actors = [self._start(rank, slot) for rank, slot in enumerate(slots)]
         gpus = [slot.devices[0] if slot.devices else None for slot in slots]
         try:
@@ -74,6 +81,8 @@ class TrainerRanks(Trainer):
 
     def _join(self, slots: Sequence[Slot]) -> None:
         """Form the group of all ranks, at an address of rank 0's host."""
+        pids = self._call_each(TrainerRank.process_id, [()] * len(slots))
+        self._processes = [(slot.host, pid) for slot, pid in zip(slots, pids, strict=True)]
         hosts = {slot.host for slot in slots}
         address = slots[0].host.address if len(hosts) > 1 else LOOPBACK[0]
         port = self._call_each(TrainerRank.open_store, [(address,)])[0]
@@ -155,16 +164,29 @@ class TrainerRanks(Trainer):
     def _gathered(self, calls: list[Any]) -> list[Any]:
         """What the calls of the first ranks return; the first failure is raised."""
         results: list[Any] = [None] * len(calls)
-        waiting = list(calls)
+        waiting, watch = list(calls), self._watch()
         while waiting:
-            (done, *_), waiting = ray.wait(waiting)
-            rank = calls.index(done)
-            answer = self._answer(rank, done)
+            done, waiting = ray.wait(waiting, timeout=POLL)
+            if not done:
+                alive_hosts()  # without a node here the call would never end
+                watch.require_work()
+                continue
+            rank = calls.index(done[0])
+            answer = self._answer(rank, done[0])
             if answer.error is not None:
                 self._blame_the_lost(calls, waiting, answer.error)
                 raise answer.error from RankTraceback(rank, answer.traceback)
             results[rank] = answer.result
         return results
+
+    def _watch(self) -> HungRanks | NotStarted:
+        """What ends the wait for a call that begins now."""
+        engine = self.config.engine
+        if not self._processes:
+            return NotStarted(engine.rollout_start_timeout, str(self._logs[0].parent))
+        # A rank that pushes waits for servers, which may take this long to answer.
+        seconds = max(self.config.cluster.rank_timeout, engine.rollout_health_timeout)
+        return HungRanks(self._processes, seconds)
 
     def _answer(self, rank: int, done: Any) -> Answer:
         """A rank's answer; what it logged is logged here."""

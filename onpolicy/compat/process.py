@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
 
 from onpolicy.contract import PORTABLE_KERNELS
 from onpolicy.errors import ConfigError
@@ -27,6 +28,9 @@ KERNEL_CACHES = ("SGLANG_DG_CACHE_DIR", "DG_JIT_CACHE_DIR")
 """Where DeepGEMM keeps the kernels that it compiled. SGLang gives its processes the first one's value
 for the second; the trainer is to find what an engine compiled, and an engine what the trainer did."""
 
+COMPILED = ("TORCHINDUCTOR_CACHE_DIR", "~/.cache/onpolicy/torchinductor")
+"""Where PyTorch keeps what it compiles. It would be in the temporary directory, under a name that
+others can foresee, whose code it would load; and importing PyTorch would leave it there, empty."""
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 """Parameters of glibc's mallopt (malloc.h)."""
@@ -49,6 +53,7 @@ def prepare_process() -> None:
     given = [os.environ[name] for name in KERNEL_CACHES if os.environ.get(name)]
     for name in KERNEL_CACHES:
         os.environ.setdefault(name, [*given, os.path.expanduser("~/.cache/sglang/deep_gemm")][0])
+    _compile_at_home()
     _keep_buffers()
 
 
@@ -66,6 +71,14 @@ def use_portable_kernels() -> None:
                 "x86-64 processors with AVX2. Unset the variable, or choose --operators cpu."
             )
     os.environ.update(PORTABLE_KERNELS)
+
+
+def _compile_at_home() -> None:
+    """Ask for COMPILED, where this user has a home to write to."""
+    name, place = COMPILED
+    with suppress(OSError):
+        os.makedirs(os.path.expanduser(place), mode=0o700, exist_ok=True)
+        os.environ.setdefault(name, os.path.expanduser(place))
 
 
 def _keep_buffers() -> None:

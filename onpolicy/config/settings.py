@@ -20,6 +20,9 @@ DECIDE_NO_RESULT = frozenset(
 )
 """Settings that change no bit of an aligned run, and nothing but chance in another."""
 
+BY_CONTENT = frozenset({"prompt_data"})
+"""Paths of which whoever compares settings compares the contents instead (`digest_prompts`)."""
+
 _LENGTHS = {"num_rollout", "num_epoch", "max_steps"}
 """Settings that say when a run ends."""
 
@@ -37,7 +40,8 @@ class Change:
 
 
 def changes(recorded: Mapping[str, Any], config: AnyRun) -> list[Change]:
-    """The settings that decide results and are others than those of an earlier `to_dict`.
+    """Return the settings that decide results and are others than those of an earlier `to_dict`, but for
+    BY_CONTENT.
 
     A flag that the record lacks was added since, and meant its default.
     """
@@ -45,7 +49,7 @@ def changes(recorded: Mapping[str, Any], config: AnyRun) -> list[Change]:
     return [
         Change(name=name, recorded=was[name], now=value)
         for name, value in now.items()
-        if name not in DECIDE_NO_RESULT
+        if name not in DECIDE_NO_RESULT | BY_CONTENT
         and not _is_same(was[name], value)
         and not (name in _LENGTHS and _only_goes_on(name, was, now))
     ]

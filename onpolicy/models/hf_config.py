@@ -66,7 +66,7 @@ def load_config(
             f"export --hf-checkpoint BASE --merge {path} --output OUT`, and give OUT."
             if (directory / ADAPTER).is_file()
             else "no config.json there. It must be a local directory with a Hugging Face checkpoint "
-            "(config.json and *.safetensors); download it first."
+            f"(config.json and *.safetensors): `hf download {path} --local-dir DIR` gets one of the Hub."
         )
         raise ConfigError(f"{flag}={path}: {rule}")
     raw = read_json_object(directory / "config.json", f"{flag}={path}: config.json")

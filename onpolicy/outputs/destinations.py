@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from onpolicy.errors import ConfigError
 from onpolicy.system import files
 
+_TRIED_BYTES = 4096
+"""What is written to try a place: a file system's block."""
+
 
 def require_directory(flag: str, path: str) -> None:
-    """Make the directory that `flag` names. Raises ConfigError if that cannot be done."""
+    """Write a file into the directory that `flag` names, and remove it, with the directories that
+    were made for it. Raises ConfigError if that cannot be done."""
+    directory = Path(path).absolute()
+    made = [place for place in (directory, *directory.parents) if not place.exists()]
     try:
-        Path(path).mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=directory) as file:
+            file.write(bytes(_TRIED_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
         raise _refusal(flag, path, error) from error
+    finally:
+        for place in made:
+            with suppress(OSError):  # not made, or others write there meanwhile
+                place.rmdir()
 
 
 def require_writable(flag: str, path: str) -> None:

@@ -119,6 +119,12 @@ class RunDirectory:
         except OutputError:
             raise
         except OSError as error:
+            if not self.path.is_dir():
+                raise OutputError(
+                    f"--run-dir={self.path}: the directory was removed while the run wrote there, and "
+                    "what it held is lost; checkpoints under --save are not, unless they were in it. "
+                    "Start again, with --load if there are checkpoints, and leave the directory alone."
+                ) from error
             raise OutputError(
                 f"--run-dir={self.path}: {error.filename or 'a file there'} could not be written "
                 f"({error.strerror or error}). Nothing that was written before is lost, nor any "

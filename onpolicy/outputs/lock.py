@@ -8,8 +8,10 @@ import json
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from io import FileIO
 from pathlib import Path
@@ -22,24 +24,72 @@ FILE = ".lock"
 
 _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 
+_FORK_SECONDS = 0.5
+"""In which a worker that a killed run was just forking may still have the lock."""
+
+
+@dataclass
+class _Held:
+    """A lock of this process, and how often it is held."""
+
+    file: FileIO
+    times: int = 0
+
+
+_held: dict[tuple[int, int], _Held] = {}
+"""By the device and inode of the file."""
+
+
+def _forget() -> None:
+    """Close a forked process's copies of the files: it holds no lock, however long it lives."""
+    for held in _held.values():
+        held.file.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
 
 @contextmanager
 def locked(directory: Path, flag: str) -> Iterator[None]:
     """Make the directory if need be, and keep other runs out of it.
 
-    The kernel gives the lock back however the process ends. It is a record lock, since flock's
-    would live on in a forked worker. Raises ConfigError if nothing can be written there, or naming
-    the run that is there.
+    The kernel gives the lock back however the process ends. It is one of flock's, which belongs to
+    the file as it was opened here: a record lock would be lost when this process closes the file
+    once more. (Linux's NFS makes a record lock of it between hosts.) A process may lock a directory
+    several times. Raises ConfigError if nothing can be written there, or naming the run that is
+    there.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = FileIO(directory / FILE, "a+")
     except OSError as error:
         raise _unwritable(directory, flag, error) from error
-    with file:
+    status = os.fstat(file.fileno())
+    name = status.st_dev, status.st_ino
+    if name in _held:
+        file.close()
+    else:
+        _take(file, directory, flag)
+        _held[name] = _Held(file)
+    held = _held[name]
+    held.times += 1
+    try:
+        yield
+    finally:
+        held.times -= 1
+        if not held.times:
+            _held.pop(name, None)
+            held.file.close()
+
+
+def _take(file: FileIO, directory: Path, flag: str) -> None:
+    try:
         _lock(file, directory, flag)
         _sign(file, directory, flag)
-        yield
+    except ConfigError:
+        file.close()
+        raise
 
 
 def _unwritable(directory: Path, flag: str, error: OSError) -> ConfigError:
@@ -50,8 +100,10 @@ def _unwritable(directory: Path, flag: str, error: OSError) -> ConfigError:
 
 
 def _lock(file: FileIO, directory: Path, flag: str) -> None:
+    deadline = time.monotonic() + _FORK_SECONDS
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while not _is_locked(file, by=deadline):
+            time.sleep(_FORK_SECONDS / 10)
     except OSError as error:
         if error.errno in _HELD_BY_ANOTHER:
             file.seek(0)
@@ -64,6 +116,17 @@ def _lock(file: FileIO, directory: Path, flag: str) -> None:
             "%s=%s: cannot be locked (%s); see to it that no other run writes there",
             flag, directory, error.strerror,
         )  # fmt: skip
+
+
+def _is_locked(file: FileIO, by: float) -> bool:
+    """Try to lock the file. Returns False if another has it before a deadline, after which it raises."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _HELD_BY_ANOTHER or time.monotonic() > by:
+            raise
+        return False
+    return True
 
 
 def _sign(file: FileIO, directory: Path, flag: str) -> None:

@@ -38,7 +38,8 @@ def read_rows(path: Path, name: str) -> Iterator[Row]:
     if path.suffix not in READERS:
         raise ConfigError(
             f"{name}: unknown kind {path.suffix!r}. Known: {', '.join(READERS)}, and a directory that "
-            "save_to_disk of the datasets package wrote."
+            "save_to_disk of the datasets package wrote. A data set of the Hub becomes one by "
+            "`datasets.load_dataset(NAME, split=...).save_to_disk(DIR)`."
         )
     require_file(path, name)
     try:

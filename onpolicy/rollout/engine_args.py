@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -26,7 +25,6 @@ from onpolicy.system.network import GLOO_INTERFACE, LOOPBACK_INTERFACE, is_loopb
 CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
 """Without it SGLang refuses more tensor-parallel ranks on a CPU than the host has NUMA nodes."""
 
-INDUCTOR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 MEMORY_FRACTION = "0.95"
 
@@ -246,10 +244,6 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
         variables[PACKED_VARIABLE] = "1"
     if spec.extensions:
         variables[EXTENSIONS_VARIABLE] = json.dumps(dict(spec.extensions))
-    if not spec.contract.is_aligned:
-        # A server's temporary files end with it, but not what it compiled for the next one.
-        cache = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
-        variables[INDUCTOR_VARIABLE] = os.environ.get(INDUCTOR_VARIABLE, cache)
     if spec.contract.device == "cpu":
         variables["SGLANG_PLATFORM"] = "onpolicy_cpu"
         ranks = tensor_parallel_size(spec.sglang_args)

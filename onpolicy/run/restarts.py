@@ -31,6 +31,9 @@ def train_through_losses(
     while True:
         try:
             return train(config, replace(inputs, ladder=deepcopy(inputs.ladder)), make_run)
+        except (KeyboardInterrupt, SystemExit):
+            _say_where_it_goes_on(config.output.save)
+            raise
         except (TrainerLostError, HostLostError) as error:
             if not left:
                 raise
@@ -39,6 +42,12 @@ def train_through_losses(
         config = _resumed(config)
         begins = f"from the last checkpoint in {load}" if (load := config.output.load) else "again"
         logger.warning("the run begins %s; --max-rank-restarts leaves %d", begins, left)
+
+
+def _say_where_it_goes_on(save: str) -> None:
+    """Log from which checkpoint a run that was ended can be resumed, if it has written one."""
+    if save and (saved := checkpoints(Path(save))):
+        logger.warning("the run was ended; --load %s goes on from %s", save, saved[max(saved)].name)
 
 
 def _resumed(config: TrainConfig) -> TrainConfig:

@@ -11,6 +11,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -76,6 +77,25 @@ def _serve(serve: Callable[[Path], None], directory: Path, log: int, guard: int)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
     serve(directory)
+
+
+def end_orphans_after_guard(directory: Path) -> None:
+    """Let this process, the server's, take its guard's place if that is killed: it kills all below it,
+    removes the directory, and ends. For servers whose own processes do not end with it."""
+    server = os.getpid()
+
+    def end(number: int, _: object) -> None:
+        if os.getpid() == server:  # no process that was forked
+            _end_orphans()
+            shutil.rmtree(directory, ignore_errors=True)
+        os._exit(128 + number)
+
+    guard = os.getppid()
+    _prctl(_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGTERM, end)
+    _prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
+    if os.getppid() != guard:
+        end(signal.SIGTERM, None)
 
 
 def _copy(output: BinaryIO, secrets: Sequence[str]) -> None:

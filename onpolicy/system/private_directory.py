@@ -17,6 +17,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Self
 
@@ -78,7 +79,22 @@ def of_this_process() -> PrivateDirectory:
     directory = PrivateDirectory(("sem.NAME*", f"torch_{os.getpid()}_*"))
     atexit.register(directory.remove)
     name_semaphores_after(directory.path.name)
+    _start_tracker_without_words()
     return directory
+
+
+def _start_tracker_without_words() -> None:
+    """Start CPython's process that knows of semaphores so that it writes nowhere: of those of a
+    process that was killed it says that they leaked, and that they are not there, once the
+    directory's guard has removed them."""
+    nowhere, standard_error = os.open(os.devnull, os.O_WRONLY), os.dup(2)
+    os.dup2(nowhere, 2)
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        os.dup2(standard_error, 2)
+        os.close(standard_error)
+        os.close(nowhere)
 
 
 def name_semaphores_after(directory: str) -> None:

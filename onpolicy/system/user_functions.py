@@ -38,6 +38,16 @@ def load_function(path: str, flag: str) -> Callable[..., Any]:
     return function
 
 
+def source_of(path: str) -> Path | None:
+    """Return the file with the function that `load_function` finds; None if nothing tells."""
+    file, colon, _ = path.rpartition(":")
+    if colon:
+        return found if (found := Path(file)).is_file() else None
+    module = sys.modules.get(path.rpartition(".")[0])
+    place = getattr(module, "__file__", None)
+    return Path(place) if place and Path(place).is_file() else None
+
+
 def _import(load: Callable[[], ModuleType], path: str, flag: str) -> ModuleType:
     try:
         return load()

@@ -367,6 +367,36 @@ def test_extreme_log_ratios_give_finite_weights_and_metrics(level, r, mode):
     assert all(math.isfinite(value) for value in correction.metrics.values())
 
 
+@pytest.mark.parametrize("mode", ["truncate", "clip"])
+@pytest.mark.parametrize("self_normalize", [False, True])
+def test_a_weight_beyond_float32_stops_and_is_named_and_no_metric_is_infinite(mode, self_normalize):
+    """They were infinite, and NaN over an infinite mean."""
+    batch = by_log_ratios([[0.0, 89.0], [100.0]])
+    config = CorrectionConfig(
+        level="token", mode=mode, upper=INF, log_ratio_clamp=None, self_normalize=self_normalize
+    )
+    with pytest.raises(
+        ValueError, match=r"log_ratio_clamp=None, upper=inf: token 1, one of 2,.*Give"
+    ):
+        correct(batch, config)
+    bounded = correct(batch, replace(config, upper=2.0))
+    assert bounded.weights.isfinite().all()
+    assert all(math.isfinite(value) for value in bounded.metrics.values())
+    assert bounded.metrics[f"correction/{BEYOND[mode]}"] == pytest.approx(2 / 3)
+
+
+BEYOND = {"truncate": "truncated_fraction", "clip": "clipped_high_fraction"}
+
+
+def test_a_weight_beyond_float32_that_is_rejected_is_no_error():
+    config = CorrectionConfig(
+        level="token", mode="mask", upper=2.0, log_ratio_clamp=None, self_normalize=True
+    )
+    correction = correct(by_log_ratios([[0.0, 89.0]]), config)
+    assert correction.weights.tolist() == [1, 0]
+    assert all(math.isfinite(value) for value in correction.metrics.values())
+
+
 @given(batches(), configs())
 def test_levels_agree_to_the_bit_on_one_token_sequences(batch, config):
     batch = TokenBatch.packed(

@@ -27,7 +27,7 @@ from tests.support.raylets import raylets
 from tests.support.soak_record import SoakRecord
 from tests.support.tiny import make_checkpoint
 from tests.support.train_runs import ROLLOUTS, TWO_RANKS, run_hash, start_train, write_prompts
-from tests.support.victims import kill, victim_of
+from tests.support.victims import OWN_RAY, SIGNALS, kill, victim_of
 
 PHASES = {"_start": "start", "roll_out": "rollout", "train": "train", "push_weights": "push",
           "save_if_due": "save"}  # fmt: skip
@@ -70,7 +70,8 @@ class Soak:
         """The kill of this number, with all that follows from it."""
         draw, victim = random.Random(f"{self.seed}/{number}"), victim_of(self.seed, number)
         setting = {
-            "hosts": {"node": HOSTS, "raylet": 1}.get(victim) or draw.choice([1, 1, HOSTS]),
+            "hosts": {"node": HOSTS, **dict.fromkeys(OWN_RAY, 1)}.get(victim)
+            or draw.choice([1, 1, HOSTS]),
             "ranks": draw.choice([1, 1, 2]),
             "engines": draw.choice([1, 2]),
             "weight_sync": draw.choice(["tensor", "distributed", "disk"]),
@@ -87,6 +88,7 @@ class Soak:
             if phase == "start"
             else draw.randrange(ROLLOUTS) + (phase == "save"),
             "after": round(draw.random() * undisturbed["seconds"][phase], 3),
+            "signal": draw.choice(SIGNALS),
         }
         started = time.monotonic()
         outcome = self.strike(setting, plan)
@@ -150,7 +152,8 @@ class Soak:
             "--rollout-num-engines", str(setting["engines"]), "--cpu-threads", "1",
             "--weight-sync", setting.get("weight_sync", "tensor"),
             "--max-rank-restarts", str(setting.get("rank_restarts", 0)),
-            "--rollout-health-timeout", "20", "--save", save, "--save-interval", "1", "--load", save,
+            "--rollout-health-timeout", "20", "--rank-timeout", "30",
+            "--save", save, "--save-interval", "1", "--load", save,
             *spread, *self.trained, preamble=MARKS,
             env={"TMPDIR": str(directory / "t"), "SOAK_MARKS": str(marks)},
         )  # fmt: skip
@@ -185,7 +188,7 @@ def kill_when_due(process, marks, plan, cluster):
         time.sleep(0.005)
     time.sleep(plan["after"])
     while process.poll() is None:
-        if kill(plan["victim"], plan["which"], process.pid, cluster):
+        if kill(plan["victim"], plan["which"], process.pid, cluster, plan["signal"]):
             return True
         time.sleep(0.02)
     return False
@@ -209,7 +212,8 @@ def processor() -> str:
 def describe(kill) -> str:
     struck = "killed" if kill["struck"] else "NOT FOUND"
     return (
-        f"{kill['victim']} {struck} {kill['after']:.2f} s into {kill['phase']} after "
+        f"{kill['victim']} {struck} ({kill.get('signal', 'KILL')}) {kill['after']:.2f} s into "
+        f"{kill['phase']} after "
         f"{kill['rollouts_done']} rollouts; {kill['hosts']} hosts, {kill['ranks']} ranks, "
         f"{kill['engines']} engines, {kill['weight_sync']}: exit codes {kill['exit_codes']}, hash "
         f"equal: {kill['hash_is_equal']}, left behind: {kill['left_behind'] or 'nothing'} "

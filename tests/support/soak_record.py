@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import NotRequired
 
 from pydantic import TypeAdapter, with_config
 from typing_extensions import TypedDict
@@ -26,6 +27,9 @@ class Kill(TypedDict):
     phase: str
     rollouts_done: int
     after: float
+    signal: NotRequired[str]
+    """KILL if it is not there."""
+
     struck: bool
     exit_codes: list[int]
     engine_restarts: int

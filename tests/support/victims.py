@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import signal
+import threading
 
 import psutil
 
@@ -10,8 +13,17 @@ from tests.support.processes import is_gone, is_guard
 
 VICTIMS = (
     "controller", "rank", "guard", "http", "scheduler", "detokenizer", "raylet", "node", "reward",
+    "gcs_server", "agent",
 )  # fmt: skip
-"""`raylet` is that of a run's own Ray; `node` that of a host of a cluster, which ends with it."""
+"""`raylet`, `gcs_server` and `agent` are those of a run's own Ray; `node` is the raylet of a host of a
+cluster, which ends with it."""
+
+OWN_RAY = ("raylet", "gcs_server", "agent")
+
+SIGNALS = ("KILL", "KILL", "TERM", "STOP")
+"""What a victim gets; one that is stopped goes on after STOPPED seconds. A node is always killed."""
+
+STOPPED = 10.0
 
 
 def victim_of(seed, number):
@@ -20,8 +32,8 @@ def victim_of(seed, number):
     return random.Random(f"{seed}/lap/{lap}").sample(VICTIMS, len(VICTIMS))[place]
 
 
-def kill(victim, which, controller, cluster):
-    """Kill one of the kind; whether there was one.
+def kill(victim, which, controller, cluster, name="KILL"):
+    """Send one of the kind a signal; whether there was one.
 
     `controller`: its process id. `cluster`: the `Raylets` that the run has joined, or None.
     """
@@ -34,10 +46,21 @@ def kill(victim, which, controller, cluster):
         others = {process for process in others if not is_gone(process)}  # a zombie has no command
         found = sorted(of_kind(victim, top, others), key=lambda process: process.pid)
         if found:
-            found[which % len(found)].kill()
+            _strike(found[which % len(found)], name)
     except psutil.Error:  # one of them has ended meanwhile
         return False
     return bool(found)
+
+
+def _strike(process, name):
+    process.send_signal(signal.Signals[f"SIG{name}"])
+    if name == "STOP":
+        threading.Timer(STOPPED, _resume, (process,)).start()
+
+
+def _resume(process):
+    with contextlib.suppress(psutil.Error):
+        process.resume()
 
 
 def of_kind(victim, controller, others):
@@ -54,5 +77,6 @@ def of_kind(victim, controller, others):
         return [p for p in others if "TrainerRank" in " ".join(p.cmdline())]
     if victim == "reward":
         return [p for p in controller.children() if "spawn_main" in " ".join(p.cmdline())]
-    name = victim if victim == "raylet" else f"sglang::{victim}"
+    own = {"raylet": "raylet", "gcs_server": "gcs_server", "agent": ("ray::Run", "ray::Dash")}
+    name = own.get(victim, f"sglang::{victim}")
     return [process for process in others if process.name().startswith(name)]

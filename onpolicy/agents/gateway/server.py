@@ -192,7 +192,8 @@ def has_key(request: web.Request, api_key: str) -> bool:
     headers = request.headers
     given = headers.get("x-api-key") or headers.get("Authorization") or ""
     key = given.removeprefix("Bearer ").strip()
-    return secrets.compare_digest(key.encode(), api_key.encode())
+    # aiohttp reads bytes that are no UTF-8 as lone surrogates, which nothing encodes but this.
+    return secrets.compare_digest(key.encode(errors="surrogateescape"), api_key.encode())
 
 
 @web.middleware

@@ -43,6 +43,11 @@ class ClusterConfig(HostsConfig):
     """Ranks of the trainer on each of them where there are no GPUs: they share the host's cores. 1 if
     not given."""
 
+    rank_timeout: Seconds = 900.0
+    """Seconds in which no rank of the trainer uses a processor, though all are waited for, after which
+    they count as hung and are ended; at least --rollout-health-timeout. A call may take as long as it
+    computes. In a collective of NCCL ranks use one: NCCL's own time limit of 2 hours ends those."""
+
     @property
     def ranks_per_node(self) -> int:
         """Ranks of the trainer on each of its hosts."""

@@ -230,8 +230,9 @@ class SamplersConfig(CpuConfig, EngineCountConfig, RoundingConfig):
     rollout_request_timeout: Seconds = 1800.0
     """Seconds after which a request counts as lost."""
 
-    rollout_start_timeout: Annotated[Seconds, OWN_SERVERS] = 600.0
-    """Seconds a server may take to start."""
+    rollout_start_timeout: Seconds = 600.0
+    """Seconds a server may take to start; also a Ray cluster of this host's own, and each rank of the
+    trainer's process."""
 
     rollout_health_timeout: Seconds = 60.0
     """Seconds without a successful health check after which a server counts as dead; also what a call
@@ -241,6 +242,7 @@ class SamplersConfig(CpuConfig, EngineCountConfig, RoundingConfig):
     """How often dead servers are started again before the run gives up, in all."""
 
 
+@also(rollout_start_timeout=[OWN_SERVERS])
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedConfig(FoundServersConfig, SamplersConfig):
     """Those of an evaluation."""

@@ -97,7 +97,7 @@ def _place_run(config: TrainConfig, contract: NumericsContract, hosts: Sequence[
 @contextmanager
 def on_cluster(config: TrainConfig, contract: NumericsContract) -> Iterator[OnCluster]:
     """Be in the run's cluster, and know what makes its engines there."""
-    with session(config.cluster):
+    with session(config.cluster, config.engine.rollout_start_timeout):
         yield OnCluster(config, contract)
 
 
@@ -109,7 +109,8 @@ def trainer_on_cluster(
     for those of its ranks. Raises ConfigError if it does not fit there, or a cluster's host's memory."""
     asked = needs if config.cluster.ray_address else None
     place = partial(fitting, partial(placement_of_trainer, config, contract), asked)
-    with session(config.cluster), ExitStack() as stack:
+    start_seconds = config.engine.rollout_start_timeout
+    with session(config.cluster, start_seconds), ExitStack() as stack:
         placement = _said(*when_it_fits(place, config.cluster))
         trainer = _make_ranks(placement.trainer, config, contract, logs)
         stack.callback(trainer.close)

@@ -13,8 +13,8 @@ from onpolicy.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-BY_CONTENT = frozenset({"hf_checkpoint", "prompt_data"})
-"""Paths whose content is compared instead: the pushed weights, and the prompts."""
+BY_CONTENT = frozenset({"hf_checkpoint"})
+"""Paths whose content is compared instead: the pushed weights. (`settings` leaves prompts to us.)"""
 
 
 def read_replayed(config: TrainConfig, prompts: Sequence[Prompt]) -> RolloutJournal | None:

@@ -20,6 +20,7 @@ from onpolicy.outputs.directory import versions
 from onpolicy.outputs.totals import RunTotals
 from onpolicy.run.saving import digests
 from onpolicy.system.records import checked
+from onpolicy.system.user_functions import source_of
 from onpolicy.types import Prompt
 
 STATE = "state.json"
@@ -108,9 +109,24 @@ class _Record(TypedDict):
 _SHAPE = TypeAdapter(_Record)
 
 
+OWN_FUNCTIONS = (
+    "custom_rm_path", "custom_generate_function_path", "custom_agent_function_path",
+    "custom_tis_function_path", "environment",
+)  # fmt: skip
+"""Settings that name code of the user's own."""
+
+
 def made_with(config: AnyRun) -> dict[str, Any]:
-    """The versions of the packages and the number of trainer ranks of this run."""
-    return {**versions(), "trainer_ranks": config.cluster.num_ranks}
+    """Return the versions of the packages, the number of trainer ranks, and what the files of the user's
+    own functions hold, without what they import (`<path> xxh3_128:<digest>`)."""
+    given = config.to_dict()
+    named = {name: path for name in OWN_FUNCTIONS if (path := given.get(name))}
+    own = {name: file for name, path in named.items() if (file := source_of(path)) is not None}
+    digests_of = {
+        name: f"{named[name]} xxh3_128:{xxhash.xxh3_128_hexdigest(file.read_bytes())}"
+        for name, file in own.items()
+    }
+    return {**versions(), "trainer_ranks": config.cluster.num_ranks, **digests_of}
 
 
 def digest_prompts(prompts: Sequence[Prompt]) -> str:

@@ -13,6 +13,7 @@ from onpolicy.errors import CheckpointError, ConfigError
 from onpolicy.outputs.directory import versions
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.saving.checkpoint import (
+    OWN_FUNCTIONS,
     STATE,
     Checkpoint,
     checkpoints,
@@ -129,8 +130,11 @@ def _require_same_settings(found: Checkpoint, config: AnyRun) -> None:
 
 
 def _require_same_prompts(found: Checkpoint, config: AnyRun, prompts: Sequence[Prompt]) -> None:
-    same = found.state.prompts == digest_prompts(prompts)
-    if not same and "prompt_data" not in config.output.allow_changed_settings:
+    if found.state.prompts == digest_prompts(prompts):
+        return
+    if "prompt_data" in config.output.allow_changed_settings:
+        logger.warning("%s goes on with other prompts", found.directory)
+    else:
         raise ConfigError(
             f"--prompt-data={config.data.sources}: its prompts are others than when "
             f"{found.directory} was made, which says how far a run has come in them. Give the same, or "
@@ -139,9 +143,10 @@ def _require_same_prompts(found: Checkpoint, config: AnyRun, prompts: Sequence[P
 
 
 def _report_other_surroundings(found: Checkpoint, config: AnyRun) -> None:
-    """Warn if versions or the number of ranks differ: they are no settings, but may change bits."""
+    """Warn if versions, the number of ranks or functions of the user's own differ: they are no settings,
+    but may change bits."""
     for name, now in made_with(config).items():
-        if now != (before := found.made_with.get(name)):
+        if now != (before := found.made_with.get(name, now if name in OWN_FUNCTIONS else None)):
             logger.warning("%s was made with %s=%s, now %s", found.directory, name, before, now)
 
 

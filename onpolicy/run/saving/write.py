@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Protocol
 
 from onpolicy.config.sft import AnyRun
-from onpolicy.errors import CheckpointError, HostLostError, TrainerLostError
+from onpolicy.errors import (
+    CheckpointError,
+    ConfigError,
+    HostLostError,
+    TrainerLostError,
+    in_one_line,
+)
+from onpolicy.outputs.lock import locked
 from onpolicy.run.saving.checkpoint import (
     STATE,
     Best,
@@ -29,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 _PARTIAL = ".partial_"
 """Before the name of what is being written, or deleted."""
+
+_PROBE_BYTES = 4 << 20
+"""What is written to see whether a disk is full: more than a refused write leaves room for."""
 
 
 class HasTrainer(Protocol):
@@ -57,25 +67,41 @@ def save(
     final = root / name_of(state.rollouts_done)
     partial = root / f"{_PARTIAL}{final.name}"
     try:
-        _begin(partial)
-        with engines.room():
-            engines.trainer.save(partial)
-            engines.trainer.export(partial / "hf")
-        write_rollouts(partial)
-        _commit(config, state, partial, final)
+        with locked(root, "--save"):  # again, if it was removed meanwhile
+            _begin(partial)
+            with engines.room():
+                engines.trainer.save(partial)
+                engines.trainer.export(partial / "hf")
+            write_rollouts(partial)
+            _commit(config, state, partial, final)
     except (OSError, RuntimeError) as error:
+        cause = _cause(partial, error)
         shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, (TrainerLostError, HostLostError)):
+        if isinstance(error, (TrainerLostError, HostLostError, ConfigError)):
             raise
-        raise _not_written(root, final.name, error) from error
+        raise _not_written(root, final.name, cause) from error
     _delete_old(root, config.output.keep_checkpoints, state.best)
 
 
-def _not_written(root: Path, name: str, error: Exception) -> CheckpointError:
+def _cause(partial: Path, error: Exception) -> str:
+    """Return what an error says, and why no more can be written, if that is so: of a full disk PyTorch's
+    writer says a position in a file."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return str(error)
+    try:
+        with (partial / "probe").open("wb", buffering=0) as probe:
+            probe.write(bytes(_PROBE_BYTES - 1))
+            probe.write(b"0")  # the first may have written a part
+    except OSError as refused:
+        return f"{refused.strerror}; {in_one_line(error)}"
+    return str(error)
+
+
+def _not_written(root: Path, name: str, cause: str) -> CheckpointError:
     whole = [path.name for path in checkpoints(root).values()]
     latest = f"The latest complete one is {whole[-1]}" if whole else "There is no earlier one"
     return CheckpointError(
-        f"--save={root}: {name} could not be written ({error}; {gib(free_bytes(root))} GiB are free "
+        f"--save={root}: {name} could not be written ({cause}; {gib(free_bytes(root))} GiB are free "
         f"there). {latest}. Free some space, and start again with --load."
     )
 

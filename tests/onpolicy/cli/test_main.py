@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from onpolicy.cli.main import COMMANDS, main
+from onpolicy.outputs.destinations import require_directory
 
 
 def test_every_command_is_listed_with_a_line_of_help(capsys):
@@ -80,6 +81,77 @@ def test_a_dry_run_finds_what_the_data_and_the_model_do_not_allow(dry_run, argv,
     code = main([*dry_run, *argv])
     error = capsys.readouterr().err
     assert (code == 2 and re.search(message, error)) or (code == 0 and "252" in argv)
+
+
+@pytest.mark.parametrize("flag", ["--run-dir", "--save"])
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_place_that_cannot_be_written_to_ends_a_dry_run_and_one_that_can_is_left_as_it_was(
+    checkpoint, tmp_path, capsys, flag, command
+):
+    """Root may write into any directory; nobody may write below a file."""
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"prompt": "ab", "label": "c"}\n')
+    argv = [command, "--dry-run", "--hf-checkpoint", str(checkpoint), "--prompt-data", str(file)]
+    argv += ["--rm-type", "exact"] * (command == "train")
+    argv += ["--save-interval", "1"] * (flag == "--save")
+    argv += ["--save-hf", str(tmp_path / "hf")] * (command == "sft" and flag != "--save")
+    assert main([*argv, flag, str(file / "below")]) == 2
+    assert f"{flag}={file}/below: cannot be written (Not a directory)" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == [file]
+
+
+def test_what_a_place_is_tried_with_is_removed(tmp_path):
+    require_directory("--run-dir", str(tmp_path / "made" / "run"))
+    (tmp_path / "own").mkdir()
+    require_directory("--run-dir", str(tmp_path / "own"))
+    assert [path.name for path in tmp_path.rglob("*")] == ["own"]
+
+
+def test_a_place_without_room_is_refused(tmp_path):
+    """A limit of a process's files is what a full disk is to it."""
+    script = (
+        "import resource, sys; from onpolicy.outputs.destinations import require_directory; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)); "
+        "require_directory('--save', sys.argv[1])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True
+    )
+    assert f"--save={tmp_path}: cannot be written (File too large)" in done.stderr
+
+
+def test_a_second_server_in_one_run_directory_is_refused(checkpoint, tmp_path, capsys):
+    script = (
+        "import sys; from pathlib import Path; from onpolicy.outputs.lock import locked; "
+        "held = locked(Path(sys.argv[1]), '--run-dir'); held.__enter__(); "
+        "print('held', flush=True); sys.stdin.readline()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as first:
+        first.stdout.readline()
+        assert main(["serve", "--hf-checkpoint", str(checkpoint), "--run-dir", str(tmp_path)]) == 2
+        assert f"process {first.pid} on" in capsys.readouterr().err
+        first.stdin.close()
+
+
+def test_sigterm_is_said_and_ends_a_command_with_its_code():
+    script = (
+        "import os, signal, subprocess, sys, onpolicy.cli.data as data\n"
+        "from onpolicy.cli import main as cli\n"
+        "def command(argv):\n"
+        "    try:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        signal.pause()\n"
+        "    finally:\n"
+        "        print('left', flush=True)\n"
+        "data.main = command\n"
+        "sys.exit(cli.main(['data']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (143, "left\n")
+    assert done.stderr.strip().startswith("SIGTERM: this command was asked to end")
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 def test_the_installed_command_runs():

@@ -167,3 +167,34 @@ def test_verify_and_bench_take_the_training_engine():
     assert (config.train_backend, config.megatron.megatron_tp) == ("megatron", 2)
     both = parse(BenchConfig, ["step", "--train-backend", "fsdp,megatron"], "x")
     assert both.train_backend == "fsdp,megatron"
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--num_generations", "8"], "--num_generations: unknown flag. It is --n-samples-per-"),
+        (["--max-completion-length=8"], "It is --rollout-max-response-len here."),
+        (["--num-generatoins", "8"], "unknown flag. See"),
+        (
+            ["--prompt-data", "a.jsonl", "actor_rollout_ref.rollout.n=8"],
+            "actor_rollout_ref.rollout.n=8: is an override of verl's, and flags are --name VALUE. "
+            "It is --n-samples-per-prompt here.",
+        ),
+        (["+trainer.logger=console"], "+trainer.logger=console: is an override of verl's"),
+    ],
+)  # fmt: skip
+def test_names_of_other_libraries_are_told_by_ours(argv, says):
+    with pytest.raises(ConfigError) as refused:
+        train(*argv)
+    assert says in str(refused.value)
+
+
+def test_every_flag_that_another_librarys_name_is_told_by_is_one():
+    from onpolicy.cli.other_names import OURS
+
+    assert {*OURS.values()} <= {*flag_types(TrainConfig)}
+
+
+def test_a_named_evaluation_set_is_no_override():
+    config = train("--eval-prompt-data", "data=a.jsonl", "math.test=b.jsonl")
+    assert len(flag_values(config)["eval_prompt_data"]) == 2

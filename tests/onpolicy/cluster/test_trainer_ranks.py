@@ -1,9 +1,13 @@
 """Two real ranks in processes of Ray's, beside a trainer in this one."""
 
+import dataclasses
 import os
 import signal
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -17,6 +21,7 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.train import make_trainer
 from tests.support.forked_processes import forked_processes
+from tests.support.processes import is_gone
 from tests.support.samples import make_train_sample
 from tests.support.unstarted_run import changed, make_config
 
@@ -158,3 +163,63 @@ def test_a_rank_that_is_killed_ends_the_call_and_is_named(make_ranks):
         ranks.log_probs(SEQUENCES, PROMPTS, 1.0)
     assert "checking the trainer's operators" in Path(ranks._logs[1]).read_text()
     ranks.close()
+
+
+@pytest.fixture
+def impatient(make_ranks):
+    """Ranks that count as hung after 1.5 s: (them, their processes)."""
+    from ray.cloudpickle import register_pickle_by_value
+
+    register_pickle_by_value(sys.modules[__name__])  # which ranks do not import
+    ranks = make_ranks()
+    cluster, engine = ranks.config.cluster, ranks.config.engine
+    ranks.config = dataclasses.replace(
+        ranks.config,
+        cluster=dataclasses.replace(cluster, rank_timeout=1.5),
+        engine=dataclasses.replace(engine, rollout_health_timeout=1.0),
+    )
+    yield ranks, [psutil.Process(pid) for _, pid in ranks._processes]
+    ranks.close()
+
+
+def ends(process):
+    """Whether it ends within seconds; where it was forked nobody may wait for it."""
+    deadline = time.monotonic() + 10
+    while not is_gone(process) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return is_gone(process)
+
+
+def meet(trainer, seconds):
+    """All but rank 0 compute before they come to where all meet."""
+    ends = time.monotonic() + seconds * torch.distributed.get_rank()
+    while time.monotonic() < ends:
+        pass
+    torch.distributed.barrier()
+
+
+def wait_for_nobody(trainer):
+    """Rank 0 waits where all are to meet, and the others do not come."""
+    if torch.distributed.get_rank():
+        time.sleep(1000)
+    torch.distributed.barrier()
+
+
+def test_ranks_that_wait_for_one_that_computes_are_waited_for_and_for_one_that_is_stopped_are_not(
+    impatient,
+):
+    ranks, processes = impatient
+    assert ranks.on_each_rank(meet, 5.0) == [None, None]
+    processes[1].suspend()
+    states = r"rank 0 \(sleeping\), rank 1 \(stopped\)"
+    with pytest.raises(TrainerLostError, match=rf"--rank-timeout=1\.5: .*{states}.*--load"):
+        ranks.on_each_rank(meet, 0.0)
+    assert all(ends(process) for process in processes)
+
+
+def test_ranks_that_hang_in_a_collective_end_the_call(impatient):
+    ranks, processes = impatient
+    states = r"rank 0 \(sleeping\), rank 1 \(sleeping\)"
+    with pytest.raises(TrainerLostError, match=rf"no rank .* has computed for \d+ s: {states}"):
+        ranks.on_each_rank(wait_for_nobody)
+    assert all(ends(process) for process in processes)

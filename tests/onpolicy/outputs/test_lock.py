@@ -75,6 +75,20 @@ def test_a_worker_that_outlives_its_run_holds_nothing(holder, tmp_path):
     hold(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "then",
+    [
+        'open(sys.argv[1] + "/.lock").close()',
+        'with locked(Path(sys.argv[1]), "--run-dir"): pass',
+    ],
+    ids=["the file is opened once more", "the directory is locked once more"],
+)
+def test_a_lock_is_kept_when_its_own_process_closes_the_file_once_more(holder, tmp_path, then):
+    holder(then)
+    with pytest.raises(ConfigError, match="is writing there"):
+        hold(tmp_path)
+
+
 def test_a_lock_that_says_nothing_is_a_lock(holder, tmp_path):
     holder()
     (tmp_path / "run" / ".lock").write_text("")

@@ -21,6 +21,7 @@ from onpolicy.outputs.trajectories import read
 from onpolicy.run.cases import read_case
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.run import Run
+from onpolicy.run.saving.checkpoint import checkpoints
 from onpolicy.types import SampleGroup
 from tests.support.engines_in_memory import Host
 from tests.support.run_in_memory import (
@@ -440,3 +441,15 @@ def test_corrections_of_a_rung_are_the_trainers_from_the_next_rollout_on(tmp_pat
 
     run_in_memory(tmp_path, make_run=Seeing, **CLIMBING)
     assert seen == [(False, False), (True, False), *[(True, True)] * 4]
+
+
+def test_a_run_that_is_ended_says_from_which_checkpoint_it_goes_on(tmp_path, caplog):
+    def end(sample):
+        if len(checkpoints(tmp_path / "save")) == 1:
+            raise KeyboardInterrupt
+        return even_tokens(sample)
+
+    save = str(tmp_path / "save")
+    with pytest.raises(KeyboardInterrupt):
+        run_in_memory(tmp_path, reward=end, save=save, save_interval=1)
+    assert f"--load {save} goes on from step_000001" in caplog.text

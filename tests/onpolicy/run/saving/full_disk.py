@@ -48,7 +48,7 @@ for size in (100, 450_000):  # in the configuration, or the exported weights
 trainer.export = then_limit(export, 1000)  # in the record
 fail()
 
-print(sorted(path.name for path in Path(config.output.save).iterdir()))
+print(sorted(path.name for path in Path(config.output.save).iterdir() if path.name != ".lock"))
 trainer.load(saving.find(config, PROMPTS).directory)
 print("resumes after", saving.find(config, PROMPTS).state.rollouts_done)
 saving.save(config, engines, state_after(4))

@@ -4,12 +4,14 @@ import dataclasses
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from onpolicy.errors import ConfigError
 from onpolicy.run import saving
-from onpolicy.run.saving.checkpoint import STATE, _digest
+from onpolicy.run.saving.checkpoint import STATE, _digest, made_with
+from onpolicy.run.saving.resume import _report_other_surroundings
 from tests.support.unstarted_run import PROMPTS, changed, make_config, state_after
 
 
@@ -273,3 +275,26 @@ def test_other_prompts_are_refused_unless_that_is_allowed(run, other):
 def test_the_tests_above_change_something(run):
     for name, value in (FREE | REFUSED).items():
         assert changed(run[0], **{name: value}) != run[0]
+
+
+def test_the_same_prompts_at_another_place_are_the_same_settings(run, caplog):
+    config, _ = run
+    moved = changed(config, prompt_data=("/mnt/other/prompts.jsonl",))
+    assert find(moved).state == state_after(4)
+    assert "changed setting" not in caplog.text
+
+
+def test_a_reward_function_that_was_changed_is_said(checkpoint, tmp_path, caplog):
+    file = tmp_path / "own.py"
+    file.write_text("def reward(sample): return 1.0")
+    config = changed(make_config(checkpoint, tmp_path), rm_type="", custom_rm_path=f"{file}:reward")
+    before = made_with(config)
+    assert made_with(config) == before
+    file.write_text("def reward(sample): return 0.0")
+    assert made_with(config) != before
+    found = SimpleNamespace(directory="step_000002", made_with=before)
+    _report_other_surroundings(found, config)
+    assert f"step_000002 was made with custom_rm_path={file}:reward xxh3_128:" in caplog.text
+    caplog.clear()
+    _report_other_surroundings(SimpleNamespace(directory="x", made_with=made_with(config)), config)
+    assert not caplog.text

@@ -30,10 +30,16 @@ def run_script(name, *argv, before=()):
     return done.stdout
 
 
+def names(save):
+    """What lies under --save, less the lock."""
+    return sorted({path.name for path in save.iterdir()} - {".lock"})
+
+
 def test_a_full_disk_at_save_keeps_the_earlier_checkpoint_and_says_what_to_do(checkpoint, tmp_path):
     with forked_processes():
         output = run_script("full_disk.py", checkpoint, tmp_path)
     assert len(re.findall(MESSAGE.format(4, 2), output)) == 6, output
+    assert output.count("could not be written (") == output.count("File too large") == 6
     assert output.endswith("['step_000002']\nresumes after 2\nwith space, saves 4\n")
 
 
@@ -76,7 +82,7 @@ def test_the_newest_checkpoints_are_kept(run):
     config = changed(config, keep_checkpoints=2)
     for done in (2, 4, 6, 8):
         saving.save(config, engines, state_after(done))
-    assert sorted(path.name for path in save.iterdir()) == ["step_000006", "step_000008"]
+    assert names(save) == ["step_000006", "step_000008"]
     assert saving.find(config, PROMPTS).state == state_after(8)
 
 
@@ -116,10 +122,10 @@ def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_none_half_there(run, m
     with pytest.raises(KeyboardInterrupt):
         saving.save(config, engines, state_after(4))
     monkeypatch.undo()
-    assert {path.name for path in save.iterdir()} == {".partial_step_000002", "step_000004"}
+    assert names(save) == [".partial_step_000002", "step_000004"]
     assert saving.find(config, PROMPTS).state == state_after(4)
     saving.save(config, engines, state_after(6))
-    assert [path.name for path in save.iterdir()] == ["step_000006"]
+    assert names(save) == ["step_000006"]
 
 
 def test_a_damaged_checkpoint_in_the_way_is_set_aside(run):
@@ -220,3 +226,28 @@ def test_the_room_asked_for_is_that_of_the_training_engine(
     monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 0))
     with pytest.raises(ConfigError, match=rf"parameters x \({trained} bytes of training state"):
         saving.require_room(config, engines.hf_config)
+
+
+def test_a_directory_that_was_removed_is_made_again_and_no_other_run_gets_in_meanwhile(run):
+    config, engines, save = run
+    refused = []
+
+    def another_run(partial):
+        with pytest.raises(ConfigError, match="is writing there"):
+            lock_elsewhere(save)
+        refused.append(True)
+
+    shutil.rmtree(save, ignore_errors=True)
+    saving.save(config, engines, state_after(2), another_run)
+    assert refused and names(save) == ["step_000002"]
+
+
+def lock_elsewhere(directory):
+    """Lock it as another process would."""
+    script = "import sys; from pathlib import Path; from onpolicy.outputs.lock import locked; "
+    script += "locked(Path(sys.argv[1]), '--save').__enter__()"
+    done = subprocess.run(
+        [sys.executable, "-c", script, directory], capture_output=True, text=True, env=ENVIRONMENT
+    )
+    if done.returncode:
+        raise ConfigError(done.stderr)

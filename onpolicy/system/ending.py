@@ -1,0 +1,106 @@
+"""How a command ends that is asked to, or that has lost what it cannot go on without.
+
+Both come as SIGTERM, also the loss, which another thread notices: it reaches the main thread
+wherever that waits. The main thread then leaves all its contexts, which end servers and remove what
+was made.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from onpolicy.errors import OnPolicyError
+
+SECONDS = 20.0
+"""Longest that a command may take to end. SLURM and Kubernetes kill 30 s after SIGTERM; the guards of
+servers clean up after a process that is killed."""
+
+HEARD_SECONDS = 3.0
+"""Longest that the main thread may take to hear of a loss. One that waits in C++ for what is lost,
+as in a call of Ray's, hears nothing."""
+
+ASKED = (
+    "SIGTERM: this command was asked to end, by somebody or by a scheduler of jobs, and ends now. A run "
+    "with --save goes on from its last checkpoint when it is started again with --load."
+)
+
+_loss: OnPolicyError | None = None
+_is_heard = False
+_is_ending = threading.Event()
+
+
+class Ended(SystemExit):
+    """The end of a command before its work was done, of which it has told; with its exit code."""
+
+
+@contextmanager
+def heard() -> Iterator[None]:
+    """Say so at once, and raise Ended in the main thread, when SIGTERM comes or something is lost.
+
+    Changes nothing in another thread than the main one, which hears no signals.
+    """
+    global _loss, _is_heard
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before, owner = signal.getsignal(signal.SIGTERM), os.getpid()
+    ended: Ended | None = None
+
+    def end(number: int, _: FrameType | None) -> None:
+        nonlocal ended
+        signal.signal(number, signal.SIG_DFL)  # a second one ends this process at once
+        if os.getpid() != owner:  # a worker that was forked
+            os.kill(os.getpid(), number)
+            return
+        _is_ending.set()
+        _end_by_then(SECONDS, number)
+        code, words = _told(number)
+        os.write(2, f"\n{words}\n".encode())  # what the signal interrupted may hold sys.stderr
+        ended = Ended(code)
+        raise ended
+
+    signal.signal(signal.SIGTERM, end)
+    _loss, _is_heard = None, True
+    _is_ending.clear()
+    try:
+        yield
+    except BaseException as error:  # Ray raises a SystemExit of its own in its place
+        if ended is not None and error is not ended:
+            raise ended from error
+        raise
+    finally:
+        _is_heard = False
+        signal.signal(signal.SIGTERM, before)
+
+
+def lose(error: OnPolicyError) -> None:
+    """End this command with an error, from another thread than the main one. Does nothing where
+    nobody hears it (`heard`). A main thread that does not hear it is not waited for: guards clean
+    up then."""
+    global _loss
+    if not _is_heard:
+        return
+    _loss = error
+    os.kill(os.getpid(), signal.SIGTERM)
+    if not _is_ending.wait(HEARD_SECONDS):
+        code, words = _told(signal.SIGTERM)
+        os.write(2, f"\n{words}\n".encode())
+        os._exit(code)
+
+
+def _told(number: int) -> tuple[int, str]:
+    if _loss is None:
+        return 128 + number, ASKED
+    return 1, f"{type(_loss).__name__}: {_loss}"
+
+
+def _end_by_then(seconds: float, number: int) -> None:
+    """Let the signal end this process if it is still there after so many seconds."""
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), number))
+    timer.daemon = True
+    timer.start()
