@@ -27,8 +27,8 @@ from onpolicy.errors import ConfigError, TrainerLostError
 logger = logging.getLogger(__name__)
 
 LEAST_SHARE = 0.01
-"""Of one processor that a rank that works takes at least; the threads of Ray's in an idle one took 0.001
-to 0.004, on an Intel Xeon."""
+"""The least share of one processor that a working rank takes; the threads of Ray's in an idle one took
+0.001 to 0.004, on an Intel Xeon."""
 
 LOOKS = 4
 """How often it is looked within the time after which ranks count as hung."""

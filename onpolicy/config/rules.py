@@ -70,6 +70,14 @@ class DecidesResults:
 NO_RESULT = DecidesResults(False)
 
 
+@dataclass(frozen=True)
+class ByContent:
+    """A note beside a path of which settings are compared by what it holds, wherever that lies."""
+
+
+BY_CONTENT = ByContent()
+
+
 def decides_results(flag: Flag) -> bool:
     """Whether runs that differ in this flag are two experiments."""
     notes = (*flag.notes, *flag.outer)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onpolicy.config.flags import flags_of, spelled
-from onpolicy.config.rules import decides_results
+from onpolicy.config.rules import ByContent, decides_results
 from onpolicy.config.sft import AnyRun, SftConfig
 from onpolicy.config.train import TrainConfig
 
@@ -20,7 +20,12 @@ DECIDE_NO_RESULT = frozenset(
 )
 """Settings that change no bit of an aligned run, and nothing but chance in another."""
 
-BY_CONTENT = frozenset({"prompt_data"})
+BY_CONTENT = frozenset(
+    flag.name
+    for command in (TrainConfig, SftConfig)
+    for flag in flags_of(command)
+    if any(isinstance(note, ByContent) for note in flag.notes)
+)
 """Paths of which whoever compares settings compares the contents instead (`digest_prompts`)."""
 
 _LENGTHS = {"num_rollout", "num_epoch", "max_steps"}

@@ -8,7 +8,7 @@ from onpolicy.config import groups
 from onpolicy.config.flags import also, flag_values
 from onpolicy.config.kinds import Count, CountOrZero, Directory, NonNegative, Seed
 from onpolicy.config.plan import RunPlan, tool_plan
-from onpolicy.config.rules import NO_RESULT, Against, Facts, Together
+from onpolicy.config.rules import BY_CONTENT, NO_RESULT, Against, Facts, Together
 from onpolicy.config.train import NO_CHECKPOINT, TrainConfig
 
 OF_TRAIN = ReadBy("`onpolicy train`", lambda run: False)
@@ -22,6 +22,7 @@ def _leaves_nothing(run: Facts) -> bool:
 class AnswersConfig:
     prompt_data: Annotated[
         str,
+        BY_CONTENT,
         Together(lambda run: not run.prompt_data,
             "--prompt-data is missing: there is nothing to learn from. Give a path."),
     ] = ""  # fmt: skip

@@ -37,7 +37,7 @@ class _Held:
 
 
 _held: dict[tuple[int, int], _Held] = {}
-"""By the device and inode of the file."""
+"""The locks that are held, by the device and inode of the file."""
 
 
 def _forget() -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from fallback_correction.ranges import ReadBy, above, at_least, at_most
 from onpolicy.config.groups.agents import TemplateOptions, has_agent, is_of_verifiers
 from onpolicy.config.kinds import Count
-from onpolicy.config.rules import NO_RESULT, Against, Facts, Together
+from onpolicy.config.rules import BY_CONTENT, NO_RESULT, Against, Facts, Together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +80,7 @@ class RowsConfig:
 class DataConfig(RowsConfig):
     prompt_data: Annotated[
         tuple[str, ...],
+        BY_CONTENT,
         Together(lambda run: run.num_rollout and not (any(run.prompt_data) or is_of_verifiers(run)),
             "--prompt-data is missing: a run needs it. Give a path."),
         Together(lambda run: "" in run.prompt_data[1:] and " ".join(map(repr, run.prompt_data)),

@@ -14,6 +14,7 @@ from annotated_types import Ge
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
+from onpolicy.config.settings import DECIDE_NO_RESULT
 from onpolicy.config.sft import AnyRun
 from onpolicy.errors import CheckpointError
 from onpolicy.outputs.directory import versions
@@ -109,24 +110,23 @@ class _Record(TypedDict):
 _SHAPE = TypeAdapter(_Record)
 
 
-OWN_FUNCTIONS = (
-    "custom_rm_path", "custom_generate_function_path", "custom_agent_function_path",
-    "custom_tis_function_path", "environment",
-)  # fmt: skip
-"""Settings that name code of the user's own."""
-
-
 def made_with(config: AnyRun) -> dict[str, Any]:
     """Return the versions of the packages, the number of trainer ranks, and what the files of the user's
     own functions hold, without what they import (`<path> xxh3_128:<digest>`)."""
     given = config.to_dict()
-    named = {name: path for name in OWN_FUNCTIONS if (path := given.get(name))}
+    named = {name: path for name, path in given.items() if path and names_code(name)}
     own = {name: file for name, path in named.items() if (file := source_of(path)) is not None}
     digests_of = {
         name: f"{named[name]} xxh3_128:{xxhash.xxh3_128_hexdigest(file.read_bytes())}"
         for name, file in own.items()
     }
     return {**versions(), "trainer_ranks": config.cluster.num_ranks, **digests_of}
+
+
+def names_code(name: str) -> bool:
+    """Return whether a setting names code of the user's own that decides results."""
+    is_own = name.startswith("custom_") and name.endswith("_path") and name not in DECIDE_NO_RESULT
+    return is_own or name == "environment"
 
 
 def digest_prompts(prompts: Sequence[Prompt]) -> str:

@@ -13,12 +13,12 @@ from onpolicy.errors import CheckpointError, ConfigError
 from onpolicy.outputs.directory import versions
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.saving.checkpoint import (
-    OWN_FUNCTIONS,
     STATE,
     Checkpoint,
     checkpoints,
     digest_prompts,
     made_with,
+    names_code,
     number_of,
     read,
 )
@@ -146,7 +146,7 @@ def _report_other_surroundings(found: Checkpoint, config: AnyRun) -> None:
     """Warn if versions, the number of ranks or functions of the user's own differ: they are no settings,
     but may change bits."""
     for name, now in made_with(config).items():
-        if now != (before := found.made_with.get(name, now if name in OWN_FUNCTIONS else None)):
+        if now != (before := found.made_with.get(name, now if names_code(name) else None)):
             logger.warning("%s was made with %s=%s, now %s", found.directory, name, before, now)
 
 

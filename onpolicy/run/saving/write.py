@@ -93,7 +93,8 @@ def _cause(partial: Path, error: Exception) -> str:
             probe.write(bytes(_PROBE_BYTES - 1))
             probe.write(b"0")  # the first may have written a part
     except OSError as refused:
-        return f"{refused.strerror}; {in_one_line(error)}"
+        if str(refused.strerror) not in str(error):
+            return f"{refused.strerror}; {in_one_line(error)}"
     return str(error)
 
 
