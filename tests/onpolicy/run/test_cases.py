@@ -1,5 +1,7 @@
 """A case asks for the answer that has the token that differs, whichever turn and branch it is of."""
 
+from dataclasses import replace
+
 import pytest
 
 from onpolicy.run.cases import asked_at, first_apart
@@ -71,3 +73,5 @@ def test_the_first_token_that_differs_is_found_behind_what_was_given():
     assert first == len(PROMPT.prompt_ids) and PARAMS.temperature == 1.0
     assert first_apart(trajectory, [*same[:-1], float("nan")]) == last
     assert first_apart(trajectory, [same[0] + 1, *same[1:-1], 0.0]) == first
+    zero = replace(trajectory, rollout_log_probs=[*same[:-1], 0.0])
+    assert first_apart(zero, [*same[:-1], -0.0]) == last

@@ -94,6 +94,17 @@ def test_a_filter_that_an_engine_has_never_heard_of_is_found(make, cut):
         trainer.train(sampled(trainer), 0, RATES)
 
 
+@pytest.mark.parametrize("cut", CUTS.values(), ids=[*CUTS])
+def test_a_probe_of_engines_that_say_nothing_of_a_filter_finds_it(make, cut):
+    """Tokens that count as drawn from all, where the trainer's own cut leaves fewer, have NaN."""
+    trainer = make(rollout=cut)
+    sample = sampled(trainer, cut=cut_of(cut), temperature=1.0)[0].sample
+    asked = [sample.token_ids], [len(sample.prompt.prompt_ids)], 1.0
+    ((told, _),) = trainer.rescore(*asked, [sample.trajectory.kept_tokens])
+    ((untold, _),) = trainer.rescore(*asked)
+    assert told.tolist() == sample.rollout_log_probs and untold.isnan().any()
+
+
 def test_a_run_that_may_fall_back_ends_too_since_weights_of_equal_log_probs_are_1(trained):
     falls_back = {"parity": {"parity_policy": "fallback"}, "fallback": {"use_tis": True}}
     with pytest.raises(ParityError, match=OTHERWISE):
