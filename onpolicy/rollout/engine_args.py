@@ -20,7 +20,12 @@ from onpolicy.contract import (
     AdapterShape,
     NumericsContract,
 )
-from onpolicy.system.network import GLOO_INTERFACE, LOOPBACK_INTERFACE, is_loopback
+from onpolicy.system.network import (
+    GLOO_INTERFACE,
+    LOOPBACK_INTERFACE,
+    is_loopback,
+    proxy_exceptions,
+)
 
 CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
 """Without it SGLang refuses more tensor-parallel ranks on a CPU than the host has NUMA nodes."""
@@ -236,6 +241,8 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
         **_gloo_interface(spec.host),
+        # SGLang asks its own server for a token before it serves.
+        **proxy_exceptions(os.environ, spec.host),
         **spec.contract.variables,
     }
     if spec.adapter_names:

@@ -20,6 +20,7 @@ import requests
 from onpolicy.config.groups import EngineConfig
 from onpolicy.errors import ConfigError, EngineError
 from onpolicy.rollout.death import cause_of_death, oom_kills
+from onpolicy.rollout.direct_http import ask
 from onpolicy.rollout.engine_args import (
     EngineSpec,
     engine_environment,
@@ -99,7 +100,7 @@ class EngineServer:
             if not self.is_running:
                 raise EngineError(self._death())
             with contextlib.suppress(requests.RequestException):
-                if requests.get(f"{self.url}/health", headers=headers, timeout=5).ok:
+                if ask("GET", f"{self.url}/health", headers=headers, timeout=5).ok:
                     return
             if time.monotonic() > news:
                 logger.info("%s is still starting; its log: %s", self.url, self.log_file)
@@ -225,7 +226,7 @@ def _require_servers(urls: Sequence[str], api_key: str) -> None:
 
 def _problem(url: str, headers: dict[str, str]) -> str | None:
     try:
-        response = requests.get(url, headers=headers, timeout=_ANSWER_SECONDS)
+        response = ask("GET", url, headers=headers, timeout=_ANSWER_SECONDS)
         if response.status_code in (401, 403):
             return "refuses --rollout-api-key" if headers else "asks for an --rollout-api-key"
         response.raise_for_status()
