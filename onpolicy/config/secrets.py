@@ -9,6 +9,9 @@ from onpolicy.errors import ConfigError
 
 HIDDEN = "..."
 
+ADMIN_KEY = "--admin-api-key"
+"""SGLang's flag for a key of control calls."""
+
 
 def reveal(flag: str, value: str) -> str:
     """The secret that a flag was given: the value itself, or what the file after an @ holds.

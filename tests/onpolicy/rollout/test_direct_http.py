@@ -112,8 +112,8 @@ def test_libraries_that_read_the_environment_find_no_proxy_for_this_host(
 
 def test_hosts_that_the_environment_excepts_stay_excepted():
     given = {"no_proxy": "a.example, .b", "NO_PROXY": "c.example"}
-    for value in proxy_exceptions(given, "10.0.0.7").values():
-        assert value.split(",") == ["a.example", ".b", "c.example", "127.0.0.1", "localhost", "::1", "10.0.0.7"]  # fmt: skip
+    kept, added = "a.example,.b,c.example", "127.0.0.1,localhost,::1,10.0.0.7"
+    assert {*proxy_exceptions(given, "10.0.0.7").values()} == {f"{kept},{added}"}
     assert {*proxy_exceptions({"NO_PROXY": "*"}).values()} == {"*"}
     twice = proxy_exceptions(proxy_exceptions(given))
     assert twice == proxy_exceptions(given)
