@@ -17,7 +17,7 @@ from typing import Any
 from sglang_patches import registry
 
 MIDDLEWARE = "sglang.srt.utils.auth.add_api_key_middleware"
-SERVER_INFO = "sglang.srt.utils.common.build_server_info"
+SERVER_INFO = "sglang.srt.sampling.watermarking.core.redact_watermark_secrets"
 
 OPEN = frozenset({"/health", "/health_generate", "/ready", "/metrics", "/metrics/"})
 """Calls that need no key, as those who watch a server expect."""
@@ -163,14 +163,18 @@ def _path(scope: Any) -> str:
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
-def _without_secrets(info: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
-    """Return what /server_info tells less the values of keys and the command that was given them."""
-    shown = {
-        name: "..." if value and isinstance(value, str) and _is_secret(name) else value
-        for name, value in info.items()
-    }
-    return {**shown, "launch_command": None}
+def _without_secrets(told: Any, *_: Any, **__: Any) -> Any:
+    """Return what /server_info tells less the values of keys and the command that was given them, which
+    each scheduler tells too."""
+    if isinstance(told, list):
+        return [_without_secrets(each) for each in told]
+    if not isinstance(told, dict):
+        return told
+    return {name: _shown(str(name), value) for name, value in told.items()}
 
 
-def _is_secret(name: str) -> bool:
-    return name.endswith(_NAMES_OF_SECRETS)
+def _shown(name: str, value: Any) -> Any:
+    if name == "launch_command":
+        return None
+    is_secret = name.endswith(_NAMES_OF_SECRETS) and isinstance(value, str)
+    return "..." if value and is_secret else _without_secrets(value)

@@ -141,9 +141,13 @@ def test_with_one_key_it_is_that_of_a_run_and_without_any_nobody_is_asked(app):
 
 
 def test_what_a_server_tells_of_itself_holds_no_key():
-    told = _without_secrets(
-        {"api_key": "A", "admin_api_key": "B", "ssl_keyfile_password": "C", "model_path": "/m",
-         "launch_command": "--api-key=A", "max_total_tokens": 3, "api_key_of": None}
-    )  # fmt: skip
-    assert not {"A", "B", "C"} & {*told.values()} and "--api-key=A" not in told.values()
-    assert told["model_path"] == "/m" and told["max_total_tokens"] == 3
+    secret = {"api_key": "A", "admin_api_key": "B", "ssl_keyfile_password": "C"}
+    more = {
+        "launch_command": ["--api-key=A"],
+        "model_path": "/m",
+        "api_key_of": None,
+        "num_token": 3,
+    }
+    told = _without_secrets({**secret, **more, "internal_states": [{**secret, "load": {**more}}]})
+    assert not any(f'"{text}' in json.dumps(told) for text in ("A", "B", "C", "--api-key"))
+    assert told["model_path"] == "/m" and told["internal_states"][0]["load"]["num_token"] == 3

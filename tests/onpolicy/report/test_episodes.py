@@ -1,5 +1,7 @@
 """`onpolicy episodes`: what it reads of a run's samples, and a page that is safe and follows the run."""
 
+import functools
+import http.client
 import json
 import re
 import threading
@@ -165,10 +167,10 @@ def test_a_served_page_follows_the_run(run):
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            address = f"http://127.0.0.1:{server.server_port}"
+            address = server.url
 
             def data():
-                with urllib.request.urlopen(f"{address}/data.json") as answer:
+                with urllib.request.urlopen(f"{address}data.json") as answer:
                     return json.load(answer)
 
             with urllib.request.urlopen(address) as answer:
@@ -178,9 +180,46 @@ def test_a_served_page_follows_the_run(run):
             run(sample(step=4), name="rollout_000004")
             assert len(data()["episodes"]) == 2 and data()["version"] != before["version"]
             with pytest.raises(urllib.error.HTTPError, match="404"):
-                urllib.request.urlopen(f"{address}/samples")
+                urllib.request.urlopen(f"{address}samples")
             with pytest.raises(ConfigError, match=f"--port={server.server_port}: cannot be"):
                 make_server(server.server_port, dict, render)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+HOSTS = {
+    "127.0.0.1": 200, "localhost:{port}": 200, "LOCALHOST": 200, "[::1]:{port}": 200,
+    "workstation.example:{port}": 200, "evil.example": 403, "127.0.0.1.evil.example": 403,
+    "evil.example:{port}": 403, "127.0.0.1:80@evil.example": 403, "": 403, "localhost.": 403,
+    "127.0.0.1:": 403, "::1": 403, "localhost/evil": 403,
+}  # fmt: skip
+
+
+def test_a_served_page_is_for_those_who_know_its_token_and_call_this_host_by_its_name(run):
+    directory = run(sample())
+    read = functools.partial(read_episodes, directory, 9)
+    with make_server(0, read, render, ("workstation.example",)) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+
+        def status(path, host="127.0.0.1"):
+            connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+            connection.putrequest("GET", path, skip_host=True)
+            connection.putheader("Host", host)
+            connection.endheaders()
+            answer = connection.getresponse()
+            assert answer.status == 200 or b"onpolicy episodes" not in answer.read()
+            connection.close()
+            return answer.status
+
+        try:
+            own = f"/{server.token}/"
+            for path in (own, f"{own}data.json"):
+                for host, expected in HOSTS.items():
+                    assert status(path, host.format(port=server.server_port)) == expected, host
+            for token in ("", "/", f"/{server.token[:-1]}"):
+                assert [status(f"{token}/"), status(f"{token}/data.json")] == [403, 403], token
         finally:
             server.shutdown()
             thread.join()
