@@ -25,6 +25,7 @@ from onpolicy.config.settings import same_run
 from onpolicy.config.sft import AnyRun
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, OutputError
+from onpolicy.outputs.console import Visible
 from onpolicy.outputs.lock import locked
 from onpolicy.outputs.metrics import (
     JsonlSink,
@@ -156,7 +157,7 @@ class RunDirectory:
         """Also log into logs/train.log, debug messages included."""
         with self.writing():
             handler = _LogFile(self.logs / "train.log")
-        handler.setFormatter(logging.Formatter(LOG_FORMAT))
+        handler.setFormatter(Visible(LOG_FORMAT))
         logging.getLogger().addHandler(handler)
         try:
             yield

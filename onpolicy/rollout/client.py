@@ -188,7 +188,7 @@ class EngineClient:
         response = self._call("POST", f"/flush_cache?timeout={_IDLE_SECONDS}")
         if not response.ok:
             raise EngineError(
-                f"{self.url}/flush_cache: HTTP {response.status_code}: {response.text}"
+                f"{self.url}/flush_cache: HTTP {response.status_code}: {_json(response)}"
             )
 
     def _call(self, method: str, path: str, num_bytes: int = 0, **body: Any) -> requests.Response:

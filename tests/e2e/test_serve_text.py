@@ -544,7 +544,7 @@ def test_fields_that_ask_for_nothing_change_nothing(server, path, asked):
 def test_what_a_client_had_sampled_in_a_session_has_the_trainers_log_probabilities(
     engines, started
 ):
-    _, key, url = started
+    _, key, url, _ = started
     headers = {"Authorization": f"Bearer {key}"}
     session = requests.post(url, headers=headers, timeout=60).json()
     with client_of(session["base_url"], session["api_key"]) as client:
