@@ -1,8 +1,8 @@
 """A page of a run that goes on, for its user alone: the files are read again at every look.
 
-Other users of the host can connect to 127.0.0.1 as well, and so can any page in a browser here whose name
-was made to mean this host (DNS rebinding). So the URL has a token, as Jupyter's has, and the `Host`
-header must be a name of this host's own.
+Other users of the host can connect to 127.0.0.1 as well, and so can any page in a browser here whose
+name was made to mean this host (DNS rebinding). So the URL has a token, as Jupyter's has, and the
+`Host` header must be a name of this host's own.
 Public reports: jupyter/notebook #3714, spec-kitty/spec-kitty #4769.
 """
 

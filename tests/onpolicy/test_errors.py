@@ -1,4 +1,4 @@
-"""What others wrote is shown by a terminal and never obeyed by it: in errors, on the console, in logs."""
+"""What others wrote is shown by a terminal and never obeyed: in errors, on the console, in logs."""
 
 import json
 import logging
@@ -56,7 +56,7 @@ def test_nothing_else_of_a_text_changes(text):
     assert visible("\n\tä 漢 👩‍👧 é") == "\n\tä 漢 👩‍👧 é"
 
 
-def test_a_checkpoints_template_and_a_files_fields_say_nothing_to_the_terminal(
+def test_a_template_and_the_fields_of_a_file_say_nothing_to_the_terminal(
     checkpoint, tmp_path, capsys
 ):
     shutil.copytree(checkpoint, tmp_path / "model")
