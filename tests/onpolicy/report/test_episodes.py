@@ -1,5 +1,6 @@
 """`onpolicy episodes`: what it reads of a run's samples, and a page that is safe and follows the run."""
 
+import contextlib
 import functools
 import http.client
 import json
@@ -142,7 +143,7 @@ def test_what_is_no_run_or_no_sample_is_refused(run, tmp_path):
         read_episodes("nowhere", 1)
     directory = run(sample(), {"step": 3})
     with pytest.raises(
-        ConfigError, match=re.escape("rollout_000003.jsonl:2: must be an object with")
+        ConfigError, match=re.escape("rollout_000003.jsonl:2: holds no prompt_index")
     ):
         read_episodes(directory, 1)
 
@@ -186,6 +187,19 @@ def test_a_served_page_follows_the_run(run):
         finally:
             server.shutdown()
             thread.join()
+
+
+WRONG = [None, 5, "x", True, [], [1], [[1]], {"a": 1}, [{"b": 2}], float("nan")]
+
+
+@pytest.mark.parametrize("field", sample())
+def test_a_line_of_another_shape_is_refused_or_shown_and_never_a_traceback(run, field):
+    for number, wrong in enumerate(WRONG):
+        directory = run({**sample(), field: wrong}, name=f"rollout_{number:06}")
+        with contextlib.suppress(ConfigError):
+            render(read_episodes(directory, 1))
+    with pytest.raises(ConfigError, match=r"rollout_\d+.jsonl:1: .*Mend or delete the line"):
+        read_episodes(directory, 99)
 
 
 HOSTS = {
