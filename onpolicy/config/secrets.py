@@ -58,6 +58,12 @@ def split(sglang_args: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return others, secrets
 
 
+def control_key(sglang_args: Sequence[str], api_key: str) -> str:
+    """Return the key of control calls: that of SGLang's own flag, else `api_key`."""
+    given = split(sglang_args)[1].get(ADMIN_KEY)
+    return reveal(ADMIN_KEY, given) if given else api_key
+
+
 def hide(sglang_args: Sequence[str]) -> tuple[str, ...]:
     """The arguments with `...` for secrets, to show and to write down."""
     others, secrets = split(sglang_args)

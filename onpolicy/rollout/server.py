@@ -36,6 +36,9 @@ _NEWS_SECONDS = 30.0
 _ANSWER_SECONDS = (10.0, 60.0)
 """To connect, and to answer: a server that is sampling for another run answers late."""
 
+CONTROL_CALL = "/end_weight_update"
+"""One of those that change a server (`sglang_patches/who_may_ask.py`)."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -189,11 +192,11 @@ def require_free_port(host: str, port: int) -> None:
         ) from error
 
 
-def require_addresses(engine: EngineConfig, api_key: str) -> None:
+def require_addresses(engine: EngineConfig, api_key: str, control_key: str = "") -> None:
     """Raise ConfigError if servers cannot listen where they are to be started, or are not where the
-    run is to find them."""
+    run is to find them, or would not take weights with `control_key` (empty: `api_key`)."""
     if engine.rollout_server_url:
-        _require_servers(engine.rollout_server_url, api_key)
+        _require_servers(engine.rollout_server_url, api_key, control_key or api_key)
     else:
         require_place(engine.rollout_host, engine.rollout_base_port, engine.rollout_num_engines)
 
@@ -214,13 +217,29 @@ def require_place(host: str, base_port: int, num_servers: int = 1) -> None:
             require_free_port(host, port)
 
 
-def _require_servers(urls: Sequence[str], api_key: str) -> None:
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+def _require_servers(urls: Sequence[str], api_key: str, control_key: str) -> None:
+    headers, of_control = (
+        {"Authorization": f"Bearer {key}"} if key else {} for key in (api_key, control_key)
+    )
     for url in urls:
         if problem := _problem(f"{url.rstrip('/')}/server_info", headers):
             raise ConfigError(
                 f"--rollout-server-url={url}: {problem}. Start a server with `onpolicy serve`, and give "
                 "the URL and the key that it prints."
+            )
+        # Without a body and by another method than its own: the key is looked at, and nothing else.
+        if (
+            ask(
+                "GET",
+                f"{url.rstrip('/')}{CONTROL_CALL}",
+                headers=of_control,
+                timeout=_ANSWER_SECONDS,
+            ).status_code
+            == 403
+        ):
+            raise ConfigError(
+                f"--rollout-api-key=...: {url} takes it for the key of clients, with which no run can "
+                "push weights. Give the key of runs, as the last line that `onpolicy serve` prints does."
             )
 
 

@@ -575,17 +575,21 @@ def test_a_checkpoint_without_a_tokenizer_is_refused_before_anything_starts(chec
     assert "its tokenizer has no tokens" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_verify_takes_a_server_that_somebody_else_started(server, checkpoint, tmp_path):
+def test_verify_takes_a_server_that_somebody_else_started(started, checkpoint, tmp_path, capsys):
     """The last test of this file: it leaves the server with weights that it trained."""
-    url, key = server
+    url, of_clients, _, key = started
     key_file, file = tmp_path / "key", tmp_path / "report.json"
-    key_file.write_text(key)
-    code = main([
+    argv = [
         "verify", "--hf-checkpoint", str(checkpoint), "--dtype", "float32",
         "--rollout-server-url", url, "--rollout-api-key", f"@{key_file}",
         "--num-prompts", "8", "--max-new-tokens", "8",
         "--json", str(file), "--run-dir", str(tmp_path / "run"),
-    ])  # fmt: skip
+    ]  # fmt: skip
+    key_file.write_text(of_clients)
+    assert main(argv) == 2
+    assert "takes it for the key of clients" in capsys.readouterr().err
+    key_file.write_text(key)
+    code = main(argv)
     report = json.loads(file.read_text())
     assert code == 0, report
     assert report["num_mismatched_tokens"] == 0 and report["num_compared_tokens"] == 2 * 8 * 8

@@ -125,5 +125,5 @@ def test_a_saved_data_set_names_files_of_its_own_directory_alone(tmp_path, state
 @pytest.mark.parametrize("splits", [None, 5, "train", [1], {"train": 1}])
 def test_splits_of_another_shape_are_said_to_be_that(tmp_path, splits):
     (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
-    with pytest.raises(ConfigError, match="dataset_dict.json: splits: is .*list of names"):
+    with pytest.raises(ConfigError, match=r"dataset_dict.json: splits: is .*list of names"):
         rows_of(tmp_path)
