@@ -81,7 +81,11 @@ class RunDirectory:
             places = now.get(name) or ()
             for place in [places] if isinstance(places, str) else places:
                 needed[f"{spelled(name)} {place}"] = _path_of(place)
-        return cls(path, resumes, needed)
+        directory = cls(path, resumes, needed)
+        if config.output.group_can_read:
+            for each in filter(None, (path, config.output.save)):
+                Path(each).chmod(files.GROUP_TOO)
+        return directory
 
     def close(self) -> None:
         """Let other runs write there."""

@@ -27,6 +27,7 @@ from onpolicy.rollout.engine_args import (
     engine_flags,
     secret_flags,
 )
+from onpolicy.system import files
 from onpolicy.system.network import free_port, listen
 
 _STOP_SECONDS = 10.0
@@ -66,7 +67,7 @@ class EngineServer:
 
     def start(self) -> None:
         """Start the process; returns at once."""
-        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        files.make_private(self.log_file.parent)
         command = [
             sys.executable,
             "-m",

@@ -99,5 +99,5 @@ def test_every_port_of_a_run_must_be_free():
 
 
 def test_the_key_of_clients_is_told_from_that_of_runs_before_a_run_starts(url):
-    with pytest.raises(ConfigError, match="--rollout-api-key=.*takes it for the key of clients"):
+    with pytest.raises(ConfigError, match=r"--rollout-api-key=.*takes it for the key of clients"):
         check(url("client's", INFO), "good")
