@@ -85,19 +85,12 @@ class _Guard:
         self._keys = key_of_runs, key_of_clients
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] not in ("http", "websocket"):
-            return await self._app(scope, receive, send)
-        refused = self._refusal(scope)
-        if refused is None:
-            return await self._app(scope, receive, send)
-        if scope["type"] == "websocket":
-            return await send({"type": "websocket.close", "code": 1008})
-        from starlette.responses import JSONResponse
-
-        status, message = refused
-        kind = "authentication_error" if status == UNAUTHORIZED else "permission_error"
-        error = {"message": message, "type": kind, "code": status}
-        await JSONResponse({"error": error}, status)(scope, receive, send)
+        if scope["type"] not in ("http", "websocket") or (refused := self._refusal(scope)) is None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await _answer(*refused)(scope, receive, send)
 
     def _refusal(self, scope: Any) -> tuple[int, str] | None:
         if scope["type"] == "http" and scope["method"] == "OPTIONS":
@@ -110,6 +103,14 @@ class _Guard:
         from starlette.routing import Match
 
         return any(route.matches(scope)[0] != Match.NONE for route in self._routes())
+
+
+def _answer(status: int, message: str) -> Any:
+    """Return the answer of a call that is refused, in the form of OpenAI's."""
+    from starlette.responses import JSONResponse
+
+    kind = "authentication_error" if status == UNAUTHORIZED else "permission_error"
+    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)
 
 
 def refusal(
@@ -151,7 +152,9 @@ def _same(given: str, key: str) -> bool:
 
 def _key(scope: Any) -> str:
     """Return the key in a request's headers as OpenAI's or Anthropic's clients send it, or nothing."""
-    headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+    headers: dict[bytes, str] = {
+        name.lower(): value.decode("latin-1") for name, value in scope["headers"]
+    }
     kind, _, key = headers.get(b"authorization", "").partition(" ")
     return key.strip() if kind.lower() == "bearer" else headers.get(b"x-api-key", "")
 

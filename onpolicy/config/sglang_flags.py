@@ -204,8 +204,8 @@ def validate(sglang_args: Sequence[str], aligned_by: str) -> None:
             )
         if name in _KEYLESS:
             raise ConfigError(
-                f"{PREFIX}{name}: SGLang asks for no key then, and whoever reaches the server could change "
-                "its weights. Leave it out."
+                f"{PREFIX}{name}: SGLang asks for no key then, and whoever reaches the server could "
+                "change its weights. Leave it out."
             )
         if aligned_by and (reason := _UNALIGNED.get(name)):
             raise ConfigError(
