@@ -77,7 +77,29 @@ class HostLostError(EngineError):
     """A host with servers that is gone, so that they cannot be started again there."""
 
 
+_KEPT = "\n\t"
+
+_COMMANDS = (
+    *range(0x20), *range(0x7F, 0xA0),  # C0, DEL and C1
+    0x061C, 0x200E, 0x200F, 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A),
+)  # fmt: skip
+"""Characters that a terminal obeys in place of showing them: those that control it, and those that turn
+the direction of text, or end its line, in Unicode."""
+
+_VISIBLE = {
+    code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    for code in _COMMANDS
+    if chr(code) not in _KEPT
+}
+
+
+def visible(text: str) -> str:
+    """Return a text that others wrote so that a terminal only shows it: control characters but newline
+    and tab become escapes, such as \\x1b."""
+    return text.translate(_VISIBLE)
+
+
 def in_one_line(error: BaseException, limit: int = 300) -> str:
-    """What another library's error says, to be put into a message of ours."""
-    text = " ".join(str(error).split())
+    """Return what another library's error says, to be put into a message of ours."""
+    text = visible(" ".join(str(error).split()))
     return text if len(text) <= limit else f"{text[:limit]}..."

@@ -37,6 +37,12 @@ class OnPolicyCpuPlatform(CpuSRTPlatform):
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND
 
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"  # without it a profile that is asked for ends SGLang's scheduler
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
     def get_mha_kv_pool_cls(self) -> type:
         registry.require_active()  # every model process comes by here before it can serve
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool

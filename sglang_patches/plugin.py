@@ -52,6 +52,7 @@ from sglang_patches import (
     trainers_model,
     versions,
     weights,
+    who_may_ask,
 )
 
 
@@ -65,6 +66,7 @@ def load() -> None:
     contract = NumericsContract.from_json(text)
     shared_names.install()
     harmful_requests.install()
+    who_may_ask.install()
     model_names.install()
     chats.install()
     neutral_values.install()

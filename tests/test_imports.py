@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "chat": {"errors", "system"},
     "cluster": GROUND | {"compat", "outputs", "rollout", "train", "weights"},
     "agents": GROUND | {"chat", "rollout"},
-    "compat": {"contract", "errors"},
+    "compat": {"contract", "errors", "system"},
     "ops": {"compat", "contract", "errors", "weights"},
     "weights": GROUND,
     "models": GROUND | {"ops", "weights"},

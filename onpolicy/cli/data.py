@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from onpolicy.cli.parse import parse
 from onpolicy.config.look import LookConfig
 from onpolicy.config.rules import require_ranges
-from onpolicy.errors import ConfigError
+from onpolicy.errors import ConfigError, visible
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,5 +24,5 @@ def main(argv: Sequence[str]) -> int:
     from onpolicy.run.commands.data import look
 
     found = look(config)
-    print(found.told())
+    print(visible(found.told()))
     return 1 if found.refused or found.too_long else 0

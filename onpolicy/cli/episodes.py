@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from fallback_correction.ranges import at_least, at_most
+from fallback_correction.ranges import ReadBy, at_least, at_most
 from onpolicy.cli.parse import parse
 from onpolicy.config.kinds import LAST_PORT, Count
 from onpolicy.config.rules import require_ranges
@@ -32,7 +32,11 @@ class EpisodesConfig:
     """File to write. It needs nothing beside it and no network to be opened."""
 
     port: Annotated[int | None, at_least(0), at_most(LAST_PORT)] = None
-    """Serve the page at http://127.0.0.1:PORT instead, as the run goes on; 0: at any free port."""
+    """Serve the page on this host instead, as the run goes on; 0: at any free port. Its URL, which is
+    printed, has a token, and is for you alone."""
+
+    page_host: Annotated[tuple[str, ...], ReadBy("--port", lambda run: run.port is not None)] = ()
+    """Further names under which that page may be asked for, such as a proxy's."""
 
     rollouts: Count = 20
     """Rollouts and evaluations to show, the last ones that have samples."""
@@ -49,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
     read = partial(read_episodes, config.run, config.rollouts)
     if config.port is not None:
-        return _serve(config.port, read, render)
+        return _serve(config, read, render)
     require_writable("--output", config.output)
     data = read()
     write_output("--output", config.output, render(data))
@@ -57,11 +61,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _serve(port: int, read: Callable[[], Any], render: Callable[[Any], str]) -> int:
+def _serve(config: EpisodesConfig, read: Callable[[], Any], render: Callable[[Any], str]) -> int:
     from onpolicy.report.serve import make_server
 
+    assert config.port is not None
     read()
-    with make_server(port, read, render) as server:
-        print(f"http://127.0.0.1:{server.server_port}/", flush=True)
+    with make_server(config.port, read, render, config.page_host) as server:
+        print(server.url, flush=True)
         server.serve_forever()
     return 0

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from onpolicy.cli.command import begin
 from onpolicy.config import validate
 from onpolicy.config.explain import ExplainConfig
+from onpolicy.errors import visible
 from onpolicy.outputs.destinations import write_output
 
 
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         page, differ = render_attribution, result["rows"][0]["num_mismatched_tokens"]
     else:
         text, page, differ = told(result), render, result["num_mismatched_tokens"]
-    print(text)
+    print(visible(text))
     if config.json:
         write_output("--json", config.json, json.dumps(result, indent=2) + "\n")
     if config.html:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from onpolicy.compat.process import prepare_process
-from onpolicy.errors import ConfigError, OnPolicyError
+from onpolicy.errors import ConfigError, OnPolicyError, visible
 from onpolicy.system import ending
 from onpolicy.system.garbage import collect_rarely
 
@@ -49,10 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         assert isinstance(ended.code, int)
         return ended.code
     except ConfigError as error:
-        print(f"\nConfigError: {error}", file=sys.stderr)
+        print(f"\nConfigError: {visible(str(error))}", file=sys.stderr)
         return 2
     except OnPolicyError as error:
-        print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"\n{type(error).__name__}: {visible(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

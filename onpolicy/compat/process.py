@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from onpolicy.contract import PORTABLE_KERNELS
 from onpolicy.errors import ConfigError
+from onpolicy.system.network import proxy_exceptions
 
 STRICT_SUMS = ("MKL_CBWR", "AUTO,STRICT")
 """Without its strict mode MKL sums in another order for few rows on Intel CPUs (from AVX2 on)."""
@@ -43,7 +44,8 @@ HAS_GLIBC = "CS_GNU_LIBC_VERSION" in os.confstr_names and bool(os.confstr("CS_GN
 
 
 def prepare_process() -> None:
-    """Ask for these where the environment asks for nothing else; children inherit it.
+    """Ask for these where the environment asks for nothing else; children inherit it. No request to
+    this host takes a proxy, of whatever library.
 
     To be called first where a process starts: OpenMP reads its variable when torch is imported, MKL
     before its first product.
@@ -54,6 +56,7 @@ def prepare_process() -> None:
     for name in KERNEL_CACHES:
         os.environ.setdefault(name, [*given, os.path.expanduser("~/.cache/sglang/deep_gemm")][0])
     _compile_at_home()
+    os.environ.update(proxy_exceptions(os.environ))
     _keep_buffers()
 
 

@@ -9,6 +9,9 @@ from onpolicy.errors import ConfigError
 
 HIDDEN = "..."
 
+ADMIN_KEY = "--admin-api-key"
+"""SGLang's flag for a key of control calls."""
+
 
 def reveal(flag: str, value: str) -> str:
     """The secret that a flag was given: the value itself, or what the file after an @ holds.
@@ -53,6 +56,12 @@ def split(sglang_args: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         else:
             others.append(argument)
     return others, secrets
+
+
+def control_key(sglang_args: Sequence[str], api_key: str) -> str:
+    """Return the key of control calls: that of SGLang's own flag, else `api_key`."""
+    given = split(sglang_args)[1].get(ADMIN_KEY)
+    return reveal(ADMIN_KEY, given) if given else api_key
 
 
 def hide(sglang_args: Sequence[str]) -> tuple[str, ...]:

@@ -39,7 +39,6 @@ _BREAKS_A_CONTRACT = {
     "a kernel of whole layers takes the place of the operators in the contract":
         "enable-amd-monokernel enable-nvidia-megakernel monokernel-backend",
     "the sampler is part of the contract": "sampling-backend",
-    "requests are checked and given their seeds in one process": "tokenizer-worker-num",
     "both engines compile grammars by xgrammar, in one way":
         "grammar-backend enable-strict-thinking constrained-json-whitespace-pattern "
         "constrained-json-disable-any-whitespace constrained-json-max-whitespace-cnt",
@@ -76,6 +75,9 @@ _BREAKS_A_CONTRACT = {
 """Flags by the reason why they are not for aligned operators."""
 
 _UNALIGNED = {flag: why for why, flags in _BREAKS_A_CONTRACT.items() for flag in flags.split()}
+
+_KEYLESS = ("tokenizer-worker-num", "grpc-mode", "smg-grpc-mode", "grpc-port")
+"""Flags by which SGLang listens where it asks for no key (`http_server._setup_and_run_http_server`)."""
 
 TENSOR_PARALLEL = ("--tp-size", "--tensor-parallel-size", "--tp")
 
@@ -199,6 +201,11 @@ def validate(sglang_args: Sequence[str], aligned_by: str) -> None:
         if name in _OURS:
             raise ConfigError(
                 f"{PREFIX}{name}: both engines must agree on it, so onpolicy sets it. Use {_OURS[name]}."
+            )
+        if name in _KEYLESS:
+            raise ConfigError(
+                f"{PREFIX}{name}: SGLang asks for no key then, and whoever reaches the server could "
+                "change its weights. Leave it out."
             )
         if aligned_by and (reason := _UNALIGNED.get(name)):
             raise ConfigError(

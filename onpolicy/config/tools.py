@@ -4,15 +4,17 @@ What `onpolicy train` has too comes from its groups.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Literal
 
 import tyro
 
 from fallback_correction.ranges import ReadBy, at_least, at_most
-from onpolicy.config import groups
+from onpolicy.config import groups, secrets
 from onpolicy.config.flags import also
-from onpolicy.config.kinds import Count, Directory, Seconds, Seed, Temperature, Unasked
+from onpolicy.config.kinds import Count, Directory, HeaderText, Seconds, Seed, Temperature, Unasked
 from onpolicy.config.plan import RunPlan, tool_plan
+from onpolicy.config.rules import Against, Parsed
 from onpolicy.config.sglang_flags import tensor_parallel_size
 
 
@@ -205,6 +207,16 @@ class ServeConfig:
     engines: groups.EngineCountConfig = field(default_factory=groups.EngineCountConfig)
     cluster: groups.HostsConfig = field(default_factory=groups.HostsConfig)
     gateway: groups.SessionsConfig = field(default_factory=groups.SessionsConfig)
+
+    client_api_key: Annotated[
+        HeaderText, Parsed(partial(secrets.reveal, "--client-api-key")),
+        Against(lambda run: secrets.ADMIN_KEY in secrets.split(run.sglang_args)[1],
+            "--sglang-admin-api-key is the key of control calls then, and --rollout-api-key that of "
+            "clients",
+            "Leave one of the two out."),
+    ] = ""  # fmt: skip
+    """Key for clients, who may ask for samples and change nothing, or @ and a file that holds it; one is
+    made up otherwise. That of --rollout-api-key is for runs, which push weights."""
 
     true_on_policy_mode: bool = True
     """Aligned operators; with --no-true-on-policy-mode the stock ones."""

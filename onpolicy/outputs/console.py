@@ -14,6 +14,8 @@ import time
 from datetime import timedelta
 from typing import TextIO
 
+from onpolicy.errors import visible
+
 _BEGAN = time.monotonic()
 """When this process began, Python's own start left out: a command imports this module first."""
 
@@ -61,7 +63,14 @@ class _Console(logging.StreamHandler[TextIO]):
         """The base class sets one when it is made."""
 
 
-class _Lines(logging.Formatter):
+class Visible(logging.Formatter):
+    """A formatter of lines that a terminal only shows, whoever wrote what they quote."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
+class _Lines(Visible):
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname}: "
         source = "" if record.name.split(".")[0] in OURS else f"{record.name}: "

@@ -25,6 +25,7 @@ from onpolicy.config.settings import same_run
 from onpolicy.config.sft import AnyRun
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, OutputError
+from onpolicy.outputs.console import Visible
 from onpolicy.outputs.lock import locked
 from onpolicy.outputs.metrics import (
     JsonlSink,
@@ -80,7 +81,11 @@ class RunDirectory:
             places = now.get(name) or ()
             for place in [places] if isinstance(places, str) else places:
                 needed[f"{spelled(name)} {place}"] = _path_of(place)
-        return cls(path, resumes, needed)
+        directory = cls(path, resumes, needed)
+        if config.output.group_can_read:
+            for each in filter(None, (path, config.output.save)):
+                Path(each).chmod(files.GROUP_TOO)
+        return directory
 
     def close(self) -> None:
         """Let other runs write there."""
@@ -156,7 +161,7 @@ class RunDirectory:
         """Also log into logs/train.log, debug messages included."""
         with self.writing():
             handler = _LogFile(self.logs / "train.log")
-        handler.setFormatter(logging.Formatter(LOG_FORMAT))
+        handler.setFormatter(Visible(LOG_FORMAT))
         logging.getLogger().addHandler(handler)
         try:
             yield

@@ -17,6 +17,7 @@ from io import FileIO
 from pathlib import Path
 
 from onpolicy.errors import ConfigError
+from onpolicy.system import files
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ os.register_at_fork(after_in_child=_forget)
 
 @contextmanager
 def locked(directory: Path, flag: str) -> Iterator[None]:
-    """Make the directory if need be, and keep other runs out of it.
+    """Make the directory if need be, for its owner alone, and keep other runs out of it.
 
     The kernel gives the lock back however the process ends. It is one of flock's, which belongs to
     the file as it was opened here: a record lock would be lost when this process closes the file
@@ -61,7 +62,7 @@ def locked(directory: Path, flag: str) -> Iterator[None]:
     there.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        files.make_private(directory)
         file = FileIO(directory / FILE, "a+")
     except OSError as error:
         raise _unwritable(directory, flag, error) from error

@@ -19,6 +19,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
+from onpolicy.errors import visible
 from onpolicy.system import files
 from onpolicy.trajectory import Trajectory
 from onpolicy.types import Prompt, Sample, SampleGroup
@@ -207,8 +208,8 @@ def _line(record: dict[str, Any]) -> str:
 
 
 def _shortened(text: str) -> str:
-    """One line; of a long text its beginning and its end."""
-    text = json.dumps(text, ensure_ascii=False)
+    """Return one line; of a long text its beginning and its end."""
+    text = visible(json.dumps(text, ensure_ascii=False))
     if len(text) <= MOST_CHARACTERS:
         return text
     half = MOST_CHARACTERS // 2

@@ -9,22 +9,62 @@ from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any, NotRequired
 from urllib.parse import quote
+
+from annotated_types import Len
+from pydantic import Field, TypeAdapter
+from typing_extensions import TypedDict
 
 from onpolicy.errors import ConfigError
 from onpolicy.outputs.destinations import write_output
 from onpolicy.report.page import page_of
 from onpolicy.report.runs import LoggedRun, malformed
+from onpolicy.system.reading import parse_json
+from onpolicy.system.records import checked
 
 Record = dict[str, Any]
 """A line of a file of samples (`outputs/samples.py`): a trajectory."""
 
-NEEDED = {
-    "step", "prompt_index", "sample", "prompt", "response", "label", "reward", "finish_reason",
-    "num_tokens", "mismatched_tokens",
-}  # fmt: skip
-"""What every line has; the rest came later, or belongs to some episodes alone."""
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Turn(TypedDict):
+    """What was given, or what was sampled, at a stretch."""
+
+    sampled: bool
+    text: str
+    num_tokens: NotRequired[int]
+
+
+class Line(TypedDict):
+    """What the page reads of a line; the rest is for others."""
+
+    step: int
+    prompt_index: int
+    sample: int
+    prompt: str
+    response: str
+    label: str
+    reward: Number | None
+    finish_reason: str
+    num_tokens: int
+    mismatched_tokens: int | None
+    # What came later, or belongs to some episodes alone.
+    trajectory: NotRequired[int]
+    reward_parts: NotRequired[dict[str, Any] | None]
+    metrics: NotRequired[dict[str, Any] | None]
+    info: NotRequired[dict[str, Any] | None]
+    tokens: NotRequired[dict[str, Any] | None]
+    turns: NotRequired[list[Turn] | None]
+    forks: NotRequired[list[Annotated[list[Any], Len(2, 2)]] | None]
+    is_unscored: NotRequired[bool]
+    failed: NotRequired[str]
+    message: NotRequired[str]
+    attempt: NotRequired[int]
+
+
+_SHAPE = TypeAdapter(Line)
 
 FAULTS = re.compile("fault|refused|given_up|drift|error|timeout|timed_out")
 """Names of an episode's metrics and infos that say what went wrong in it."""
@@ -98,11 +138,13 @@ def _episodes(file: Path) -> Iterator[Record]:
 def _records(file: Path) -> Iterator[Record]:
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
-            record = json.loads(line)
+            record = parse_json(line.decode())
         except ValueError as error:
             raise malformed(file, number, f"not JSON ({error})") from error
-        if not isinstance(record, dict) or not record.keys() >= NEEDED:
-            raise malformed(file, number, f"must be an object with {', '.join(sorted(NEEDED))}")
+        try:
+            checked(_SHAPE, record)
+        except ValueError as error:
+            raise malformed(file, number, str(error)) from error
         yield record
 
 

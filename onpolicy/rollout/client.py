@@ -13,6 +13,7 @@ import requests
 from onpolicy.contract import ALL_OF
 from onpolicy.errors import ConfigError, ContractError, EngineError
 from onpolicy.rollout.answers import completion_of, was_aborted
+from onpolicy.rollout.direct_http import ask
 from onpolicy.trajectory import Completion
 from onpolicy.types import Request
 
@@ -187,7 +188,7 @@ class EngineClient:
         response = self._call("POST", f"/flush_cache?timeout={_IDLE_SECONDS}")
         if not response.ok:
             raise EngineError(
-                f"{self.url}/flush_cache: HTTP {response.status_code}: {response.text}"
+                f"{self.url}/flush_cache: HTTP {response.status_code}: {_json(response)}"
             )
 
     def _call(self, method: str, path: str, num_bytes: int = 0, **body: Any) -> requests.Response:
@@ -195,9 +196,7 @@ class EngineClient:
         seconds = self.patience(num_bytes)
         headers = self.headers if method == "GET" else self.admin_headers
         try:
-            return requests.request(
-                method, f"{self.url}{path}", headers=headers, timeout=seconds, **body
-            )
+            return ask(method, f"{self.url}{path}", headers=headers, timeout=seconds, **body)
         except requests.RequestException as error:
             raise EngineLostError(
                 f"{self.url}{path}: no answer ({error}). Is the server running? One that only takes "

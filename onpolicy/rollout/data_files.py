@@ -8,7 +8,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow
 import pyarrow.parquet
@@ -16,6 +16,10 @@ from pyarrow import types
 
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.system.reading import parse_json, read_json_object, read_text, require_file
+
+T = TypeVar("T")
+
+ARROW = ".arrow"
 
 Row = tuple[str, dict[str, Any]]
 """(where it stands, for messages; the fields)"""
@@ -161,11 +165,13 @@ def _as_written(value: Any, kind: pyarrow.DataType) -> Any:
 
 
 def _read_saved(directory: Path, name: str) -> Iterator[Row]:
+    """Yield the rows of the files that state.json names, all of which lie beside it."""
     splits, state = directory / "dataset_dict.json", directory / "state.json"
     if splits.is_file():
-        names = read_json_object(splits, f"{name}/{splits.name}").get("splits", [])
+        where = f"{name}/{splits.name}"
+        names = _list_of(str, read_json_object(splits, where).get("splits"), f"{where}: splits")
         raise ConfigError(
-            f"{name}: holds several splits ({', '.join(map(str, names))}). Give one of them, such as "
+            f"{name}: holds several splits ({', '.join(names)}). Give one of them, such as "
             f"{directory / 'train'}."
         )
     if not state.is_file():
@@ -173,10 +179,27 @@ def _read_saved(directory: Path, name: str) -> Iterator[Row]:
             f"{name}: is a directory without state.json, so that save_to_disk of the datasets package "
             "has not written it. Give the path of a file."
         )
-    files = read_json_object(state, f"{name}/{state.name}").get("_data_files", [])
-    for file in files:
-        path = directory / file["filename"]
-        yield from read_rows(path, f"{name}/{path.name}")
+    where = f"{name}/{state.name}: _data_files"
+    found = read_json_object(state, f"{name}/{state.name}").get("_data_files")
+    for entry in _list_of(dict, found, where):
+        (file,) = _list_of(str, [entry.get("filename")], f"{where}: filename")
+        if not file.endswith(ARROW) or Path(file).name != file:
+            raise ConfigError(
+                f"{where}: filename={file!r}: must be the name of an {ARROW} file in this directory. "
+                "Write the data again with save_to_disk."
+            )
+        require_file(directory / file, f"{name}/{file}")
+        yield from read_rows(directory / file, f"{name}/{file}")
+
+
+def _list_of(kind: type[T], value: Any, where: str) -> list[T]:
+    """Return `value`, which must be a list of such values: others write these files."""
+    if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):
+        raise ConfigError(
+            f"{where}: is {json.dumps(value):.60}, and save_to_disk of the datasets package writes a "
+            f"list of {'names' if kind is str else 'objects'}. Write the data again with it."
+        )
+    return value
 
 
 READERS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
@@ -184,6 +207,6 @@ READERS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
     ".json": _read_json,
     ".csv": _read_csv,
     ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
+    ARROW: _read_arrow,
 }
 """What reads a file, by the end of its name."""

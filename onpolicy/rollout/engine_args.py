@@ -20,7 +20,12 @@ from onpolicy.contract import (
     AdapterShape,
     NumericsContract,
 )
-from onpolicy.system.network import GLOO_INTERFACE, LOOPBACK_INTERFACE, is_loopback
+from onpolicy.system.network import (
+    GLOO_INTERFACE,
+    LOOPBACK_INTERFACE,
+    is_loopback,
+    proxy_exceptions,
+)
 
 CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
 """Without it SGLang refuses more tensor-parallel ranks on a CPU than the host has NUMA nodes."""
@@ -48,6 +53,12 @@ class EngineSpec:
     contract: NumericsContract
     host: str
     api_key: str
+    """The key of runs, good for every call that is answered (`sglang_patches/who_may_ask.py`)."""
+
+    client_api_key: str = ""
+    """A key that is good for samples alone; empty: there is none, or SGLang's own flags give the key of
+    control calls, and `api_key` is not good for those."""
+
     seed: int
     num_threads: int
     max_concurrency: int = MAX_CONCURRENCY
@@ -132,7 +143,7 @@ class EngineSpec:
     @property
     def admin_api_key(self) -> str:
         """What SGLang wants for weights and other control calls, if it was given one."""
-        return self.sglang_secrets.get("--admin-api-key", "")
+        return self.sglang_secrets.get(secrets.ADMIN_KEY, "")
 
 
 def cache_margin(sglang_args: Sequence[str]) -> int:
@@ -199,7 +210,10 @@ def _adapter_flags(adapter: AdapterShape, device: str) -> list[str]:
 
 def secret_flags(spec: EngineSpec) -> list[str]:
     """The secret flags, kept out of the command line, which every user of a host can read."""
-    given = {"--api-key": spec.api_key, **spec.sglang_secrets}
+    given = {"--api-key": spec.client_api_key or spec.api_key}
+    if spec.client_api_key:
+        given[secrets.ADMIN_KEY] = spec.api_key
+    given |= spec.sglang_secrets
     return [f"{flag}={value}" for flag, value in given.items()]
 
 
@@ -236,6 +250,8 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
         **_gloo_interface(spec.host),
+        # SGLang asks its own server for a token before it serves.
+        **proxy_exceptions(os.environ, spec.host),
         **spec.contract.variables,
     }
     if spec.adapter_names:

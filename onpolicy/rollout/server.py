@@ -20,12 +20,14 @@ import requests
 from onpolicy.config.groups import EngineConfig
 from onpolicy.errors import ConfigError, EngineError
 from onpolicy.rollout.death import cause_of_death, oom_kills
+from onpolicy.rollout.direct_http import ask
 from onpolicy.rollout.engine_args import (
     EngineSpec,
     engine_environment,
     engine_flags,
     secret_flags,
 )
+from onpolicy.system import files
 from onpolicy.system.network import free_port, listen
 
 _STOP_SECONDS = 10.0
@@ -34,6 +36,9 @@ _NEWS_SECONDS = 30.0
 
 _ANSWER_SECONDS = (10.0, 60.0)
 """To connect, and to answer: a server that is sampling for another run answers late."""
+
+CONTROL_CALL = "/end_weight_update"
+"""One of those that change a server (`sglang_patches/who_may_ask.py`)."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +67,7 @@ class EngineServer:
 
     def start(self) -> None:
         """Start the process; returns at once."""
-        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        files.make_private(self.log_file.parent)
         command = [
             sys.executable,
             "-m",
@@ -99,7 +104,7 @@ class EngineServer:
             if not self.is_running:
                 raise EngineError(self._death())
             with contextlib.suppress(requests.RequestException):
-                if requests.get(f"{self.url}/health", headers=headers, timeout=5).ok:
+                if ask("GET", f"{self.url}/health", headers=headers, timeout=5).ok:
                     return
             if time.monotonic() > news:
                 logger.info("%s is still starting; its log: %s", self.url, self.log_file)
@@ -188,11 +193,11 @@ def require_free_port(host: str, port: int) -> None:
         ) from error
 
 
-def require_addresses(engine: EngineConfig, api_key: str) -> None:
+def require_addresses(engine: EngineConfig, api_key: str, control_key: str = "") -> None:
     """Raise ConfigError if servers cannot listen where they are to be started, or are not where the
-    run is to find them."""
+    run is to find them, or would not take weights with `control_key` (empty: `api_key`)."""
     if engine.rollout_server_url:
-        _require_servers(engine.rollout_server_url, api_key)
+        _require_servers(engine.rollout_server_url, api_key, control_key or api_key)
     else:
         require_place(engine.rollout_host, engine.rollout_base_port, engine.rollout_num_engines)
 
@@ -213,19 +218,35 @@ def require_place(host: str, base_port: int, num_servers: int = 1) -> None:
             require_free_port(host, port)
 
 
-def _require_servers(urls: Sequence[str], api_key: str) -> None:
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+def _require_servers(urls: Sequence[str], api_key: str, control_key: str) -> None:
+    headers, of_control = (
+        {"Authorization": f"Bearer {key}"} if key else {} for key in (api_key, control_key)
+    )
     for url in urls:
         if problem := _problem(f"{url.rstrip('/')}/server_info", headers):
             raise ConfigError(
                 f"--rollout-server-url={url}: {problem}. Start a server with `onpolicy serve`, and give "
                 "the URL and the key that it prints."
             )
+        # Without a body and by another method than its own: the key is looked at, and nothing else.
+        if (
+            ask(
+                "GET",
+                f"{url.rstrip('/')}{CONTROL_CALL}",
+                headers=of_control,
+                timeout=_ANSWER_SECONDS,
+            ).status_code
+            == 403
+        ):
+            raise ConfigError(
+                f"--rollout-api-key=...: {url} takes it for the key of clients, with which no run can "
+                "push weights. Give the key of runs, as the last line that `onpolicy serve` prints does."
+            )
 
 
 def _problem(url: str, headers: dict[str, str]) -> str | None:
     try:
-        response = requests.get(url, headers=headers, timeout=_ANSWER_SECONDS)
+        response = ask("GET", url, headers=headers, timeout=_ANSWER_SECONDS)
         if response.status_code in (401, 403):
             return "refuses --rollout-api-key" if headers else "asks for an --rollout-api-key"
         response.raise_for_status()

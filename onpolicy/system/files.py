@@ -7,6 +7,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+OWNER_ALONE, GROUP_TOO = 0o700, 0o750
+"""Modes of directories that their owner alone can enter, and that the group can read."""
+
+
+def make_private(directory: Path) -> None:
+    """Make a directory that its owner alone can enter, and its parents.
+
+    One that is there stays as it is. Raises OSError.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(mode=OWNER_ALONE)
+    except FileExistsError:
+        if not directory.is_dir():
+            raise
+
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import random
 import socket
+from collections.abc import Mapping
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -14,8 +15,28 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK_INTERFACE = "lo"
 
 
+PROXY_EXCEPTIONS = ("no_proxy", "NO_PROXY")
+"""Programs read one of the two, or prefer one to the other."""
+
+EVERYTHING = "*"
+
+
 def is_loopback(host: str) -> bool:
     return host in LOOPBACK
+
+
+def proxy_exceptions(environment: Mapping[str, str], *hosts: str) -> dict[str, str]:
+    """Return the variables that keep requests to this host, and to `hosts`, from a proxy.
+
+    Hosts that the environment already names stay in them. They are names and addresses, not ranges:
+    Python's urllib knows no ranges.
+    """
+    given = [environment.get(name, "").strip() for name in PROXY_EXCEPTIONS]
+    if EVERYTHING in given:
+        return dict.fromkeys(PROXY_EXCEPTIONS, EVERYTHING)
+    named = [host.strip() for value in given for host in value.split(",")]
+    unique = dict.fromkeys(host for host in [*named, *LOOPBACK, *hosts] if host)
+    return dict.fromkeys(PROXY_EXCEPTIONS, ",".join(unique))
 
 
 def is_of_this_host(host: str) -> bool:

@@ -21,6 +21,7 @@ from onpolicy.rollout.sampling import sampling_seed
 from onpolicy.run.launch.stop_tokens import stop_token_ids
 from onpolicy.types import Request, SamplingParams
 from tests.support.clients import client_of
+from tests.support.proxies import recording_proxy
 from tests.support.serving import serving
 from tests.support.tiny import make_tokenizer
 
@@ -52,19 +53,68 @@ def model(checkpoint, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def started(model):
-    """(base URL, key, URL of sessions) of a server as a user starts it."""
-    directory = model.parent
-    with serving(model, directory, "--dtype", "float32", "--sessions") as (flags, printed):
+def proxied():
+    """(the environment of somebody behind a proxy, what that proxy is sent)"""
+    with recording_proxy() as both:
+        yield both
+
+
+@pytest.fixture(scope="module")
+def started(model, proxied):
+    """(base URL, clients' key, URL of sessions, runs' key) of a server as a user starts it."""
+    directory, proxy = model.parent, proxied[0]
+    flags = ("--dtype", "float32", "--sessions")
+    with serving(model, directory, *flags, environment=proxy) as (flags, printed):
         _, url, _, key = flags
-        assert f"base_url {url}/v1" in printed
+        of_clients = re.search(rf"base_url {url}/v1, and what is in (\S+) as api_key", printed)
         sessions = re.search(r"sessions: POST (\S+)", printed)
-        yield url, Path(key.removeprefix("@")).read_text().strip(), sessions[1]
+        files = [Path(of_clients[1]), Path(key.removeprefix("@"))]
+        assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+        ours, runs = (file.read_text().strip() for file in files)
+        assert ours != runs
+        yield url, ours, sessions[1], runs
 
 
 @pytest.fixture(scope="module")
 def server(started):
     return started[:2]
+
+
+def test_the_key_of_clients_changes_nothing_and_no_key_ends_the_server(
+    started, client, proxied, tmp_path
+):
+    url, ours, _, runs = started
+    before = ask(client, "12+34=", 5).choices[0].text
+
+    def status(path, key, body):
+        headers = {"Authorization": f"Bearer {key}"}
+        return requests.post(f"{url}{path}", json=body, headers=headers, timeout=60).status_code
+
+    dump = {
+        "log_requests": True,
+        "dump_requests_folder": str(tmp_path),
+        "dump_requests_threshold": 1,
+    }
+    for key in (ours, runs):
+        assert status("/configure_logging", key, dump) == 403
+        assert status("/start_profile", key, {}) == 403
+        assert status("/open_session", key, {"capacity_of_str_len": 100}) == 403
+        assert (
+            status("/generate", key, {"text": "1", "sampling_params": {"max_new_tokens": 1}}) == 200
+        )
+    new_version = {"new_version": "x", "abort_all_requests": False}
+    assert status("/update_weight_version", ours, new_version) == 403
+    assert status("/update_weights_from_disk", ours, {"model_path": "/elsewhere"}) == 403
+    assert status("/update_weight_version", "", new_version) == 401
+    assert status("/flush_cache?timeout=5", runs, {}) == 200
+    for path in ("server_info", "get_server_info"):
+        told = requests.get(
+            f"{url}/{path}", headers={"Authorization": f"Bearer {ours}"}, timeout=60
+        )
+        assert told.status_code == 200 and ours not in told.text and runs not in told.text
+    assert not any(tmp_path.iterdir())
+    assert ask(client, "12+34=", 5).choices[0].text == before
+    assert proxied[1] == []  # nor is a request of the server's own sent to a proxy
 
 
 @pytest.fixture(scope="module")
@@ -494,7 +544,7 @@ def test_fields_that_ask_for_nothing_change_nothing(server, path, asked):
 def test_what_a_client_had_sampled_in_a_session_has_the_trainers_log_probabilities(
     engines, started
 ):
-    _, key, url = started
+    _, key, url, _ = started
     headers = {"Authorization": f"Bearer {key}"}
     session = requests.post(url, headers=headers, timeout=60).json()
     with client_of(session["base_url"], session["api_key"]) as client:
@@ -525,17 +575,21 @@ def test_a_checkpoint_without_a_tokenizer_is_refused_before_anything_starts(chec
     assert "its tokenizer has no tokens" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_verify_takes_a_server_that_somebody_else_started(server, checkpoint, tmp_path):
+def test_verify_takes_a_server_that_somebody_else_started(started, checkpoint, tmp_path, capsys):
     """The last test of this file: it leaves the server with weights that it trained."""
-    url, key = server
+    url, of_clients, _, key = started
     key_file, file = tmp_path / "key", tmp_path / "report.json"
-    key_file.write_text(key)
-    code = main([
+    argv = [
         "verify", "--hf-checkpoint", str(checkpoint), "--dtype", "float32",
         "--rollout-server-url", url, "--rollout-api-key", f"@{key_file}",
         "--num-prompts", "8", "--max-new-tokens", "8",
         "--json", str(file), "--run-dir", str(tmp_path / "run"),
-    ])  # fmt: skip
+    ]  # fmt: skip
+    key_file.write_text(of_clients)
+    assert main(argv) == 2
+    assert "takes it for the key of clients" in capsys.readouterr().err
+    key_file.write_text(key)
+    code = main(argv)
     report = json.loads(file.read_text())
     assert code == 0, report
     assert report["num_mismatched_tokens"] == 0 and report["num_compared_tokens"] == 2 * 8 * 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 
@@ -20,12 +21,13 @@ def reached_by(process):
 
 
 @contextlib.contextmanager
-def serving(checkpoint, directory, *argv):
-    """`reached_by` of one server, until it is left."""
+def serving(checkpoint, directory, *argv, environment=None):
+    """`reached_by` of one server, until it is left; it has `environment` beside ours."""
     command = [sys.executable, "-m", "onpolicy.cli", "serve", "--hf-checkpoint", str(checkpoint)]
     process = subprocess.Popen(
         [*command, "--run-dir", str(directory), "--cpu-threads", "1", *argv],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, **(environment or {})},
     )  # fmt: skip
     try:
         yield reached_by(process)

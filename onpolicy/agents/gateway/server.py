@@ -187,13 +187,14 @@ class Gateway:
         return opened.session
 
 
-def has_key(request: web.Request, api_key: str) -> bool:
-    """Whether a client gave this key, as those of OpenAI's or Anthropic's do."""
+def has_key(request: web.Request, *api_keys: str) -> bool:
+    """Whether a client gave one of these keys, as those of OpenAI's or Anthropic's do."""
     headers = request.headers
     given = headers.get("x-api-key") or headers.get("Authorization") or ""
     key = given.removeprefix("Bearer ").strip()
     # aiohttp reads bytes that are no UTF-8 as lone surrogates, which nothing encodes but this.
-    return secrets.compare_digest(key.encode(errors="surrogateescape"), api_key.encode())
+    sent = key.encode(errors="surrogateescape")
+    return any(secrets.compare_digest(sent, each.encode()) for each in api_keys)
 
 
 @web.middleware

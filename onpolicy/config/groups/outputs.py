@@ -26,7 +26,11 @@ def _unknown_setting(run: Facts) -> str | None:
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
     run_dir: Directory = "runs/train"
-    """Directory for configuration, logs, metrics, plots; made if it is not there."""
+    """Directory for configuration, logs, metrics, plots; made if it is not there, for you alone."""
+
+    group_can_read: bool = False
+    """Let the group of the run and checkpoint directories look into them, as it is meant where several
+    people share a project; others never can. Without it a directory that was there keeps its mode."""
 
     save: str = ""
     """Directory for checkpoints."""

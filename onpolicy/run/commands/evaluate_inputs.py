@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from onpolicy.config import TrainConfig
-from onpolicy.config.secrets import reveal
+from onpolicy.config.secrets import control_key, reveal
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.size import ModelSize
 from onpolicy.models.tokenizer import load_tokenizer
@@ -37,7 +37,8 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     """
     make_rollouter(config)
     path, trust = config.model.hf_checkpoint, config.model.trust_remote_code
-    require_addresses(config.engine, reveal("--rollout-api-key", config.engine.rollout_api_key))
+    key = reveal("--rollout-api-key", config.engine.rollout_api_key)
+    require_addresses(config.engine, key, control_key(config.sglang_args, key))
     logger.info("reading %s and the evaluation sets", path)
     hf_config = load_config(path, trust)
     longest, tokenizer = require_context(config, hf_config), load_tokenizer(path, trust)

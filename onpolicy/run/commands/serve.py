@@ -116,8 +116,7 @@ def serve(config: ServeConfig, spec: EngineSpec, places: Places) -> NoReturn:
     Raises EngineError if one ends by itself.
     """
     directory = Path(config.run_dir).absolute()
-    given = config.server.rollout_api_key
-    own_key_file = None if given.startswith("@") else directory / "api_key"
+    keys = KeyFiles(config, spec, directory)
     make = partial(make_server, elsewhere=places.elsewhere)
     port = config.server.rollout_base_port
     servers = make_servers(places.specs(spec), port, directory, make)
@@ -125,19 +124,16 @@ def serve(config: ServeConfig, spec: EngineSpec, places: Places) -> NoReturn:
         for server in servers:
             server.start()
             logger.info("starting an SGLang server; its log: %s", server.log_file)
-        if own_key_file is not None:
-            _write_key(own_key_file, spec.api_key)
+        keys.write()
         for server in servers:
             server.wait_until_healthy(START_SECONDS)
-        key_file = str(own_key_file or given[1:])
         with _sessions(config, servers) as sessions:
-            _print_how_to_use(servers, key_file, sessions)
+            _print_how_to_use(servers, keys, sessions)
             _keep(servers)
     finally:
         for server in servers:
             server.stop()
-        if own_key_file is not None:
-            own_key_file.unlink(missing_ok=True)
+        keys.remove()
 
 
 @contextmanager
@@ -153,18 +149,18 @@ def _sessions(
     stops = stop_token_ids(path, hf_config, tokenizer=tokenizer)
     room = hf_config.max_position_embeddings
     options = template_options(config.gateway.chat_template_kwargs)
-    api_key, limits = servers[0].spec.api_key, EngineConfig()
+    spec, limits = servers[0].spec, EngineConfig()
     seconds = limits.rollout_request_timeout, limits.rollout_health_timeout
     sessions = ServedSessions(
         make_gateway(config.gateway, tokenizer, stops, options),
-        [EngineClient(server.url, api_key, *seconds) for server in servers],
-        api_key=api_key,
+        [EngineClient(server.url, spec.api_key, *seconds) for server in servers],
+        api_keys=(spec.client_api_key or spec.api_key, spec.api_key),
         params=SamplingParams(temperature=1.0, max_new_tokens=room, stop_token_ids=stops),
         rules=EpisodeRules(
             max_context_len=room - CONTEXT_MARGIN,
             on_failure="drop",
             decode=tokenizer.decode,
-            require_grammar=partial(require_held, contract=servers[0].spec.contract),
+            require_grammar=partial(require_held, contract=spec.contract),
         ),
         seed=config.seed,
         time_limit=config.gateway.session_time_limit,
@@ -176,13 +172,39 @@ def _sessions(
         sessions.close()
 
 
-def _write_key(file: Path, api_key: str) -> None:
-    with open(file, "w", opener=open_private) as key:
-        key.write(f"{api_key}\n")
+class KeyFiles:
+    """The files with the two keys: those that the user named, else ours, which end with the servers."""
+
+    def __init__(self, config: ServeConfig, spec: EngineSpec, directory: Path):
+        self._own: dict[Path, str] = {}
+        self.of_runs = self._file(
+            config.server.rollout_api_key, directory / "api_key", spec.api_key
+        )
+        self.of_clients = self.of_runs
+        if spec.client_api_key:
+            own = directory / "client_api_key"
+            self.of_clients = self._file(config.client_api_key, own, spec.client_api_key)
+
+    def _file(self, given: str, own: Path, key: str) -> str:
+        if given.startswith("@"):
+            return given[1:]
+        self._own[own] = key
+        return str(own)
+
+    def write(self) -> None:
+        """Write ours, for their owner alone."""
+        for file, key in self._own.items():
+            with open(file, "w", opener=open_private) as written:
+                written.write(f"{key}\n")
+
+    def remove(self) -> None:
+        """Remove ours."""
+        for file in self._own:
+            file.unlink(missing_ok=True)
 
 
 def _print_how_to_use(
-    servers: Sequence[EngineServer], key_file: str, sessions: ServedSessions | None
+    servers: Sequence[EngineServer], keys: KeyFiles, sessions: ServedSessions | None
 ) -> None:
     spec, urls = servers[0].spec, [server.url for server in servers]
     print(
@@ -190,16 +212,18 @@ def _print_how_to_use(
     )
     if spec.is_classifier:
         given = f"--rm-type model --reward-checkpoint {spec.hf_checkpoint} --reward-server-url"
-        print(f"{given} {' '.join(urls)} --reward-api-key @{key_file}", flush=True)
+        print(f"{given} {' '.join(urls)} --reward-api-key @{keys.of_clients}", flush=True)
         return
     if spec.serves_text:
         bases = " or ".join(f"{url}/v1" for url in urls)
-        print(f"OpenAI clients: base_url {bases}, and what is in {key_file} as api_key")
+        print(f"OpenAI clients: base_url {bases}, and what is in {keys.of_clients} as api_key")
     if sessions is not None:
         print(f"sessions: POST {sessions.gateway.url}/sessions with the same key as Bearer token")
+    if keys.of_clients != keys.of_runs:
+        print(f"{keys.of_runs} holds another key, for runs alone: it may change weights")
     if spec.adapter_names:
         print(f"one run for each of --lora-name {', '.join(spec.adapter_names)}")
-    print(f"--rollout-server-url {' '.join(urls)} --rollout-api-key @{key_file}", flush=True)
+    print(f"--rollout-server-url {' '.join(urls)} --rollout-api-key @{keys.of_runs}", flush=True)
 
 
 def _keep(servers: Sequence[EngineServer]) -> NoReturn:

@@ -76,13 +76,13 @@ class ServedSessions:
         gateway: Gateway,
         engines: Sequence[EngineClient],
         *,
-        api_key: str,
+        api_keys: Sequence[str],
         params: SamplingParams,
         rules: EpisodeRules,
         seed: int,
         time_limit: float,
     ):
-        self.gateway, self._engines, self._api_key = gateway, engines, api_key
+        self.gateway, self._engines, self._api_keys = gateway, engines, api_keys
         self._params, self._rules, self._seed = params, rules, seed
         self._time_limit = time_limit
         self._numbers = itertools.count()
@@ -105,7 +105,7 @@ class ServedSessions:
     def _answered(self, handle: Callable[[web.Request], Any]) -> Callable[[web.Request], Any]:
         async def answer(request: web.Request) -> web.Response:
             try:
-                if not has_key(request, self._api_key):
+                if not has_key(request, *self._api_keys):
                     raise RefusedError(
                         401,
                         "Sessions are opened and ended with the key of the servers.",

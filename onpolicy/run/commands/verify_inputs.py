@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig, groups
-from onpolicy.config.secrets import reveal
+from onpolicy.config.secrets import control_key, reveal
 from onpolicy.config.tools import VerifyConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
@@ -54,7 +54,7 @@ def check_inputs(config: VerifyConfig) -> tuple[TrainConfig, NumericsContract]:
     train_config = make_train_config(config, longest)
     check_layout(train_config)
     key = reveal("--rollout-api-key", config.servers.rollout_api_key)
-    require_addresses(train_config.engine, key)
+    require_addresses(train_config.engine, key, control_key(config.sglang_args, key))
     contract = contract_for(train_config, hf_config, aligned=config.plan.starts_aligned)
     spec = rollout_spec(train_config, hf_config, contract, longest + config.max_new_tokens)
     with FlagCheck(replace(spec, sglang_args=config.sglang_args)) as flags:

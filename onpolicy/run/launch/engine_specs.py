@@ -105,10 +105,18 @@ def serve_spec(
 ) -> EngineSpec:
     """What the server of `onpolicy serve` is.
 
-    Raises ConfigError if SGLang lacks a package.
+    Raises ConfigError if SGLang lacks a package, or if clients would have the key of runs.
     """
+    spec = _spec(config, config.server, hf_config, contract)
+    given = reveal("--client-api-key", config.client_api_key)
+    if given and given == spec.api_key:
+        raise ConfigError(
+            "--client-api-key=...: is the key that --rollout-api-key gives to runs, which may change "
+            "weights. Give another, or leave the flag out."
+        )
     return replace(
-        _spec(config, config.server, hf_config, contract),
+        spec,
+        client_api_key="" if spec.admin_api_key else given or secrets.token_hex(24),
         adapter_names=config.lora.lora_names,
         serves_text=config.serves_text,
         is_classifier=is_classifier(hf_config),

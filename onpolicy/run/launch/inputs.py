@@ -11,7 +11,7 @@ from onpolicy.agents.environments.launch import environment_rows
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import DataConfig
 from onpolicy.config.groups.agents import has_agent, is_of_verifiers
-from onpolicy.config.secrets import reveal
+from onpolicy.config.secrets import control_key, reveal
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.size import ModelSize
@@ -97,7 +97,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     logger.info("reading %s and the prompts", path)
     hf_config = load_config(path, trust)
     key = reveal("--rollout-api-key", config.engine.rollout_api_key)
-    require_addresses(config.engine, key)
+    require_addresses(config.engine, key, control_key(config.sglang_args, key))
     longest_prompt = require_context(config, hf_config)
     tokenizer = load_tokenizer(path, trust)
     require_teachers(config, tokenizer)

@@ -84,7 +84,6 @@ def test_a_bad_value_is_refused_by_name_with_a_remedy(argv, message):
         (["--sglang-speculative-accept-threshold-acc", "0.5"], "if its seed draws it"),
         (["--sglang-speculative-ngram-max-bfs-breadth", "4"], "drafts are one chain"),
         (["--sglang-enable-lora"], "--sglang-enable-lora"),
-        (["--sglang-tokenizer-worker-num", "2"], "--sglang-tokenizer-worker-num: .*in one process"),
         (["--sglang-quantization=fp8"], "--sglang-quantization"),
         (["--sglang-attention-backend", "triton"], "--sglang-attention-backend"),
         (["--sglang-page-size", "128"], "--sglang-page-size: .*pages of one token"),
@@ -109,6 +108,15 @@ def test_true_on_policy_mode_refuses_what_breaks_it_and_stock_does_not(argv, mes
     with pytest.raises(ConfigError, match=message):
         check(*MODE, *argv)
     check(*argv)
+
+
+@pytest.mark.parametrize(
+    "flag", ["tokenizer-worker-num", "grpc-mode", "smg-grpc-mode", "grpc-port"]
+)
+@pytest.mark.parametrize("mode", [MODE, ["--no-true-on-policy-mode"]])
+def test_no_server_listens_where_sglang_asks_for_no_key(flag, mode):
+    with pytest.raises(ConfigError, match=f"--sglang-{flag}: SGLang asks for no key"):
+        check(*mode, f"--sglang-{flag}", "2")
 
 
 def test_drafts_of_n_grams_are_for_wholly_aligned_operators(tmp_path):

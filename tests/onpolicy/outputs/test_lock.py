@@ -9,12 +9,16 @@ import sys
 import pytest
 
 from onpolicy.errors import ConfigError
+from onpolicy.outputs.directory import RunDirectory
 from onpolicy.outputs.lock import locked
+from onpolicy.system.files import make_private
+from tests.support.run_in_memory import make_config
 
 HOLD = """
 import sys, time
 from pathlib import Path
 from onpolicy.outputs.lock import locked
+from onpolicy.system.files import make_private
 with locked(Path(sys.argv[1]), "--save"):
     {then}
     print("held", flush=True)
@@ -100,3 +104,30 @@ def test_a_directory_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "run").write_text("a file")
     with pytest.raises(ConfigError, match=r"--run-dir=.*/run: cannot be written \(File exists\)"):
         hold(tmp_path)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_a_directory_that_is_made_is_its_owners_alone_and_one_that_was_there_keeps_its_mode(
+    tmp_path, umask
+):
+    there = tmp_path / "there"
+    there.mkdir()
+    there.chmod(0o755)
+    before = os.umask(umask)
+    try:
+        with locked(tmp_path / "a/b", "--save"), locked(there, "--run-dir"):
+            pass
+        make_private(tmp_path / "c/logs")
+    finally:
+        os.umask(before)
+    modes = {name: (tmp_path / name).stat().st_mode & 0o777 for name in ("a/b", "c/logs", "there")}
+    assert modes == {"a/b": 0o700, "c/logs": 0o700, "there": 0o755}
+
+
+def test_the_group_is_let_in_by_a_flag_alone(tmp_path):
+    for can_read, mode in ((False, 0o700), (True, 0o750)):
+        run, save = (tmp_path / f"{name}-{can_read}" for name in ("run", "save"))
+        config = make_config(tmp_path, run_dir=str(run), save=str(save), group_can_read=can_read)
+        with locked(save, "--save"):
+            RunDirectory.of(config, None).close()
+        assert [path.stat().st_mode & 0o777 for path in (run, save)] == [mode, mode]

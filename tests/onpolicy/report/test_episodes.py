@@ -1,5 +1,8 @@
 """`onpolicy episodes`: what it reads of a run's samples, and a page that is safe and follows the run."""
 
+import contextlib
+import functools
+import http.client
 import json
 import re
 import threading
@@ -140,7 +143,7 @@ def test_what_is_no_run_or_no_sample_is_refused(run, tmp_path):
         read_episodes("nowhere", 1)
     directory = run(sample(), {"step": 3})
     with pytest.raises(
-        ConfigError, match=re.escape("rollout_000003.jsonl:2: must be an object with")
+        ConfigError, match=re.escape("rollout_000003.jsonl:2: holds no prompt_index")
     ):
         read_episodes(directory, 1)
 
@@ -165,10 +168,10 @@ def test_a_served_page_follows_the_run(run):
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            address = f"http://127.0.0.1:{server.server_port}"
+            address = server.url
 
             def data():
-                with urllib.request.urlopen(f"{address}/data.json") as answer:
+                with urllib.request.urlopen(f"{address}data.json") as answer:
                     return json.load(answer)
 
             with urllib.request.urlopen(address) as answer:
@@ -178,9 +181,59 @@ def test_a_served_page_follows_the_run(run):
             run(sample(step=4), name="rollout_000004")
             assert len(data()["episodes"]) == 2 and data()["version"] != before["version"]
             with pytest.raises(urllib.error.HTTPError, match="404"):
-                urllib.request.urlopen(f"{address}/samples")
+                urllib.request.urlopen(f"{address}samples")
             with pytest.raises(ConfigError, match=f"--port={server.server_port}: cannot be"):
                 make_server(server.server_port, dict, render)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+WRONG = [None, 5, "x", True, [], [1], [[1]], {"a": 1}, [{"b": 2}], float("nan")]
+
+
+@pytest.mark.parametrize("field", sample())
+def test_a_line_of_another_shape_is_refused_or_shown_and_never_a_traceback(run, field):
+    for number, wrong in enumerate(WRONG):
+        directory = run({**sample(), field: wrong}, name=f"rollout_{number:06}")
+        with contextlib.suppress(ConfigError):
+            render(read_episodes(directory, 1))
+    with pytest.raises(ConfigError, match=r"rollout_\d+.jsonl:1: .*Mend or delete the line"):
+        read_episodes(directory, 99)
+
+
+HOSTS = {
+    "127.0.0.1": 200, "localhost:{port}": 200, "LOCALHOST": 200, "[::1]:{port}": 200,
+    "workstation.example:{port}": 200, "evil.example": 403, "127.0.0.1.evil.example": 403,
+    "evil.example:{port}": 403, "127.0.0.1:80@evil.example": 403, "": 403, "localhost.": 403,
+    "127.0.0.1:": 403, "::1": 403, "localhost/evil": 403,
+}  # fmt: skip
+
+
+def test_a_served_page_is_for_those_who_know_its_token_and_call_this_host_by_its_name(run):
+    directory = run(sample())
+    read = functools.partial(read_episodes, directory, 9)
+    with make_server(0, read, render, ("workstation.example",)) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+
+        def status(path, host="127.0.0.1"):
+            connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+            connection.putrequest("GET", path, skip_host=True)
+            connection.putheader("Host", host)
+            connection.endheaders()
+            answer = connection.getresponse()
+            assert answer.status == 200 or b"onpolicy episodes" not in answer.read()
+            connection.close()
+            return answer.status
+
+        try:
+            own = f"/{server.token}/"
+            for path in (own, f"{own}data.json"):
+                for host, expected in HOSTS.items():
+                    assert status(path, host.format(port=server.server_port)) == expected, host
+            for token in ("", "/", f"/{server.token[:-1]}"):
+                assert [status(f"{token}/"), status(f"{token}/data.json")] == [403, 403], token
         finally:
             server.shutdown()
             thread.join()

@@ -87,3 +87,43 @@ def test_a_directory_must_be_one_split_of_a_saved_dataset(tmp_path):
     assert rows_of(tmp_path / "saved" / "test") == ROWS
     with pytest.raises(ConfigError, match=r"a directory without state\.json"):
         rows_of(tmp_path)
+
+
+ELSEWHERE = "/elsewhere.arrow"
+
+WRONG_STATES = {
+    "no files": ({}, "_data_files: is null"),
+    "a number": ({"_data_files": 5}, "_data_files: is 5,"),
+    "an object": ({"_data_files": {"filename": "a.arrow"}}, '_data_files: is {"filename"'),
+    "names alone": ({"_data_files": ["x"]}, r'_data_files: is \["x"\]'),
+    "an entry without a name": ({"_data_files": [{"name": "x"}]}, r"filename: is \[null\]"),
+    "a number for a name": ({"_data_files": [{"filename": 3}]}, r"filename: is \[3\]"),
+    "an absolute name": ({"_data_files": [{"filename": ELSEWHERE}]}, "filename='/elsewhere"),
+    "a name above": ({"_data_files": [{"filename": "../x.arrow"}]}, r"filename='\.\./x.arrow'"),
+    "a name below": ({"_data_files": [{"filename": "a/x.arrow"}]}, "filename='a/x.arrow'"),
+    "the directory itself": ({"_data_files": [{"filename": "."}]}, r"filename='\.': must be"),
+    "another kind of file": ({"_data_files": [{"filename": "x.json"}]}, "must be the name of an"),
+    "a directory's name": ({"_data_files": [{"filename": "d.arrow"}]}, "d.arrow: is a directory"),
+    "a NUL in a name": ({"_data_files": [{"filename": "\0.arrow"}]}, "cannot be read"),
+    "no file of that name": ({"_data_files": [{"filename": "n.arrow"}]}, "n.arrow: cannot be read"),
+}
+
+
+@pytest.mark.parametrize(("state", "message"), WRONG_STATES.values(), ids=WRONG_STATES)
+def test_a_saved_data_set_names_files_of_its_own_directory_alone(tmp_path, state, message):
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "d.arrow").mkdir()
+    Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "other"))
+    (other,) = (tmp_path / "other").glob("*.arrow")
+    other.rename(tmp_path / "x.arrow")  # what `../x.arrow` would read
+    (saved / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ConfigError, match=message):
+        rows_of(saved)
+
+
+@pytest.mark.parametrize("splits", [None, 5, "train", [1], {"train": 1}])
+def test_splits_of_another_shape_are_said_to_be_that(tmp_path, splits):
+    (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
+    with pytest.raises(ConfigError, match=r"dataset_dict.json: splits: is .*list of names"):
+        rows_of(tmp_path)

@@ -22,7 +22,8 @@ def url():
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
                 key = self.headers.get("Authorization")
-                self.send_response(200 if status == "key" and key == "Bearer good" else
+                self.send_response(403 if status == "client's" and "weight" in self.path else
+                                   200 if status in ("key", "client's") and key == "Bearer good" else
                                    401 if status == "key" else status)  # fmt: skip
                 self.end_headers()
                 self.wfile.write(body)
@@ -95,3 +96,8 @@ def test_every_port_of_a_run_must_be_free():
         require_place("127.0.0.1", 0)
         with pytest.raises(ConfigError, match=rf"--rollout-base-port: port {port} on 127.0.0.1"):
             require_place("127.0.0.1", port - 1, 2)
+
+
+def test_the_key_of_clients_is_told_from_that_of_runs_before_a_run_starts(url):
+    with pytest.raises(ConfigError, match=r"--rollout-api-key=.*takes it for the key of clients"):
+        check(url("client's", INFO), "good")

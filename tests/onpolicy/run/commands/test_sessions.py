@@ -51,7 +51,7 @@ def served(*engines, time_limit=100.0):
     sessions = ServedSessions(
         Gateway(SessionRules(template=SpelledOut(), parser=AnswerParser())),
         engines or [Engine()],
-        api_key=KEY["Authorization"].removeprefix("Bearer "),
+        api_keys=(KEY["Authorization"].removeprefix("Bearer "), "that-of-runs"),
         params=PARAMS,
         rules=EpisodeRules(max_context_len=1000, on_failure="drop", decode=decode),
         seed=0,
@@ -111,11 +111,14 @@ def test_a_client_acts_in_a_session_and_its_trajectories_are_returned_when_it_en
 def test_sessions_are_opened_and_ended_with_the_key_of_the_servers_alone():
     with served() as url:
         session = opened(url)
-        for key in ("", session["api_key"], KEY["Authorization"][:-1]):
+        no_text = (b"Bearer \xff\xfe", "Bearer \u00e9")
+        for key in ("", session["api_key"], KEY["Authorization"][:-1], *no_text):
             wrong = {"Authorization": key}
             assert requests.post(url, headers=wrong, timeout=HANGS).status_code == 401
             at = f"{url}/{session['id']}"
             assert requests.delete(at, headers=wrong, timeout=HANGS).status_code == 401
+        runs = {"Authorization": "Bearer that-of-runs"}
+        assert requests.post(url, headers=runs, timeout=HANGS).status_code == 200
         unknown = requests.delete(f"{url}/other", headers=KEY, timeout=HANGS)
         assert unknown.status_code == 404 and "no session 'other'" in unknown.text
 
