@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -245,10 +246,12 @@ class RowReader:
 
     def _label(self, row: dict[str, Any], where: str) -> str:
         key = self.config.label_key
-        if key == "label" and row.get("label") is None and "reward_model" in row:
-            key = "reward_model.ground_truth"
-        if not self.needs_label and key == "label" and row.get("label") is None:
-            return ""
+        if key == "label" and row.get("label") is None:
+            of_verl = row.get("reward_model")
+            if isinstance(of_verl, dict) and of_verl.get("ground_truth") is not None:
+                key = "reward_model.ground_truth"
+            elif not self.needs_label:
+                return ""
         value = field_of(row, key, where)
         text = label_text(value)
         if text is None:
@@ -273,10 +276,10 @@ def tools_of(row: dict[str, Any], key: str, where: str) -> list[dict[str, Any]]:
 def label_text(value: Any) -> str | None:
     """Return a label as text: a whole number without a fraction, since a column that has a gap is one of
     floats; None for what is no label."""
-    if isinstance(value, float):
+    if isinstance(value, (float, Decimal)):
         if not isfinite(value):
             return None
-        return str(int(value)) if value.is_integer() else str(value)
+        return str(int(value)) if value == int(value) else str(value)
     if value is None or isinstance(value, (dict, list, bytes)):
         return None
     return str(value)

@@ -4,6 +4,7 @@ import csv
 import json
 import logging
 import tracemalloc
+from decimal import Decimal
 
 import pyarrow
 import pyarrow.parquet
@@ -264,6 +265,8 @@ def test_rows_that_differ_in_what_policy_or_reward_are_given_are_all_kept(tmp_pa
         (1e22, "10000000000000000000000"),
         (-3.0, "-3"),
         (0.5, "0.5"),
+        (Decimal("42.00"), "42"),
+        (Decimal("0.50"), "0.50"),
         (42, "42"),
         ("042.0", "042.0"),
     ],
@@ -297,6 +300,9 @@ def test_a_row_needs_a_label_only_where_something_reads_it(tmp_path):
     config = DataConfig(apply_chat_template=True)
     given = (str(tmp_path / "a.jsonl"), config, TOKENIZER, 1000)
     (prompt,) = load_prompts(*given, read=Read(label=False))
+    assert prompt.label == ""
+    lines(tmp_path / "b.jsonl", [{"prompt": "6*7=", "reward_model": {"style": "model"}}])
+    (prompt,) = load_prompts(str(tmp_path / "b.jsonl"), *given[1:], read=Read(label=False))
     assert prompt.label == ""
     with pytest.raises(ConfigError, match="no field 'label'"):
         load_prompts(*given)
