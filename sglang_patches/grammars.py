@@ -101,21 +101,23 @@ def _own_stops(manager: Any, req: Any) -> set[int]:
 
 
 def of_today(tag: str) -> str:
-    """Return a structural tag in xgrammar's present form; SGLang writes some in an earlier one."""
-    said = json.loads(tag)
-    if not isinstance(said, dict) or "structures" not in said:
+    """Return a structural tag in xgrammar's present form; SGLang writes some in an earlier one. What is
+    in neither form is returned as it is, and refused where it is compiled."""
+    try:
+        said = json.loads(tag)
+        tags = [
+            {
+                "type": "tag",
+                "begin": each["begin"],
+                "content": {"type": "json_schema", "json_schema": each.get("schema") or {}},
+                "end": each["end"],
+            }
+            for each in said["structures"]
+        ]
+        calls = {"type": "triggered_tags", "triggers": said["triggers"], "tags": tags}
+        calls["at_least_one"] = bool(said.get("at_least_one"))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return tag
-    tags = [
-        {
-            "type": "tag",
-            "begin": each["begin"],
-            "content": {"type": "json_schema", "json_schema": each.get("schema") or {}},
-            "end": each["end"],
-        }
-        for each in said["structures"]
-    ]
-    calls = {"type": "triggered_tags", "triggers": said["triggers"], "tags": tags}
-    calls["at_least_one"] = bool(said.get("at_least_one"))
     return json.dumps({"type": "structural_tag", "format": calls})
 
 

@@ -54,7 +54,7 @@ def require_grammar(grammar: Grammar) -> None:
         else:
             require_enforced(json.loads(grammar.text))
             xgrammar.Grammar.from_json_schema(grammar.text)
-    except (RuntimeError, ValueError, TypeError, RecursionError) as error:
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
         why = in_one_line(error).partition(".cc:")[2].partition(": ")[2] or in_one_line(error)
         raise ValueError(
             f"{grammar.kind}={grammar.text!r:.200}: an answer cannot be held to it ({why}). Correct it, "

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.engine
 KEYS = {
     "num_compared_tokens", "num_mismatched_tokens", "max_abs_diff", "max_ulp", "k3_kl_mean",
     "k3_kl_max", "num_cached_tokens", "optimizer_steps", "versions", "contract",
+    "num_redrawn_tokens", "num_drawn_otherwise_tokens",
 }  # fmt: skip
 
 
@@ -125,13 +126,13 @@ def test_no_token_differs_beside_adapters_and_all_do_where_one_engine_has_none(
     assert report["num_compared_tokens"] == 2 * 4 * 12
     assert report["num_mismatched_tokens"] == 0 and report["contract"]["adapter"]["rank"] == 4
 
-    log_probs = PolicyTrainer.log_probs
+    rescore = PolicyTrainer.rescore
 
     def of_the_base(trainer, *asked):
         with without_adapters(trainer.policy.module):
-            return log_probs(trainer, *asked)
+            return rescore(trainer, *asked)
 
-    monkeypatch.setattr(PolicyTrainer, "log_probs", of_the_base)
+    monkeypatch.setattr(PolicyTrainer, "rescore", of_the_base)
     assert main([*argv, "--no-step"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["num_mismatched_tokens"] > 0.9 * report["num_compared_tokens"]
@@ -179,11 +180,14 @@ def test_without_a_step_nothing_is_trained_and_no_token_differs(
 def test_a_mismatch_is_a_failure_in_true_on_policy_mode():
     config = VerifyConfig(num_prompts=1, max_new_tokens=1)
     good = {"num_mismatched_tokens": 0, "num_compared_tokens": 2, "num_cached_tokens": 1}
+    good |= {"num_redrawn_tokens": 2, "num_drawn_otherwise_tokens": 0}
     assert passes(good, config)
     for wrong in (
         {"num_mismatched_tokens": 1},
         {"num_compared_tokens": 0},
         {"num_cached_tokens": 0},
+        {"num_redrawn_tokens": 1},
+        {"num_drawn_otherwise_tokens": 1},
     ):
         assert not passes({**good, **wrong}, config)
 

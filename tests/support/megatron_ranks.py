@@ -178,7 +178,7 @@ def random_sequences(*lens, seed=0):
     return [torch.randint(2, 137, (n,), generator=generator).tolist() for n in lens]
 
 
-def loss_of(log_probs, entropy=None):
+def loss_of(log_probs, entropy=None, drawn=None):
     """Some loss in which every token has another share, of either."""
     numbers = torch.arange(1, len(log_probs) + 1)
     loss = (log_probs * numbers.cos()).sum()
@@ -198,7 +198,7 @@ def reference(job, micro_batches=1):
         scores = [policy(batch) for batch in job.micro_batches(data_rank, micro_batches)]
         for each in scores:
             loss_of(*each).backward()
-        log_probs, entropy = map(torch.cat, zip(*scores, strict=True))
+        log_probs, entropy = (torch.cat(column) for column in list(zip(*scores, strict=True))[:2])
         results.append((log_probs.detach(), entropy.detach()))
     gradients = {}
     for name, parameter in policy.causal_lm.named_parameters():
@@ -253,7 +253,7 @@ def score(job):
 
     model = make_model(job)
     with torch.no_grad():
-        log_probs, entropy = packed_forward(model, job.packed(data_rank()))
+        log_probs, entropy, *_ = packed_forward(model, job.packed(data_rank()))
     return data_rank(), log_probs, entropy
 
 
@@ -270,7 +270,7 @@ def differentiate(job):
     from onpolicy.train.megatron.model import packed_forward
 
     model = make_model(job)
-    log_probs, entropy = packed_forward(model, job.packed(data_rank()))
+    log_probs, entropy, *_ = packed_forward(model, job.packed(data_rank()))
     loss_of(log_probs, entropy).backward()
     sum_gradients(model)
     return data_rank(), log_probs.detach(), entropy.detach(), export_gradients(model)
@@ -286,7 +286,7 @@ def train(job, micro_batches=1):
     accumulate(wrapped, batches)
     for parameter in model.parameters():
         parameter.grad = parameter.main_grad.to(parameter.dtype)
-    log_probs, entropy = map(torch.cat, zip(*scores, strict=True))
+    log_probs, entropy = (torch.cat(column) for column in list(zip(*scores, strict=True))[:2])
     return data_rank(), log_probs, entropy, export_gradients(model)
 
 

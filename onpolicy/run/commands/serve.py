@@ -216,11 +216,12 @@ def _print_how_to_use(
         return
     if spec.serves_text:
         bases = " or ".join(f"{url}/v1" for url in urls)
-        print(f"OpenAI clients: base_url {bases}, and what is in {keys.of_clients} as api_key")
+        print(
+            f"OpenAI clients: base_url {bases}, and what is in {keys.of_clients} as api_key (the key of "
+            "runs, below, may change weights)"
+        )
     if sessions is not None:
         print(f"sessions: POST {sessions.gateway.url}/sessions with the same key as Bearer token")
-    if keys.of_clients != keys.of_runs:
-        print(f"{keys.of_runs} holds another key, for runs alone: it may change weights")
     if spec.adapter_names:
         print(f"one run for each of --lora-name {', '.join(spec.adapter_names)}")
     print(f"--rollout-server-url {' '.join(urls)} --rollout-api-key @{keys.of_runs}", flush=True)
