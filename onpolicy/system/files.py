@@ -16,12 +16,7 @@ def make_private(directory: Path) -> None:
 
     One that is there stays as it is. Raises OSError.
     """
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        directory.mkdir(mode=OWNER_ALONE)
-    except FileExistsError:
-        if not directory.is_dir():
-            raise
+    directory.mkdir(mode=OWNER_ALONE, parents=True, exist_ok=True)
 
 
 @contextmanager
