@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from onpolicy.cli.parse import parse
 from onpolicy.config import validate
 from onpolicy.config.flags import spelled
 from onpolicy.outputs.console import configure_logging
-from onpolicy.outputs.destinations import require_directory, require_writable, write_output
+from onpolicy.outputs.destinations import require_writable, tried_directory, write_output
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +33,13 @@ def begin(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
 def begin_with(config: Any) -> None:
     """Raise ConfigError if the logs or the result of a configuration could not be written; and log."""
     written = getattr(config, "output", config)
-    for name in ("run_dir", "save", "save_hf"):
-        if directory := getattr(written, name, ""):
-            require_directory(spelled(name), directory)
-    for name in ("json", "html"):
-        if file := getattr(config, name, ""):
-            require_writable(f"--{name}", file)
+    with ExitStack() as tried:  # a result may be written beside the logs
+        for name in ("run_dir", "save", "save_hf"):
+            if directory := getattr(written, name, ""):
+                tried.enter_context(tried_directory(spelled(name), directory))
+        for name in ("json", "html"):
+            if file := getattr(config, name, ""):
+                require_writable(f"--{name}", file)
     configure_logging()
     logger.info("loading PyTorch and transformers")
 

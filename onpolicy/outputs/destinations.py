@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -15,8 +16,15 @@ _TRIED_BYTES = 4096
 
 
 def require_directory(flag: str, path: str) -> None:
-    """Write a file into the directory that `flag` names, and remove it, with the directories that
-    were made for it. Raises ConfigError if that cannot be done."""
+    """Raise ConfigError if no file could be written into the directory that `flag` names."""
+    with tried_directory(flag, path):
+        pass
+
+
+@contextmanager
+def tried_directory(flag: str, path: str) -> Iterator[None]:
+    """Write a file into the directory that `flag` names, and remove it; in the end remove the
+    directories that were made for it. Raises ConfigError if that cannot be done."""
     directory = Path(path).absolute()
     made = [place for place in (directory, *directory.parents) if not place.exists()]
     try:
@@ -26,11 +34,18 @@ def require_directory(flag: str, path: str) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
+        _remove(made)
         raise _refusal(flag, path, error) from error
+    try:
+        yield
     finally:
-        for place in made:
-            with suppress(OSError):  # not made, or others write there meanwhile
-                place.rmdir()
+        _remove(made)
+
+
+def _remove(made: Sequence[Path]) -> None:
+    for place in made:
+        with suppress(OSError):  # not made, or others write there meanwhile
+            place.rmdir()
 
 
 def require_writable(flag: str, path: str) -> None:

@@ -4,7 +4,9 @@ import sys
 
 import pytest
 
+from onpolicy.cli.command import begin_with
 from onpolicy.cli.main import COMMANDS, main
+from onpolicy.config.tools import VerifyConfig
 from onpolicy.outputs.destinations import require_directory
 
 
@@ -166,3 +168,9 @@ def test_help_may_be_read_in_part():
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait() in (0, -signal.SIGPIPE)
+
+
+def test_a_result_may_be_written_beside_logs_that_are_not_there_yet(tmp_path):
+    logs = tmp_path / "logs"
+    begin_with(VerifyConfig(run_dir=str(logs / "run"), json=str(logs / "run.json")))
+    assert not logs.exists()
