@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from onpolicy.chat.left_out import left_out
+from onpolicy.chat.messages import role_in
 from onpolicy.chat.turn_ends import TurnEnds, turn_ends
 from sglang_patches import registry
 
@@ -74,8 +75,7 @@ def _renders_by_jinja(handler: Any) -> bool:
 
 
 def _make_plain(message: Any, template: str) -> None:
-    if message.role == "developer" and "developer" not in template:
-        message.role = "system"
+    message.role = role_in(template, message.role)
     parts = message.content
     if isinstance(parts, list) and all(part.type in _TEXT_PARTS for part in parts):
         message.content = "".join(part.text for part in parts)

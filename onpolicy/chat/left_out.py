@@ -6,10 +6,10 @@ the instruction. See sgl-project/sglang#40082 and ollama/ollama#18305.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-Message = Mapping[str, Any]
+from onpolicy.chat.messages import Message
 
 
 def left_out(

@@ -210,6 +210,12 @@ def answered(messages: Sequence[Message], response: str) -> list[Message]:
     return [*before, {**last, "content": (last.get("content") or "") + response}]
 
 
+def role_in(template: str, role: str) -> str:
+    """Return the role that a message has for a template, given as its source. Most know no developer,
+    and leave the message out."""
+    return "system" if role == "developer" and role not in template else role
+
+
 def names_called(messages: Sequence[Message]) -> list[str]:
     """Return the names of the functions that messages call, in their order."""
     calls = [call for message in messages for call in message.get("tool_calls") or ()]

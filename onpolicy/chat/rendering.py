@@ -8,7 +8,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from onpolicy.chat.left_out import left_out
-from onpolicy.chat.messages import FORMS, CallForm, Message, for_template, names_called, text_of
+from onpolicy.chat.messages import (
+    FORMS,
+    CallForm,
+    Message,
+    for_template,
+    names_called,
+    role_in,
+    text_of,
+)
 from onpolicy.errors import in_one_line
 
 if TYPE_CHECKING:
@@ -127,9 +135,8 @@ class ChatRenderer:
     ) -> str:
         plain = [for_template(message, form) for message in messages]
         for message in plain:
-            # Most templates know no developer, and leave the message out.
-            if message.get("role") == "developer" and "developer" not in self._source:
-                message["role"] = "system"
+            if "role" in message:
+                message["role"] = role_in(self._source, message["role"])
         return str(
             self._tokenizer.apply_chat_template(
                 plain,

@@ -25,6 +25,7 @@ class Classifier:
         path, flag = config.reward_checkpoint, "--reward-checkpoint"
         self.is_chat = config.reward_input == "chat"
         self.tokenizer = load_tokenizer(path, flag=flag)
+        self.template = ChatTemplate(self.tokenizer)
         self.padding = getattr(parse_config(path, flag=flag), "pad_token_id", None)
         key = reveal("--reward-api-key", config.reward_api_key)
         self.endpoints = [
@@ -71,8 +72,8 @@ class Classifier:
         if not self.is_chat:
             return text_ids(self.tokenizer, prompt.text + sample.response)
         asked = prompt.messages or [{"role": "user", "content": prompt.text}]
-        template = ChatTemplate(self.tokenizer)
-        return template.encode(template.whole(answered(asked, sample.response)))
+        text = self.template.whole(answered(asked, sample.response))
+        return self.template.encode(text)
 
 
 def _reward(answer: Any) -> Numbers | Failure:
