@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from onpolicy.explain.taps.experts import EXPERTS, ROUTING, by_number
-from onpolicy.explain.taps.recorder import CHOSEN_EXPERTS, HEAD, Recorder
+from onpolicy.explain.taps.recorder import HEAD, Recorder
 from onpolicy.explain.taps.scope import Scope
 from sglang_patches.tensor_parallel import summed
 
@@ -59,7 +58,6 @@ def _watch(name: str, module: Any, recorder: Recorder, blocks: int) -> None:
         "RMSNorm": lambda args, out: [_norm(name, args, out)],
         "SiluAndMul": lambda args, out: [(parent, "gated", args[0].chunk(2, -1), (out,))],
         "RotaryEmbedding": lambda args, out: [(recorder.module, "rotary", args[1:3], out)],
-        "FusedMoE": lambda args, out: _experts(name, module, args, out, recorder),
         "RadixAttention": lambda args, out: [(parent, "attention", args[:1], (out,))],
     }
     for describe in (describe for kind, describe in by_kind.items() if kind in kinds):
@@ -68,28 +66,14 @@ def _watch(name: str, module: Any, recorder: Recorder, blocks: int) -> None:
 
 def _linear(name: str, operator: str, module: Any, args: Any, out: Tensor) -> list[Record]:
     parent, _, own = name.rpartition(".")
-    out = _whole_sum(module, out)
+    if not getattr(
+        module, "reduce_results", True
+    ):  # SGLang adds ranks' parts up later, between modules
+        out = summed(out)
     if own not in FUSED:
         return [(name, operator, args[:1], (out,))]
     parts = zip(FUSED[own], out.split(list(module.output_partition_sizes), -1), strict=True)
     return [(f"{parent}.{site}", "linear", args[:1], (part,)) for site, part in parts]
-
-
-def _experts(name: str, module: Any, args: Any, out: Tensor, recorder: Recorder) -> list[Record]:
-    """As `onpolicy.explain.taps.experts` has them."""
-    if not (recorder.takes_experts_whole and hasattr(args[1], "topk_ids")):
-        return []
-    chosen, weights, _ = by_number(args[1].topk_ids, args[1].topk_weights)
-    return [
-        (name, CHOSEN_EXPERTS, (), (chosen,)),
-        (name, ROUTING, (), (weights,)),
-        (name, EXPERTS, args[:1], (_whole_sum(module, out),)),
-    ]
-
-
-def _whole_sum(module: Any, out: Tensor) -> Tensor:
-    """What ranks' parts of a sum add up to, which SGLang may do later, between modules."""
-    return out if getattr(module, "reduce_results", True) else summed(out)
 
 
 def _norm(name: str, args: Any, out: Any) -> Record:

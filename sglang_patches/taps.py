@@ -2,9 +2,8 @@
 
 Every forward pass leaves a file of each tensor-parallel rank in a directory
 (`onpolicy.explain.taps.recording`), before any rank answers. While the file `suspect` is there, which
-names one call, its tensors are written beside them; while the file `all_rows` is, a pass has all of its
-rows.
-Rows are known by their prefixes (prefixes.py).
+names one call, its tensors are written beside them.
+A row is known by the tokens up to it, whichever request computed those.
 Source: ModelRunner.forward, sglang/srt/model_executor/model_runner.py.
 """
 
@@ -16,15 +15,17 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from onpolicy.contract import NumericsContract
 from onpolicy.explain.taps.evidence import write_evidence
 from onpolicy.explain.taps.policy import scopes, tapped
 from onpolicy.explain.taps.recorder import Recorder
-from onpolicy.explain.taps.recording import ALL_ROWS, SUSPECT, write_calls
+from onpolicy.explain.taps.recording import SUSPECT, write_calls
+from onpolicy.explain.taps.rows import prefix_keys
 from onpolicy.ops import Operators
 from sglang_patches import registry, stock_taps
 from sglang_patches.extensions import Extension
-from sglang_patches.prefixes import Prefixes
 from sglang_patches.tensor_parallel import rank, wait_for_all_ranks
 
 LOAD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
@@ -62,7 +63,6 @@ class Taps(Extension):
             return original(runner, batch, *args, **kwargs)
         keys, last = self._prefixes.of(runner, batch)
         self._read_suspect()
-        self.recorder.keeps_rows = (self.directory / ALL_ROWS).exists()
         self.recorder.open(keys, last)
         try:
             return original(runner, batch, *args, **kwargs)
@@ -87,3 +87,29 @@ class Taps(Extension):
             write_evidence(self.recorder.evidence, self.directory, rank())
             self.recorder.evidence = None
         wait_for_all_ranks()
+
+
+class Prefixes:
+    """The keys of one process's batches, every one of which it must see.
+
+    A prefix may come from the cache, so the key of every cache slot's token is remembered, and a
+    sequence goes on from the key of its last cached slot.
+    """
+
+    def __init__(self) -> None:
+        self._key_of_slot: dict[int, int] = {}
+
+    def of(self, runner: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys of a batch's rows, and the last row of each sequence, which makes logits."""
+        ends = batch.seq_lens.tolist()
+        decodes = batch.forward_mode.is_decode()
+        counts = [1] * len(ends) if decodes else [int(n) for n in batch.extend_seq_lens]
+        slots = runner.req_to_token_pool.req_to_token
+        keys: list[int] = []
+        tokens, locations = batch.input_ids.tolist(), batch.out_cache_loc.tolist()
+        for request, end, count in zip(batch.req_pool_indices.tolist(), ends, counts, strict=True):
+            start, first = end - count, len(keys)
+            before = self._key_of_slot.get(int(slots[request, start - 1]), 0) if start else 0
+            keys += prefix_keys(tokens[first : first + count], before)
+        self._key_of_slot.update(zip(locations, keys, strict=False))
+        return torch.tensor(keys), torch.tensor(counts).cumsum(0) - 1

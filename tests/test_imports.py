@@ -45,10 +45,8 @@ TAPS = {"contract", "errors", "models", "ops"}
 OF_EXPLAIN = [
     *(ROOT / "onpolicy/explain").rglob("*.py"),
     ROOT / "onpolicy/cli/explain.py",
-    *(ROOT / "sglang_patches" / f"{name}.py" for name in (
-        "taps", "stock_taps", "prefixes", "given_tokens",
-    )),
-]  # fmt: skip
+    *(ROOT / "sglang_patches" / f"{name}.py" for name in ("taps", "stock_taps")),
+]
 """Files of a plug-in, which nothing else imports or names."""
 
 WORDS_OF_EXPLAIN = re.compile(r"\b(?:taps?|tapped|recorder|evidence|explain\w*|microscope)\b", re.I)

@@ -17,14 +17,10 @@ def main(argv: Sequence[str]) -> int:
     """Record both engines, say where they part, and by the exit code whether they do."""
     config = begin(ExplainConfig, argv, "onpolicy explain")
 
-    from onpolicy.explain.attribution import attribute
-    from onpolicy.explain.effects import attribution_text
     from onpolicy.explain.inputs import with_case
     from onpolicy.explain.microscope import explain
-    from onpolicy.explain.operators import attribute_to_operators
-    from onpolicy.explain.shares import shares_text
     from onpolicy.explain.text import told
-    from onpolicy.report.explanation import render, render_attribution, render_shares
+    from onpolicy.report.explanation import render
     from onpolicy.run.commands.verify_inputs import check_inputs
     from onpolicy.run.engines import EnginePair
     from onpolicy.run.launch.cluster_engines import MakeEngines, on_cluster
@@ -38,18 +34,11 @@ def main(argv: Sequence[str]) -> int:
         if config.cluster.num_ranks > 1 or config.cluster.ray_address:
             cluster = stack.enter_context(on_cluster(train_config, contract))
             make_engines = cluster.make_engines
-        how = {None: explain, "operators": attribute_to_operators}
-        result = how.get(config.attribution, attribute)(config, make_engines)
-    if config.attribution == "operators":
-        text, page, differ = shares_text(result), render_shares, result["num_mismatched_tokens"]
-    elif config.attribution:
-        text = attribution_text(result)
-        page, differ = render_attribution, result["rows"][0]["num_mismatched_tokens"]
-    else:
-        text, page, differ = told(result), render, result["num_mismatched_tokens"]
+        result = explain(config, make_engines)
+    text = told(result)
     print(visible(text))
     if config.json:
         write_output("--json", config.json, json.dumps(result, indent=2) + "\n")
     if config.html:
-        write_output("--html", config.html, page(result, text))
-    return 1 if differ else 0
+        write_output("--html", config.html, render(result, text))
+    return 1 if result["num_mismatched_tokens"] else 0

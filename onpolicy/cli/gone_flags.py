@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 from onpolicy.errors import ConfigError
 
-GONE: dict[str, str] = {}
+GONE: dict[str, str] = {
+    "--attribution": "onpolicy explain names the first operator that differs, without it.",
+    "--orders": "onpolicy explain names the first operator that differs, without it.",
+}
 """What to use instead, by `--flag`, by `--flag value`, or by a command's name."""
 
 

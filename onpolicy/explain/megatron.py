@@ -73,10 +73,9 @@ def _keys(local: LocalTokens, group: dist.ProcessGroup) -> Tensor:
 
 
 def _hooks(policy: PolicyGptModel, recorder: Recorder) -> Iterator[RemovableHandle]:
-    def record(module: nn.Module, args: Any, out: Tensor) -> Tensor | None:
+    def record(module: nn.Module, args: Any, out: Tensor) -> None:
         together = _together(policy, "embedding", module)
-        changed = recorder.add_embedding(module, args, together.made("embedding", out))
-        return None if changed is None else together.own("embedding", "made", changed, out)
+        recorder.add_embedding(module, args, together.made("embedding", out))
 
     if policy.pre_process:
         yield policy.embedding.register_forward_hook(record)

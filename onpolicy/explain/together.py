@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from onpolicy.explain.taps.evidence import ATTENTION
 from onpolicy.explain.taps.recorder import INPUTS
-from onpolicy.explain.taps.scope import End, Together
+from onpolicy.explain.taps.scope import Together
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 from onpolicy.train.megatron.adapters import PartLowRank
 from onpolicy.train.megatron.attention import AlignedAttention
@@ -136,23 +136,6 @@ class OverTensorRanks(Together):
                 whole = self._together(rows[number], axes.held, axes.pieces)
                 rows[number] = whole[: self.columns]
         return tuple(rows)
-
-    def own(self, name: str, end: End, whole: Tensor, like: Tensor) -> Tensor:
-        axes = self._of(name)
-        axis, pieces = (axes.made, axes.pieces) if end == "made" else (axes.given, 1)
-        if axis is None and not self.shares_tokens:
-            return whole
-        axis = axis or 0
-        pairs = zip(whole.chunk(pieces, axis), like.chunk(pieces, axis), strict=True)
-        return torch.cat([self._part(part, own, axis) for part, own in pairs], axis)
-
-    def _part(self, whole: Tensor, like: Tensor, axis: int) -> Tensor:
-        """This rank's, of equal ones; of a vocabulary's last one `like` has the padding."""
-        size = like.shape[axis]
-        start = self.group.rank() * size
-        there = max(0, min(size, whole.shape[axis] - start))
-        own = whole.narrow(axis, min(start, whole.shape[axis]), there)
-        return torch.cat([own, like.narrow(axis, there, size - there)], axis)
 
     def _of(self, name: str) -> Axes:
         return self.axes.get(name, ALL)

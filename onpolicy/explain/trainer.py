@@ -10,7 +10,6 @@ from functools import partial
 from torch import Tensor
 
 from onpolicy.explain.taps.evidence import Evidence
-from onpolicy.explain.taps.points import Apart, Forced
 from onpolicy.explain.taps.policy import passes_of, tapped
 from onpolicy.explain.taps.recorder import Call, Recorder
 from onpolicy.explain.taps.recording import Recording
@@ -29,9 +28,6 @@ class Recorded:
     passes: list[list[Call]]
     evidence: Evidence | None
 
-    apart: list[Apart]
-    """Those of `Forced`."""
-
     @staticmethod
     def of(
         recorder: Recorder, tensor_rank: int, passes: list[list[Call]], evidence_of: int
@@ -41,7 +37,6 @@ class Recorded:
             tensor_rank=tensor_rank,
             passes=passes,
             evidence=recorder.evidence if tensor_rank == evidence_of else None,
-            apart=recorder.apart if isinstance(recorder, Forced) else [],
         )
 
 

@@ -1,5 +1,4 @@
-"""One HTML page of what `onpolicy explain` found: layers by operators, and the tokens; or, with
---attribution, a bar for each contract or operator."""
+"""One HTML page of what `onpolicy explain` found: layers by operators, and the tokens."""
 
 from __future__ import annotations
 
@@ -117,60 +116,3 @@ def _token(token: int, rollout: float, train: float) -> str:
         shade = f"own s{min(STEPS, max(1, math.ceil(STEPS * part)))}"
     told = f"rollout {rollout!r}, train {train!r}"
     return f'<span class="{shade}" title="{told}">{token}</span> '
-
-
-def render_attribution(result: Result, text: str) -> str:
-    """The page; `text`: what was printed."""
-    orders = result.get("orders", {"rows": []})
-    sections = [("k3 by what is aligned", _bars([*result["rows"], *orders["rows"]]))]
-    if "shares" in orders:
-        sections.insert(0, ("k3 of stock engines, shared out", _orders(orders["shares"])))
-    tables = ((title, f"<table class=bars>{''.join(rows)}</table>") for title, rows in sections)
-    return document("What makes the engines differ", text, *tables)
-
-
-def render_shares(result: Result, text: str) -> str:
-    """The page; `text`: what was printed."""
-    titles = {"kinds": "kind", "layers": "layer", "operators": "operator"}
-    return document(
-        "What operators contribute to the mismatch",
-        text,
-        *(
-            (
-                f"KL in nats a token, by {title}",
-                f"<table class=bars>{''.join(_shares(result[by]))}</table>",
-            )
-            for by, title in titles.items()
-        ),
-    )
-
-
-def _shares(rows: Sequence[Result]) -> Iterator[str]:
-    largest = max(abs(row["kl"][0]) for row in rows)
-    for row in rows:
-        value, low, high = row["kl"]
-        told = f"95 %: {low:.2g} to {high:.2g}; own {row['own_kl'][0]:.2g}"
-        yield _bar(row["name"], value, largest, told)
-
-
-def _orders(shares: Sequence[Result]) -> Iterator[str]:
-    largest = max(abs(share["value"]) for share in shares)
-    for share in shares:
-        told = f"+- {share['error_of_orders']:.1g} of orders, {share['error_of_prompts']:.1g} of prompts"
-        yield _bar(share["part"], share["value"], largest, told)
-
-
-def _bars(rows: Sequence[Result]) -> Iterator[str]:
-    largest = max(row["k3_kl_mean"] for row in rows)
-    for row in rows:
-        told = f"{row['num_mismatched_tokens']} of {row['num_compared_tokens']} tokens differ"
-        yield _bar(row["name"], row["k3_kl_mean"], largest, told)
-
-
-def _bar(name: str, value: float, largest: float, told: str) -> str:
-    """A row of a table: the name, the number, and its part of the largest; another colour below 0."""
-    colour, width = "own" if value >= 0 else "given", 100 * abs(value) / (largest or 1.0)
-    return (
-        f'<tr><th>{escape(name)}<td>{value:.2g}<td class=bar title="{told}">'
-        f'<span class="{colour} s4" style="width:{width:.1f}%">&nbsp;</span>'
-    )

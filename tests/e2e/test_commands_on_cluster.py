@@ -4,7 +4,6 @@ The hosts are Ray nodes on this machine with an address each (tests/support/rayl
 """
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -13,11 +12,10 @@ import sys
 import psutil
 import pytest
 
-from onpolicy.explain.effects import ALIGNED, MODEL, STOCK, all_but, model_and
 from tests.support.processes import is_gone
 from tests.support.raylets import raylets
 from tests.support.serving import reached_by
-from tests.support.train_runs import ROOT, finish, run_hash, wait_for
+from tests.support.train_runs import finish, run_hash, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.runs]
 
@@ -123,76 +121,3 @@ def test_engines_and_ranks_of_all_hosts_are_explained(checkpoint, cluster, tmp_p
     assert result["source"] is None and result["only_in_one"] == []
     # Every token of the prompts was computed on either side, wherever.
     assert len({site["rows"] for site in result["sites"] if site["site"][0] != "lm_head"}) == 1
-
-
-def test_operators_of_engines_and_ranks_of_all_hosts_are_attributed(checkpoint, cluster, tmp_path):
-    """Each host has a server of two ranks, and a rank of a Megatron pipeline."""
-    pytest.importorskip("megatron.core")
-    file = tmp_path / "result.json"
-    output = finish(
-        onpolicy(
-            "explain", "--no-true-on-policy-mode", "--attribution", "operators",
-            "--rollout-weight-format", "int8",
-            "--hf-checkpoint", checkpoint, "--dtype", "float32", "--cpu-threads", "1",
-            "--num-prompts", "4", "--max-new-tokens", "8", "--max-prompt-len", "16",
-            "--json", file, "--run-dir", tmp_path / "run", "--ray-address", cluster.address,
-            "--rollout-num-engines", "2", "--sglang-tp-size", "2", "--actor-num-nodes", "2",
-            "--train-backend", "megatron", "--megatron-pp", "2",
-        ),
-        code=1,  # tokens differ
-    )  # fmt: skip
-    placed = re.findall(r"host\d \([\d.]+\): trainer rank \d .*; engine \d", output)
-    assert len(placed) == 2, output
-    result = json.loads(file.read_text())
-    assert (result["num_compared_tokens"], result["num_sequences"]) == (4 * 8, 4)
-    assert abs(result["kl_remainder"]) <= 0.05 * result["kl"][0]
-    assert result["only_in_one"] == result["ranks_differ"] == []
-    kinds = {row["name"]: row["own_kl"][0] for row in result["kinds"]}
-    assert kinds["linear"] > 0.9 * result["kl"][0] > 0
-
-
-ONE_KIND = """
-import sys
-from onpolicy.explain import attribution
-every = attribution.parts_of
-attribution.parts_of = lambda *of: [part for part in every(*of) if part[0] == "norm"]
-from onpolicy.cli.main import main
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
-"""
-"""Fewer servers than the command starts of itself."""
-
-
-def test_the_engines_of_all_hosts_are_taken_from_contract_to_contract(
-    checkpoint, cluster, tmp_path
-):
-    script, file, run = tmp_path / "one_kind.py", tmp_path / "result.json", tmp_path / "run"
-    script.write_text(ONE_KIND)
-    command = [
-        sys.executable, script, "explain", "--attribution", "kinds", "--hf-checkpoint", checkpoint,
-        "--num-prompts", "8", "--max-new-tokens", "8", "--json", file, "--run-dir", run,
-        "--ray-address", cluster.address, "--rollout-num-engines", "2", "--actor-num-nodes", "2",
-        "--orders", "2",
-    ]  # fmt: skip
-    output = finish(
-        subprocess.Popen(
-            list(map(str, command)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-    )
-    placed = re.findall(r"host\d \([\d.]+\): trainer rank \d .*; engine \d", output)
-    assert len(placed) == 2, output
-    result = json.loads(file.read_text())
-    rows = {row["name"]: row for row in result["rows"]}
-    assert [*rows] == [ALIGNED, STOCK, MODEL, model_and("norm"), all_but("norm")]
-    assert {row["num_compared_tokens"] for row in rows.values()} == {8 * 8}
-    assert rows[ALIGNED]["num_mismatched_tokens"] == rows[ALIGNED]["max_abs_diff"] == 0
-    assert rows[all_but("norm")]["num_mismatched_tokens"] > 0
-    assert all(row["max_abs_diff"] < 1 for row in rows.values())  # all are of the same tokens
-    assert "servers to start: 5, and 0 for orders" in output  # of one part all are there
-    shares = {share["part"]: share["value"] for share in result["orders"]["shares"]}
-    assert [*shares] == [MODEL, "norm"]
-    assert sum(shares.values()) == pytest.approx(rows[STOCK]["k3_kl_mean"], rel=1e-12) != 0

@@ -5,11 +5,9 @@ import json
 import pytest
 
 from onpolicy.contract import EXTENSIONS_VARIABLE
-from onpolicy.explain.attribution import GIVEN_TOKENS
 from onpolicy.explain.microscope import TAPS
 from onpolicy.ops.cpu import CpuOperators
 from sglang_patches.extensions import Extension, asked_for
-from tests.support.tiny_contract import CONTRACT
 
 
 def test_an_engine_has_no_extension_unless_a_command_names_one(monkeypatch):
@@ -17,16 +15,12 @@ def test_an_engine_has_no_extension_unless_a_command_names_one(monkeypatch):
     assert asked_for() == []
 
 
-def test_extensions_are_made_in_order_of_what_the_command_says(monkeypatch, tmp_path):
-    named = {TAPS: str(tmp_path), GIVEN_TOKENS: str(tmp_path / "none")}
-    monkeypatch.setenv(EXTENSIONS_VARIABLE, json.dumps(named))
-    taps, given = asked_for()
-    assert taps.directory == tmp_path
+def test_extensions_are_made_of_what_the_command_says(monkeypatch, tmp_path):
+    monkeypatch.setenv(EXTENSIONS_VARIABLE, json.dumps({TAPS: str(tmp_path)}))
+    (taps,) = asked_for()
+    assert isinstance(taps, Extension) and taps.directory == tmp_path
     operators = CpuOperators(1)
     assert taps.around(operators) is not operators
-    assert given.around(operators) is operators
-    given.install(CONTRACT)  # there is no file, and so nothing is hooked
-    assert isinstance(given, Extension)
 
 
 def test_an_extension_that_is_not_there_ends_the_engine(monkeypatch):

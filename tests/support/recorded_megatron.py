@@ -13,7 +13,6 @@ import torch
 from onpolicy.contract import AdapterShape
 from onpolicy.explain.proof import prove
 from onpolicy.explain.source import Source, count_sites, first_source, sites_of
-from onpolicy.explain.taps.points import Forced, gathered, kept_rows
 from onpolicy.explain.taps.policy import tapped
 from onpolicy.explain.taps.recorder import Call, Recorder
 from onpolicy.explain.taps.recording import Recording
@@ -32,7 +31,7 @@ from onpolicy.train import distributed
 from tests.onpolicy.models.test_policy import load_policy
 from tests.support import faults
 from tests.support.megatron_ranks import Job, data_rank, make_model, pack
-from tests.support.recorded_policies import record_rollout, recording
+from tests.support.recorded_policies import record_rollout
 from tests.support.sharded_policies import load_in_blocks
 
 
@@ -83,35 +82,6 @@ def draw_adapters(model: Any, policy: PolicyModel, shape: AdapterShape) -> None:
     for linear, adapter in adapters_of_linears(policy.causal_lm):
         if adapter.magnitude is not None:
             adapter.magnitude.norm.copy_(row_norms(CpuOperators(1), linear.weight, adapter.factors))
-
-
-def forced_alike(job: Job) -> tuple[int, set[Any], float]:
-    """Megatron's model and Hugging Face's, both with the rows of one whose weights are others put in the
-    place of their own: (points, those at which what they had of their own differs, by how much a row
-    differs from the one that was put there at most)."""
-    sequences = [sequence for batch in job.batches for sequence in batch]
-    load = load_policy if job.blocks == 1 else load_in_blocks
-    model, policy, other = make_model(job), load(job.path), load(job.path)
-    with torch.no_grad():
-        for weight in other.parameters():
-            weight.mul_(1.01)
-    kept = Recorder(keeps_rows=True)
-    with recording(other, kept) as passes, torch.no_grad():
-        other(pack(sequences))
-    forced = Forced(recorded=kept_rows(passes))
-    with recording(policy, forced), torch.no_grad():
-        policy(pack(sequences))
-    theirs = gathered(forced.apart)
-    ranks = record_all(model, job, Forced(recorded=forced.recorded))
-    ours = gathered(apart for rank in ranks for apart in rank.apart)
-    differ = theirs.keys() ^ ours.keys()
-    for point in theirs.keys() & ours.keys():
-        where, found = ours[point].find(theirs[point].keys)  # context ranks have padding, too
-        pairs = zip(theirs[point].rows, ours[point].rows, strict=True)
-        if not found.all() or not all(torch.equal(one, two[where]) for one, two in pairs):
-            differ.add(point)
-    most = max(float(x.abs().max()) for kept in ours.values() for x in kept.rows)
-    return len(ours), differ, most
 
 
 def unchanged(right: Callable[..., Any]) -> Callable[..., Any]:

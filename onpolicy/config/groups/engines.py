@@ -101,17 +101,12 @@ class KeyConfig(CpuConfig):
     started without. Command lines can be read by everyone on the host, files need not."""
 
 
-NOT_ATTRIBUTED = Against(
-    lambda run: getattr(run, "attribution", None), "--attribution has contracts of its own"
-)
-
 RoundedByBoth = Annotated[
     EightBits,
     DecidesResults(True),
     Against(lambda run: run.plan.is_governed or not run.plan.starts_aligned,
         "both engines round it by the same function, which stock operators do not",
         "Add --true-on-policy-mode without --mismatch-governor, or leave the flag out."),
-    NOT_ATTRIBUTED,
 ]  # fmt: skip
 """A format of numbers that are no weights, empty for none."""
 
@@ -123,8 +118,6 @@ class RoundingConfig:
         DecidesResults(True),
         Against(lambda run: run.align,
             "with --align the servers hold the trainer's weights, bit for bit"),
-        Against(lambda run: getattr(run, "attribution", None) in ("kinds", "layers"),
-            "--attribution of these has contracts of its own"),
         Against(lambda run: not (run.plan.starts_aligned or hasattr(run, "train_backend")),
             "without --true-on-policy-mode the run that pushes the weights rounds them",
             "Give it to `onpolicy train`."),

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from onpolicy.explain.taps.experts import whole_experts
 from onpolicy.explain.taps.recorder import INPUTS, Call, Recorder
 from onpolicy.explain.taps.rows import prefix_keys
 from onpolicy.explain.taps.scope import Scope
@@ -78,8 +77,6 @@ def scopes(decoder: Any, recorder: Recorder) -> list[RemovableHandle]:
     for name, module in decoder.named_modules():
         if name:
             hooks += recorder.scoped(module, _scope_of(name, module))
-        if isinstance(module, AlignedExperts):
-            hooks += whole_experts(name, module, recorder)
     return hooks
 
 

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from onpolicy.explain.taps.evidence import ATTENTION, Evidence
 from onpolicy.explain.taps.rows import Part, Store, Tensors, Widths, rows_of_token
-from onpolicy.explain.taps.scope import ALL_HERE, End, Scope, Together
+from onpolicy.explain.taps.scope import ALL_HERE, Scope, Together
 from onpolicy.ops.row_parallel import RowParallel
 
 HEAD = "lm_head"
@@ -62,9 +62,6 @@ class Call:
     shape: tuple[int, ...]
     """The shape of the first argument."""
 
-    rows: tuple[list[Tensor], list[Tensor]] | None = None
-    """The inputs and outputs themselves, [n, columns] each; None: not kept."""
-
 
 @dataclass(slots=True)
 class _Pass:
@@ -88,9 +85,6 @@ class _Begun:
 
     given: Widths
     """The widths of inputs, keys and values."""
-
-    rows: list[Tensor]
-    """The inputs themselves, if they are kept."""
 
     sites: list[tuple[Site, Part, Tensor, Tensor | None]]
     """Each site, its part, and the digests of what that was given and of what is stored."""
@@ -117,9 +111,6 @@ class Recorder:
 
     evidence: Evidence | None = field(default=None, init=False)
     """Them."""
-
-    keeps_rows: bool = False
-    """Whether every call keeps its rows beside their digests."""
 
     at_head: Together = field(default=ALL_HERE, init=False)
     """How the ranks of a trainer share the output projection."""
@@ -155,7 +146,7 @@ class Recorder:
 
     def run(self, name: str, right: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `right` returns, recorded as the operator `name`."""
-        if self._pass is None or self._is_of_experts(name):
+        if self._pass is None:
             return right(*args, **kwargs)
         scope = self._running(name)
         whole = scope.together.given(name, args)
@@ -177,25 +168,9 @@ class Recorder:
         keys = self._rows(operator, (*inputs, *outputs)[0], scope)
         self._end(self._begin(operator, tuple(inputs), inputs, scope, keys), tuple(outputs))
 
-    def add_embedding(self, module: nn.Module, args: Any, out: Tensor) -> Tensor | None:
-        """A forward hook of the input embedding."""
+    def add_embedding(self, module: nn.Module, args: Any, out: Tensor) -> None:
+        """Record the output of the input embedding, as its forward hook."""
         self.add("embed_tokens", "embedding", (), (out,))
-        return None
-
-    def passing(self, module: str, operator: str, end: End, x: Tensor) -> Tensor:
-        """What goes on in the place of `x`, of a module that is one operator: itself, recorded."""
-        inputs, outputs = ((x,), ()) if end == "given" else ((), (x,))
-        self.add(module, operator, inputs, outputs)
-        return x
-
-    @property
-    def takes_experts_whole(self) -> bool:
-        """Whether experts are one operator (`experts.py`) and not those that they call."""
-        return self.keeps_rows and self.is_open
-
-    def _is_of_experts(self, name: str) -> bool:
-        own = name in ("softmax", "topk") or any(x.expert_order is not None for x in self._scopes)
-        return own and self.takes_experts_whole
 
     @property
     def is_open(self) -> bool:
@@ -244,8 +219,7 @@ class Recorder:
                     seen = store.digest(part.of_store) if store and part.has_store else None
                     begun.append((site, part, inputs.digest(part.of_input), seen))
         widths = inputs.widths, store.widths if store else ()
-        rows = inputs.copies() if self.keeps_rows else []
-        return _Begun(name, args, scope, keys, widths, rows, begun)
+        return _Begun(name, args, scope, keys, widths, begun)
 
     def _end(self, begun: _Begun, out: Any) -> None:
         assert self._pass is not None
@@ -266,7 +240,6 @@ class Recorder:
                 store=store,
                 widths=(*begun.given, made.widths),
                 shape=tuple(first.shape),
-                rows=(begun.rows, made.copies(part.of_result)) if self.keeps_rows else None,
             )
             self._pass.calls.append(call)
             if begun.name == "topk":

@@ -19,9 +19,6 @@ Numbers = NDArray[np.int64]
 SUSPECT = "suspect"
 """File beside a rollout engine's passes: the call whose tensors are wanted."""
 
-ALL_ROWS = "all_rows"
-"""Another: while it is there, every call keeps its rows."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:

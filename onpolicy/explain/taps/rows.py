@@ -77,14 +77,6 @@ def by_row(x: Tensor, count: int) -> Tensor:
     return x.reshape(count, -1) if axis is None else x.movedim(axis, 0)
 
 
-def as_shaped(rows: Tensor, x: Tensor) -> Tensor:
-    """[count, n], the rows of a tensor that is shaped as `x`: the inverse of `by_row`, with autograd."""
-    axis = None if x.dim() == 1 else _axis_of_rows(x, len(rows))
-    if axis is None:
-        return rows.reshape(x.shape)
-    return rows.reshape(x.movedim(axis, 0).shape).movedim(0, axis)
-
-
 def _axis_of_rows(x: Tensor, count: int) -> int | None:
     axes = [axis for axis in range(x.dim() - 1) if x.shape[axis] == count]
     if count == 1 or not axes:
@@ -157,13 +149,6 @@ class Tensors:
     @property
     def widths(self) -> tuple[int, ...]:
         return tuple(rows.shape[1] for rows in self._tensors)
-
-    def copies(self, columns: Columns = lambda *_: None) -> list[Tensor]:
-        """Each tensor's rows, [n, columns], in memory of their own on the CPU."""
-        return [
-            cut(rows, columns(number, rows.shape[1])).to("cpu", copy=True)
-            for number, rows in enumerate(self._tensors)
-        ]
 
     def digest(self, columns: Columns = lambda *_: None) -> Tensor:
         """int64 [count]: of all tensors."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
-
-End = Literal["given", "made"]
-"""Where an operator takes its rows, or leaves them."""
 
 
 class Together:
@@ -30,10 +27,6 @@ class Together:
     def held(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """What `given` returned, the other arguments made whole too: weights, and how rows lie."""
         return args
-
-    def own(self, name: str, end: End, whole: Tensor, like: Tensor) -> Tensor:
-        """What this rank has of a tensor that was made whole; `like`: what it had. Not collective."""
-        return whole
 
 
 ALL_HERE = Together()

@@ -120,32 +120,12 @@ def test_bench_reads_no_list():
         in_tool(BenchConfig, "step")(*ALIGN)
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        [*STOCK],
-        [*STOCK, *ALIGN],
-        ["--case", "c.json"],
-        ["--train-backend", "megatron"],
-        ["--sglang-tp-size", "2", "--row-parallel-blocks", "2"],
-    ],
-    ids=["stock", "part", "case", "megatron", "ranks"],
-)
-def test_an_attribution_has_contracts_of_its_own(argv):
-    TOOLS["explain"]("--attribution", "kinds")
-    TOOLS["explain"](*argv)
-    with pytest.raises(ConfigError, match=r"--attribution=layers: .* Leave one of the two out"):
-        TOOLS["explain"]("--attribution", "layers", *argv)
-
-
 def test_a_weight_format_is_for_commands_that_round():
     asked = ("--rollout-weight-format", "int4")
     for tool in TOOLS.values():
         tool(*asked)
     with pytest.raises(ConfigError, match=r"--rollout-weight-format=int4: .*the run that pushes"):
         TOOLS["serve"](*asked, *STOCK)
-    with pytest.raises(ConfigError, match=r"--rollout-weight-format=int4: --attribution"):
-        TOOLS["explain"](*asked, "--attribution", "kinds")
 
 
 def test_weights_are_packed_by_servers_that_a_command_starts_of_rounded_ones_on_aligned_operators():

@@ -4,7 +4,6 @@ import torch
 
 from onpolicy.explain.taps.recorder import INPUTS, Recorder
 from onpolicy.explain.taps.recording import Recording, read_calls, write_calls
-from onpolicy.explain.taps.rows import Tensors
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops import Operators
 from tests.onpolicy.models.test_policy import load_policy, random_sequences
@@ -47,20 +46,6 @@ def test_passes_come_back_from_their_files(checkpoint, tmp_path):
         assert (rows.outputs == read.outputs).all() and rows.shapes == read.shapes
         assert (rows.find(rows.keys) >= 0).all() and (rows.find(rows.keys + 1) < 0).all()
     assert [p.name for p in tmp_path.iterdir()] == ["00000001.pass"]
-
-
-def test_rows_are_kept_if_they_are_wanted_and_are_those_of_the_digests(checkpoint, tmp_path):
-    policy = load_policy(checkpoint)
-    with recording(policy, Recorder(keeps_rows=True)) as passes:
-        scored(policy)
-    write_calls(passes[0], tmp_path / "00000001.pass")
-    (calls,) = read_calls(tmp_path)
-    for call in calls:
-        for rows, wanted in zip(call.rows, (call.inputs, call.outputs), strict=True):
-            assert torch.equal(Tensors(rows, len(call.keys)).digest(), wanted)
-    with recording(policy, Recorder()) as passes:
-        scored(policy)
-    assert all(call.rows is None for call in passes[0])
 
 
 def test_rows_of_a_shared_prefix_are_one(tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from onpolicy.explain.taps.recorder import Recorder
-from onpolicy.explain.taps.rows import Part, as_shaped, by_row, cut, digest, prefix_keys
+from onpolicy.explain.taps.rows import Part, by_row, cut, digest, prefix_keys
 from onpolicy.explain.taps.scope import Scope
 from tests.support.violations import next_up
 
@@ -112,18 +112,3 @@ def test_a_site_whose_parts_are_unknown_is_left_out():
     for widths, ranks in (((12,), [0, 1]), ((24,), [0, 1]), ((9,), [])):
         trainer.shares = {site: dict.fromkeys((0, 1), (widths, (), widths))}
         assert [call.rank for call in record(trainer, 24)] == ranks
-
-
-def test_rows_go_back_to_where_they_were_also_where_heads_and_tokens_are_as_many():
-    packed = torch.arange(2 * 3 * 4).view(3, 2, 4)
-    heads = torch.arange(5 * 5 * 4).view(1, 5, 5, 4)
-    for x, count in (
-        (packed, 3),
-        (heads.clone(), 5),
-        (heads.transpose(1, 2), 5),
-        (torch.arange(12).view(1, 3, 4), 3),
-        (torch.arange(8).view(1, 8), 1),
-        (torch.arange(7), 7),
-    ):
-        rows = by_row(x, count).reshape(count, -1)
-        assert torch.equal(as_shaped(rows, x), x)
