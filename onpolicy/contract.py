@@ -46,23 +46,6 @@ PORTABLE_KERNELS = {
 """Variables that ask for kernels of MKL, PyTorch and oneDNN that every x86-64 processor with AVX2 has,
 whoever made it. Each library reads its own once."""
 
-KINDS = (
-    "model",
-    "linear",
-    "attention",
-    "norm",
-    "rotary",
-    "activation",
-    "experts",
-    "log_probs",
-)
-"""Kinds of operators that a partial contract can name (`onpolicy/ops/partial.py`). `model`: the engine
-runs the trainer's modelling code, which the others are put into, so it comes with each of them."""
-
-OUTSIDE = "outside"
-"""What is of no decoder layer, where a contract names layers: the final norm, the output projection, the
-log-softmax and the sampler. (The input embedding is a look-up, and comes with `model`.)"""
-
 ATTENTION_CHUNK = 512
 """Keys that attention sums apart, cut at multiples of it from a sequence's first token, and put together
 in ascending order. A multiple of every block of keys of the kernels (64)."""
@@ -183,14 +166,6 @@ class NumericsContract:
     model_definition: str = "transformers"
     """Whose modelling code both engines run."""
 
-    kinds: tuple[str, ...] = ()
-    """Those of KINDS, in their order, that a partial contract aligns; all else is each engine's own.
-    Empty: all of them, or, with the backend `stock`, none."""
-
-    layers: tuple[str, ...] = ()
-    """The decoder layers, by their numbers from "0" on, and OUTSIDE, in which a partial contract aligns
-    its kinds; in the others they are each engine's own. Empty: everywhere."""
-
     adapter: AdapterShape | None = None
     """The adapters that both engines have, or, where not all is aligned, the trainer alone; None: the
     model alone."""
@@ -221,25 +196,10 @@ class NumericsContract:
         return dataclasses.replace(self, adapter=None) if self.merges_adapter else self
 
     @property
-    def is_partial(self) -> bool:
-        """Whether some operators of engines that share the model are each engine's own."""
-        return bool(self.kinds or self.layers)
-
-    @property
     def is_aligned(self) -> bool:
-        """Whether equality of bits is promised, and so checked. A partial contract promises nothing."""
-        return self.shares_model and not self.is_partial
-
-    @property
-    def shares_model(self) -> bool:
-        """Whether the engine runs the trainer's modelling code, on whichever operators."""
+        """Whether equality of bits is promised, and so checked: both engines run one modelling code on
+        the same operators."""
         return self.backend != "stock"
-
-    def aligns(self, kind: str, layer: str = "") -> bool:
-        """Whether both engines run this kind of operator, one of KINDS, on the aligned ones: in one of
-        the layers that `layers` can name, or, if none is given, in any of them."""
-        is_there = not (layer and self.layers) or layer in self.layers
-        return self.shares_model and (not self.kinds or kind in self.kinds) and is_there
 
     @property
     def fingerprint(self) -> str:
@@ -258,7 +218,6 @@ class NumericsContract:
             if missing := fields - record.keys():  # an older version's: a default would be a guess
                 raise ValueError(f"without {', '.join(sorted(missing))}")
             shapes = record.pop("shapes")
-            record["kinds"], record["layers"] = tuple(record["kinds"]), tuple(record["layers"])
             shapes["linear"] = tuple(map(tuple, shapes["linear"]))
             shapes["attention"] = tuple(AttentionShape(**kind) for kind in shapes["attention"])
             shapes["norm"] = tuple(shapes["norm"])

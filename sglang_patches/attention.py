@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from onpolicy.models.kv_cache import packed, packed_size, unpacked
 from onpolicy.ops import Operators, PagedLayout, ScoreRule
-from sglang_patches import own_layers, registry
+from sglang_patches import registry
 from sglang_patches.platform import ATTENTION_BACKEND
 
 
@@ -89,18 +89,7 @@ def _backend_class() -> type:
             if self.kv_format:
                 self.slots, self.layout = _as_read(self.layout)
 
-        def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return self._attend_as(super().forward_extend, *args, **kwargs)
-
-        def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return self._attend_as(super().forward_decode, *args, **kwargs)
-
-        def _attend_as(self, own: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-            attend = own if own_layers.is_running(self.operators) else self._attend
-            out: torch.Tensor = attend(*args, **kwargs)
-            return out
-
-        def _attend(
+        def forward_extend(
             self,
             q: torch.Tensor,
             k: torch.Tensor,
@@ -129,6 +118,8 @@ def _backend_class() -> type:
                 sinks,
             )
             return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+        forward_decode = forward_extend
 
         def _read(
             self, store: torch.Tensor, heads: int, size: int, dtype: torch.dtype

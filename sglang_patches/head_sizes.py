@@ -50,10 +50,10 @@ def head_sizes(contract: NumericsContract) -> tuple[int, int]:
     """
     kinds = contract.shapes.attention
     sizes = {(kind.head_dim, kind.value_dim) for kind in kinds}
-    if len(sizes) > 1 and (contract.device != "cpu" or contract.is_partial):
+    if len(sizes) > 1 and contract.device != "cpu":
         raise ContractError(
             f"(head_dim, value_dim)={sorted(sizes)}: SGLang's cache has heads of one size, and only the "
-            "aligned attention on a CPU, in every layer, reads heads of several out of it. Choose a "
+            "aligned attention on a CPU reads heads of several out of it. Choose a "
             "checkpoint whose layers are alike, or run without --true-on-policy-mode."
         )
     return max(kind.head_dim for kind in kinds), max(kind.value_dim for kind in kinds)

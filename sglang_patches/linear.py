@@ -20,7 +20,7 @@ from onpolicy.contract import NumericsContract
 from onpolicy.models.rounded_inputs import operators_of, round_inputs
 from onpolicy.models.tensor_parallel import engine_style
 from onpolicy.ops import Operators
-from sglang_patches import own_layers, registry
+from sglang_patches import registry
 from sglang_patches.tensor_parallel import own_part, row_parallel
 
 TARGET = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply"
@@ -42,9 +42,8 @@ def install(operators: Operators, contract: NumericsContract) -> None:
         own = operators_of(layer, operators)
         return own.row_parallel_linear(x, layer.weight, bias, row_parallel(contract)), apart
 
-    if contract.aligns("linear"):
-        own_layers.replace(TARGET, apply, operators)
-        own_layers.replace(ROW_TARGET, row_forward, operators)
+    registry.hook(TARGET, apply, "replace")
+    registry.hook(ROW_TARGET, row_forward, "replace")
     registry.hook(STYLE_TARGET, engine_style, "replace")
     registry.hook(HEADS_TARGET, _attend_with_own_heads, "around")
 

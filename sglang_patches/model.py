@@ -4,27 +4,27 @@ SGLang's transformers backend swaps every `*RMSNorm` for its own. The swap is pr
 both engines hold the same Hugging Face modules, and then both get the same replacements from
 `onpolicy.models.align`. When the model is loaded, the operators are run at the model's shapes and
 the digest is reported.
-Source: sglang/srt/models/transformers.py. Can go when the backend lets a caller keep HF modules.
+Source: replace_rms_norm_class, sglang/srt/models/transformers.py. Can go when the backend lets a caller
+keep HF modules.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from onpolicy.contract import KINDS, NumericsContract
+from onpolicy.contract import NumericsContract
 from onpolicy.models.align import align_modules
-from onpolicy.models.layers import follow_layers, hand_on_keywords
+from onpolicy.models.layers import hand_on_keywords
 from onpolicy.ops import Operators
 from onpolicy.ops.backends import backend_of
 from onpolicy.ops.checks.self_check import self_check
-from onpolicy.ops.partial import aligned_side
 from sglang_patches import adapters, packed_weights, registry
 from sglang_patches.fusion import fuse
 from sglang_patches.held_bytes import HeldBytes
 from sglang_patches.linear import prepare_linears
-from sglang_patches.own_layers import keep_norms
 from sglang_patches.tensor_parallel import row_parallel
 
+NORM_TARGET = "sglang.srt.models.transformers.replace_rms_norm_class"
 LOAD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 
 
@@ -33,13 +33,10 @@ def install(operators: Operators, contract: NumericsContract, *, fuses: bool) ->
 
     def after_load(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
         registry.require_active()
-        kinds = contract.kinds or KINDS
-        align_modules(runner.model, operators, row_parallel(contract), kinds, own_norms)
-        follow_layers(runner.model.model, operators)
+        align_modules(runner.model, operators, row_parallel(contract))
         hand_on_keywords(runner.model.model)
-        checked = self_check(aligned_side(operators), contract, longest_prefill())
-        registry.report["self_check"] = checked
-        joint = fuse(runner, operators) if fuses and not contract.is_partial else []
+        registry.report["self_check"] = self_check(operators, contract, longest_prefill())
+        joint = fuse(runner, operators) if fuses else []
         packed_weights.pack_weights(runner, contract, joint)
         prepare_linears(runner.model, contract)
         if held is not None:
@@ -48,7 +45,7 @@ def install(operators: Operators, contract: NumericsContract, *, fuses: bool) ->
         return result
 
     held = HeldBytes(operators) if backend_of(contract.backend).multiplies_bytes else None
-    own_norms = keep_norms(contract) if contract.aligns("norm") else set()
+    registry.hook(NORM_TARGET, lambda norm, hidden_size: norm, "replace")
     registry.hook(LOAD_TARGET, after_load, "after")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onpolicy.errors import ContractError
 from onpolicy.ops import Operators, PagedLayout, ScoreRule
-from sglang_patches import own_layers, registry
+from sglang_patches import registry
 
 MODULE = "sglang.srt.layers.attention.flashattention_backend"
 TARGET = f"{MODULE}.flash_attn_with_kvcache"
@@ -32,7 +32,7 @@ def install(operators: Operators) -> None:
     def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> Tensor:
         return attend(operators, *args, **kwargs)
 
-    own_layers.replace(TARGET, flash_attn_with_kvcache, operators)
+    registry.hook(TARGET, flash_attn_with_kvcache, "replace")
 
 
 def install_triton(operators: Operators) -> None:

@@ -55,7 +55,7 @@ class OnPolicyCpuPlatform(CpuSRTPlatform):
             def __init__(self, *args: Any, **kwargs: Any):
                 contract = registry.contract()
                 kwargs |= {"enable_kv_cache_copy": False}
-                if contract.shares_model:
+                if contract.is_aligned:
                     kwargs = {"v_head_dim": head_sizes(contract)[1], **kwargs}
                 if contract.kv_format:
                     sizes = {n: packed_size(kwargs[n]) for n in ("head_dim", "v_head_dim")}

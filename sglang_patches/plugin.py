@@ -9,7 +9,6 @@ from collections.abc import Callable
 from onpolicy.compat.process import prepare_process
 from onpolicy.contract import (
     CONTRACT_VARIABLE,
-    OUTSIDE,
     THREADS_VARIABLE,
     NumericsContract,
 )
@@ -81,7 +80,7 @@ def load() -> None:
     else:
         memory_release.install()
     asked = extensions.asked_for()
-    if contract.shares_model:
+    if contract.is_aligned:
         operators = make_operators(contract, int(os.environ.get(THREADS_VARIABLE, "1")))
         for extension in asked:
             operators = extension.around(operators)
@@ -99,7 +98,7 @@ def _watch(contract: NumericsContract) -> Callable[..., None]:
 
 
 def _share_model(contract: NumericsContract, operators: Operators, *, fuses: bool) -> None:
-    """Have the engine run the trainer's modelling code, by the operators of the kinds that are aligned.
+    """Have the engine run the trainer's modelling code by the aligned operators.
 
     What they take the place of is looked for in the model last, when all is in it.
     """
@@ -108,25 +107,21 @@ def _share_model(contract: NumericsContract, operators: Operators, *, fuses: boo
     configurations.install(contract)
     embedding.install()
     head_sizes.install(contract)
-    if contract.aligns("linear", OUTSIDE):
-        lm_head.install(operators)
-        classifier.install(operators)
-    if contract.aligns("attention"):
-        pkgutil.resolve_name(backend_of(contract.backend).engine_attention)(operators)
-        prefill_once.install()
-        if contract.device == "cpu":
-            cpu.accept_attention()
-    if contract.aligns("experts"):
-        experts.install()
-    if contract.aligns("log_probs", OUTSIDE):
-        determinism.install(contract)
-        sampler.install(operators, contract)
-        grammars.install()
-        prompt_log_probs.install(operators, contract)
-        requests.install()
-        prompt_answers.install()
-        request_seeds.install()
-        speculation.install(contract)
+    lm_head.install(operators)
+    classifier.install(operators)
+    pkgutil.resolve_name(backend_of(contract.backend).engine_attention)(operators)
+    prefill_once.install()
+    if contract.device == "cpu":
+        cpu.accept_attention()
+    experts.install()
+    determinism.install(contract)
+    sampler.install(operators, contract)
+    grammars.install()
+    prompt_log_probs.install(operators, contract)
+    requests.install()
+    prompt_answers.install()
+    request_seeds.install()
+    speculation.install(contract)
     packed_weights.install(contract)
-    trainers_model.install(contract)
+    trainers_model.install()
     model.install(operators, contract, fuses=fuses)

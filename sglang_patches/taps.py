@@ -49,7 +49,7 @@ class Taps(Extension):
 
         def after_load(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
             self.recorder.rank = rank()
-            if contract.shares_model:
+            if contract.is_aligned:
                 scopes(runner.model.model, self.recorder)
             else:
                 stock_taps.watch(runner.model, self.recorder, contract.row_parallel_blocks)

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from onpolicy.contract import OUTSIDE, NumericsContract
 from onpolicy.errors import ContractError
 from onpolicy.models.empty import empty_causal_lm
 from sglang_patches import registry
@@ -32,12 +31,12 @@ TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 HEAD_TARGET = "sglang.srt.models.transformers.CausalMixin.__init__"
 
 
-def install(contract: NumericsContract) -> None:
+def install() -> None:
     def after_load(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
         decoder = runner.model.model
         trainers = trainers_model(decoder.config)
         use_cpu_buffers(decoder, trainers)
-        if contract.aligns("linear", OUTSIDE) and runner.model.logits_processor is not None:
+        if runner.model.logits_processor is not None:
             use_logits_rule(runner.model.logits_processor, trainers)
         return result
 

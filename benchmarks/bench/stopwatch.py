@@ -13,8 +13,25 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.ops import Operators
-from onpolicy.ops.partial import OPERATORS
 from onpolicy.train.policy_trainer import PolicyTrainer
+
+OPERATORS = {
+    "linear": (
+        "linear",
+        "partial_linear",
+        "linear_gradients",
+        "blockwise_linear",
+        "row_parallel_linear",
+        "add_scaled",
+    ),
+    "attention": ("attention", "paged_attention"),
+    "norm": ("rms_norm", "layer_norm"),
+    "rotary": ("rotary",),
+    "activation": ("elementwise", "gated"),
+    "experts": ("grouped_linear", "grouped_partial_linear", "mix_few", "softmax", "topk"),
+    "log_probs": ("log_softmax", "gather_log_probs", "grad_logits", "sample", "uniform"),
+}
+"""The operators of each kind."""
 
 HEAD, MODEL, LOSS, NORM, OPTIMIZER, REST = (
     "head",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from onpolicy.errors import ConfigError
 
 GONE: dict[str, str] = {
+    "--align": "--true-on-policy-mode aligns all kinds of operators.",
     "--attribution": "onpolicy explain names the first operator that differs, without it.",
     "--orders": "onpolicy explain names the first operator that differs, without it.",
 }

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+MODE = "--true-on-policy-mode"
+"""What asks a command but `bench` for aligned operators."""
+
 OnMismatch = Literal["fail", "fall back", "warn", "measure"]
 """What a token with another log-probability in training leads to: the run ends, the rollout is
 corrected, the log says so, or the metrics do."""
@@ -22,7 +25,7 @@ class RunPlan:
     """Whether a rollout may run on aligned operators: the first, or one after the governor."""
 
     aligned_by: str = ""
-    """What asks for aligned operators, all or some kinds, for messages; empty: nothing does."""
+    """What asks for aligned operators, for messages; empty: nothing does."""
 
     blocks: int = 0
     """Blocks that sums of row-parallel layers are to be cut into; 0: as many as the largest degree."""
@@ -75,12 +78,11 @@ class RunPlan:
 
 
 def tool_plan(config: Any, *, mode: bool, **more: Any) -> RunPlan:
-    """The plan of a command with one kind of engines; `mode`: whether all operators are aligned."""
-    operators = config.operators
+    """The plan of a command with one kind of engines; `mode`: whether operators are aligned."""
     return RunPlan(
         starts_aligned=mode,
         may_align=mode,
-        aligned_by=operators.aligned_by(mode=mode),
-        blocks=operators.row_parallel_blocks,
+        aligned_by=MODE if mode else "",
+        blocks=config.operators.row_parallel_blocks,
         **more,
     )

@@ -218,11 +218,6 @@ def validate(sglang_args: Sequence[str], aligned_by: str) -> None:
 
 def _require_exact_drafts(sglang_args: Sequence[str], given: str, aligned_by: str) -> None:
     """Refuse drafts of which an engine would not take just those that token by token would be drawn."""
-    if aligned_by == "--align":
-        raise ConfigError(
-            f"{given}: not with --align, since drafts are verified where all operators are aligned. Run "
-            "with --true-on-policy-mode, or leave it out."
-        )
     if not given.endswith("=NGRAM"):
         raise ConfigError(
             f"{given}: with {aligned_by} drafts come from NGRAM, since draft models are not part of the "

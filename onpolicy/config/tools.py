@@ -91,7 +91,6 @@ def of_bench(*names: str) -> ReadBy:
 
 
 @also(
-    align=[ReadBy("a command other than bench", lambda run: False)],
     rollout_num_engines=[of_bench("rollout", "agents", "loop")],
     ray_address=[of_bench("rollout", "agents", "loop")],
     actor_num_nodes=[of_bench("loop")],

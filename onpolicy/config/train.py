@@ -11,7 +11,7 @@ from onpolicy.config import groups, secrets
 from onpolicy.config.flags import SGLANG_ARGS, also, flag_values
 from onpolicy.config.groups.reward import name_of
 from onpolicy.config.kinds import Seed
-from onpolicy.config.plan import OnMismatch, RunPlan
+from onpolicy.config.plan import MODE, OnMismatch, RunPlan
 from onpolicy.config.rules import NO_RESULT, Together
 from onpolicy.config.sglang_flags import tensor_parallel_size
 
@@ -199,7 +199,7 @@ def _plan_of(config: TrainConfig) -> RunPlan:
     return RunPlan(
         starts_aligned=aligned,
         may_align=may_align,
-        aligned_by=config.operators.aligned_by(mode=may_align),
+        aligned_by=MODE if may_align else "",
         blocks=config.operators.row_parallel_blocks,
         degrees=degrees,
         starts_servers=not config.engine.rollout_server_url,

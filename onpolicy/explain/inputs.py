@@ -135,12 +135,11 @@ def with_case(config: ExplainConfig) -> ExplainConfig:
             f"--case={config.case}: was sampled with adapters. Give them by --load or --lora-adapter, "
             "or, of a run's first rollout, its --lora-* flags and --seed."
         )
-    kinds = contract["kinds"]
-    is_aligned = contract["backend"] != "stock" and not kinds
+    is_aligned = contract["backend"] != "stock"
     blocks = contract["row_parallel_blocks"] if is_aligned else 0
     return replace(
         config,
-        operators=replace(config.operators, row_parallel_blocks=blocks, align=",".join(kinds)),
+        operators=replace(config.operators, row_parallel_blocks=blocks),
         servers=replace(
             config.servers,
             rollout_weight_format=contract.get("weight_format", ""),

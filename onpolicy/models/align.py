@@ -10,10 +10,7 @@ in this model alone, each only where the replacement is known to mean the same:
 - the rotary embedding that an attention module calls (`models/rotary.py`);
 - the experts of a layer (`models/experts.py`); the router beside them then runs by the operators.
 
-Attention goes through transformers' attention interface (`models/attention.py`). Of a partial contract
-the trainer's modules are all replaced, by operators some of which are PyTorch's own; in the engine only
-those of the aligned kinds are, and the others stay SGLang's. Where it aligns some decoder layers alone,
-operators know which one is running (`models/layers.py`), and norms of the others stay SGLang's, too.
+Attention goes through transformers' attention interface (`models/attention.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 
-from onpolicy.contract import KINDS
 from onpolicy.models.experts import (
     AlignedExperts,
     expert_blocks,
@@ -77,14 +73,11 @@ def align_modules(
     model: nn.Module,
     operators: Operators,
     row_parallel: RowParallel = WHOLE,
-    kinds: Container[str] = KINDS,
-    own_norms: Container[nn.Module] = (),
 ) -> None:
-    """Replace, in place, every module of `model` that has an aligned counterpart of these kinds.
+    """Replace, in place, every module of `model` that has an aligned counterpart.
 
     `row_parallel` is how experts sum over their intermediate axis, and how those linears sum over K
     that the plan of a Hugging Face model shares out. (SGLang's model has linears of its own.)
-    `own_norms` stay.
     """
     shared = row_parallel_linears(model) if isinstance(model, PreTrainedModel) else set()
     _keep_stored_buffers_whole(model)
@@ -93,16 +86,13 @@ def align_modules(
             continue
         has_experts = False
         for name, child in list(parent.named_children()):
-            if child in own_norms:
-                continue
-            replacement = _aligned(child, operators, row_parallel, shared, kinds)
+            replacement = _aligned(child, operators, row_parallel, shared)
             if replacement is not None:
                 setattr(parent, name, replacement)
             has_experts |= isinstance(replacement, AlignedExperts)
-            if "activation" in kinds and is_gated_mlp(child):
+            if is_gated_mlp(child):
                 gate_by_operators(child, operators)
-            if "rotary" in kinds:
-                rotate_by_operators(child, operators)
+            rotate_by_operators(child, operators)
         if has_experts:  # once all that is beside them is aligned
             route_by_operators(parent, operators)
 
@@ -131,16 +121,14 @@ def _aligned(
     operators: Operators,
     row_parallel: RowParallel,
     shared: set[nn.Linear],
-    kinds: Container[str],
 ) -> nn.Module | None:
-    if "linear" in kinds and type(module) is nn.Linear:
+    if type(module) is nn.Linear:
         return AlignedLinear(module, operators, row_parallel if module in shared else WHOLE)
-    if "norm" in kinds and (norm := aligned_norm(module, operators)) is not None:
+    if (norm := aligned_norm(module, operators)) is not None:
         return norm
-    is_activation = type(module) in _ACTIVATIONS and not list(module.parameters())
-    if "activation" in kinds and is_activation:
+    if type(module) in _ACTIVATIONS and not list(module.parameters()):
         return AlignedActivation(module, operators)
-    if "experts" in kinds and has_usual_experts(module):
+    if has_usual_experts(module):
         return AlignedExperts(module, operators, row_parallel)
     return None
 

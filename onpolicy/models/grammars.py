@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onpolicy.contract import OUTSIDE, NumericsContract
+from onpolicy.contract import NumericsContract
 from onpolicy.errors import in_one_line
 from onpolicy.grammar import Grammar, GrammarKind
 from onpolicy.models.json_schemas import require_enforced, require_tag_enforced
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # its import takes seconds
 
 def require_held(grammar: Grammar, contract: NumericsContract) -> None:
     """Raise ValueError unless engines under the contract hold an answer to the grammar."""
-    if not contract.aligns("log_probs", OUTSIDE):
+    if not contract.is_aligned:
         raise ValueError(
             f"{grammar.kind}: needs --true-on-policy-mode, where engines say what a token was drawn "
             "from. Leave it out, or turn the mode on."

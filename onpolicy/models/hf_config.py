@@ -123,12 +123,9 @@ def parse_config(
     return config
 
 
-def require_alignable(
-    facts: ModelFacts, max_context_len: int, aligned_by: str = "--true-on-policy-mode"
-) -> None:
+def require_alignable(facts: ModelFacts, max_context_len: int) -> None:
     """Refuse what SGLang's transformers backend and the trainer cannot compute to the same bits.
 
-    aligned_by: the flag that asks for aligned operators.
     Raises ConfigError that names the property, its value and what is possible instead.
     """
     architecture = (getattr(facts.config, "architectures", None) or ["none"])[0]
@@ -138,7 +135,7 @@ def require_alignable(
     for problem in problems:
         raise ConfigError(
             f"architecture={architecture}, {problem}. Choose another checkpoint, or run without "
-            f"{aligned_by}."
+            "--true-on-policy-mode."
         )
 
 

@@ -19,7 +19,7 @@ from onpolicy.models.align import align_modules, replace_operators
 from onpolicy.models.attention import ATTENTION_NAME
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.kv_cache import as_cached
-from onpolicy.models.layers import decoder_layers, follow_layers
+from onpolicy.models.layers import decoder_layers
 from onpolicy.models.logits import LogitsRule, logits_rule
 from onpolicy.models.routing_replay import OWN_CHOICE, RoutingReplay, replay_routing
 from onpolicy.models.scoring import HiddenScores, TaughtScores, rows_asked, score_rows
@@ -201,14 +201,10 @@ class PolicyModel(nn.Module):
         """As in the contract, if this model computes as the rollout does."""
         self.replay: RoutingReplay | None = None
         """The routing replay that the last forward pass used."""
-        self._following = follow_layers(causal_lm, operators)
 
     def use(self, operators: Operators) -> None:
         """Compute with other operators from now on."""
-        for handle in self._following:
-            handle.remove()
         replace_operators(self, operators)
-        self._following = follow_layers(self.causal_lm, operators)
 
     @contextmanager
     def around_operators(self, around: Callable[[Operators], Operators]) -> Iterator[None]:

@@ -1,12 +1,11 @@
 """The aligned operators, chosen by the contract: one implementation serves both engines."""
 
-from onpolicy.contract import ATTENTION_CHUNK, KINDS, NumericsContract
+from onpolicy.contract import ATTENTION_CHUNK, NumericsContract
 from onpolicy.errors import ContractError
-from onpolicy.ops.backends import STOCK, Demand, backend_of
+from onpolicy.ops.backends import Demand, backend_of
 from onpolicy.ops.base import Operators
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.machine import Machine
-from onpolicy.ops.partial import partly_aligned
 
 __all__ = ["AttentionLayout", "Operators", "PagedLayout", "ScoreRule", "make_operators"]
 
@@ -29,8 +28,4 @@ def make_operators(contract: NumericsContract, num_threads: int = 1) -> Operator
     )
     if problem := backend.refusal(demand, Machine.here()):
         raise ContractError(f"backend={contract.backend}: {problem}")
-    if not contract.is_partial:
-        return backend.make(num_threads)
-    stock = STOCK.make(1)  # before the others, which say how many threads torch has
-    kinds = contract.kinds or KINDS
-    return partly_aligned(backend.make(num_threads), stock, kinds, contract.layers)
+    return backend.make(num_threads)

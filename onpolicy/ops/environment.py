@@ -38,15 +38,12 @@ _BREAKING = {
 """Variable: (values that break an aligned contract, why)."""
 
 
-def require_exact(environment: Mapping[str, str], aligned_by: str) -> None:
-    """Raise ConfigError for the first variable under which the engines would not agree.
-
-    aligned_by: the flag that asks for aligned operators.
-    """
+def require_exact(environment: Mapping[str, str]) -> None:
+    """Raise ConfigError for the first variable under which the engines would not agree."""
     for name, (values, reason) in _BREAKING.items():
         value = environment.get(name, "")
         if value.strip().lower() in values:
             raise ConfigError(
-                f"{name}={value}: not with {aligned_by}, because {reason}. Unset it, or run without "
-                f"{aligned_by}."
+                f"{name}={value}: not with --true-on-policy-mode, because {reason}. Unset it, or run "
+                "without --true-on-policy-mode."
             )

@@ -13,7 +13,6 @@ from onpolicy.contract import (
     CONTRACT_VARIABLE,
     EXTENSIONS_VARIABLE,
     NAMES_VARIABLE,
-    OUTSIDE,
     PACKED_VARIABLE,
     SERVED_ADAPTER,
     THREADS_VARIABLE,
@@ -188,11 +187,13 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
             "--speculative-ngram-max-bfs-breadth", "1",
             "--disable-overlap-schedule",
         ]  # fmt: skip
-    if spec.contract.shares_model:
-        # The cache keeps every key: windows are a rule on positions.
-        flags += ["--model-impl", "transformers", "--disable-hybrid-swa-memory"]
-    if spec.contract.aligns("log_probs", OUTSIDE):
-        flags += ["--enable-deterministic-inference", "--sampling-backend", "pytorch"]
+    if spec.contract.is_aligned:
+        flags += [
+            "--model-impl", "transformers",
+            "--disable-hybrid-swa-memory",  # the cache keeps every key: windows are a rule on positions
+            "--enable-deterministic-inference",
+            "--sampling-backend", "pytorch",
+        ]  # fmt: skip
     return [*flags, *secrets.split(spec.sglang_args)[0]]
 
 
@@ -231,7 +232,7 @@ def _cpu_flags(spec: EngineSpec) -> list[str]:
 
 def _gpu_flags(spec: EngineSpec) -> list[str]:
     flags = ["--device", "cuda", "--base-gpu-id", str(spec.first_gpu)]
-    if spec.contract.aligns("attention"):
+    if spec.contract.is_aligned:
         # Its bookkeeping for pages and CUDA graphs serves both backends (see sglang_patches/).
         flags += ["--attention-backend", "fa3", "--page-size", "1"]
     if spec.adapter_names:
@@ -265,7 +266,7 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
         ranks = tensor_parallel_size(spec.sglang_args)
         if ranks > 1 and CORES_VARIABLE not in os.environ:
             variables[CORES_VARIABLE] = "|".join(_cores_of_ranks(ranks))
-        if spec.contract.shares_model:
+        if spec.contract.is_aligned:
             # SGLang compiles a few functions of integers, which takes seconds and a C++ compiler.
             variables["TORCHDYNAMO_DISABLE"] = "1"
     return variables

@@ -63,7 +63,6 @@ class _Contract(TypedDict):
     backend: str
     dtype: Literal["bfloat16", "float32"]
     row_parallel_blocks: Count
-    kinds: list[str]
     adapter: NotRequired[dict[str, Any] | None]
     weight_format: NotRequired[WeightFormat]
     kv_format: NotRequired[EightBits]

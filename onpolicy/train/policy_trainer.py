@@ -28,7 +28,6 @@ from onpolicy.ops import Operators, make_operators
 from onpolicy.ops.checks.gradient_check import check_gradients
 from onpolicy.ops.checks.self_check import self_check
 from onpolicy.ops.draws import Draws
-from onpolicy.ops.partial import aligned_side
 from onpolicy.train import distributed
 from onpolicy.train.advantages import Estimator, RewardEstimator
 from onpolicy.train.base import Rescored, Trainer, TrainerMemory
@@ -249,10 +248,9 @@ def checked_operators(
     longest: the tokens of the largest batch that they are to compute.
     """
     operators = make_operators(contract, num_threads)
-    if not contract.shares_model:
+    if not contract.is_aligned:
         return operators, {}
     logger.info("checking the trainer's operators at the model's shapes")
-    aligned = aligned_side(operators)
-    digests = self_check(aligned, contract, longest)
-    check_gradients(aligned, contract)
+    digests = self_check(operators, contract, longest)
+    check_gradients(operators, contract)
     return operators, digests

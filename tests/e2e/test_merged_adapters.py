@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from onpolicy.config import groups
-from onpolicy.contract import KINDS
 from onpolicy.models.merged import Updates
 from onpolicy.parity import compare_log_probs
 from onpolicy.run.commands.verify import fill_with_drawn
@@ -67,15 +66,6 @@ def test_without_the_merge_it_samples_from_another_model(pair, monkeypatch):
     monkeypatch.setattr(Updates, "added", lambda self, name, base, dtype, _: base.to(dtype))
     k3, _ = k3_of(pair, monkeypatch)
     assert k3 > 1e3 * CLOSE
-
-
-def test_a_server_that_is_aligned_in_part_samples_from_them_too(checkpoint, tmp_path, monkeypatch):
-    """With every kind aligned, merging is all that is left between it and the trainer."""
-    flags = {"lora": groups.LoraConfig(lora_rank=4), "aligned": False, "align": ",".join(KINDS)}
-    with running(make_engines(checkpoint, tmp_path, **flags)) as pair:
-        assert scored(pair).num_mismatched == 0  # B is zeros
-        k3, _ = k3_of(pair, monkeypatch)
-        assert 0 < k3 < CLOSE
 
 
 def test_a_run_learns_reports_what_merging_cost_and_goes_on_from_the_same_weights(start, tmp_path):

@@ -36,7 +36,6 @@ def make_engines(
     algorithm: groups.AlgorithmConfig | None = None,
     sglang_args: tuple[str, ...] = (),
     aligned: bool = True,
-    align: str = "",
     **engine,
 ) -> EnginePair:
     """An engine pair, not started yet; `tp_size` is the rollout's."""
@@ -50,7 +49,6 @@ def make_engines(
         lora=lora or groups.LoraConfig(),
         algorithm=algorithm or groups.AlgorithmConfig(),
         parity=groups.ParityConfig(true_on_policy_mode=aligned),
-        operators=groups.OperatorsConfig(align=align),
         sync=groups.WeightSyncConfig(update_weight_buffer_size=1),
         sglang_args=(
             "--chunked-prefill-size",

@@ -148,9 +148,6 @@ class FallbackConfig(CorrectionSettings):
         bool,
         Against(lambda run: run.plan.starts_aligned and not run.plan.is_governed,
             "with --true-on-policy-mode both engines choose the same experts"),
-        Against(lambda run: run.align,
-            "with --align the engine runs the trainer's modelling code, whose choices of experts "
-            "SGLang does not record"),
     ] = False  # fmt: skip
     """Mixture of experts: train every token with the experts that the rollout chose for it, at gate
     values of the trainer's own router."""
@@ -183,8 +180,6 @@ class FallbackConfig(CorrectionSettings):
 class GovernorFlags:
     mismatch_governor: Annotated[
         bool,
-        Against(lambda run: run.align,
-            "its ladder goes from stock engines to aligned ones, and --align is neither"),
         Against(lambda run: run.rollout_server_url,
             "with --rollout-server-url it cannot start servers under another contract"),
         Against(lambda run: run.use_rollout_logprobs,

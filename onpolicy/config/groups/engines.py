@@ -116,8 +116,6 @@ class RoundingConfig:
     rollout_weight_format: Annotated[
         WeightFormat,
         DecidesResults(True),
-        Against(lambda run: run.align,
-            "with --align the servers hold the trainer's weights, bit for bit"),
         Against(lambda run: not (run.plan.starts_aligned or hasattr(run, "train_backend")),
             "without --true-on-policy-mode the run that pushes the weights rounds them",
             "Give it to `onpolicy train`."),

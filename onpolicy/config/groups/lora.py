@@ -14,7 +14,7 @@ BY_LORA = ReadBy("--lora-rank", lambda run: run.lora_rank > 0)
 
 NOT_MERGED = Against(
     lambda run: not run.plan.starts_aligned,
-    "servers that are not aligned whole have no adapters beside their linears that could be recorded",
+    "servers that are not aligned have no adapters beside their linears that could be recorded",
     "Add --true-on-policy-mode, or ask `onpolicy verify` how far merged weights are apart.",
 )
 
@@ -113,9 +113,8 @@ class LoraConfig(AdapterShapeConfig):
     rollout_lora: Annotated[
         Literal["merged", "sglang"],
         BY_LORA,
-        Against(lambda run: run.plan.may_align or run.plan.aligned_by,
-            "aligned servers have the trainer's own, or are given merged weights with --align",
-            "Leave {run.plan.aligned_by} or the flag out."),
+        Against(lambda run: run.plan.may_align,
+            "aligned servers have the trainer's own", "Leave --true-on-policy-mode or the flag out."),
         Against(lambda run: run.lora_dora,
             "SGLang has no DoRA", "Use --rollout-lora merged, or leave --lora-dora out."),
         Against(lambda run: run.rollout_server_url,

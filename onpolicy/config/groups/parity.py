@@ -3,15 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from fallback_correction.ranges import Rule, above, at_most
+from fallback_correction.ranges import above, at_most
 from onpolicy.config.rules import NO_RESULT, Against, Facts, Together
-from onpolicy.config.sglang_flags import tensor_parallel_size
-from onpolicy.contract import KINDS
-
-KNOWN_KINDS = Rule(
-    lambda x: not x or set(x.split(",")) <= set(KINDS),
-    f"must be kinds of operators with commas between them, of {', '.join(KINDS)}. Give some of them.",
-)
 
 
 def _is_power_of_two(number: int) -> bool:
@@ -81,9 +74,9 @@ class OperatorsConfig:
         Literal[
             "auto", "cpu", "onednn", "portable", "triton", "hopper", "hopper_fp8", "deep_gemm",
         ],
-        Against(lambda run: not run.plan.aligned_by,
-            "without --true-on-policy-mode or --align each engine runs its own operators",
-            "Add one of them, or leave the flag out."),
+        Against(lambda run: not run.plan.may_align,
+            "without --true-on-policy-mode each engine runs its own operators",
+            "Add it, or leave the flag out."),
     ] = "auto"  # fmt: skip
     """Aligned operators. On a GPU: hopper (FlashAttention-3 and DeepGEMM; H100 and H200, bfloat16),
     hopper_fp8 (the same, and linears multiply bytes, for --rollout-weight-format fp8_e4m3_block128 with
@@ -92,35 +85,8 @@ class OperatorsConfig:
     by the CPU's bfloat16 instructions) or portable (made to have the same bits on any x86-64 processor
     with AVX2). auto: hopper where it can, else triton; cpu."""
 
-    align: Annotated[
-        str, KNOWN_KINDS,
-        Against(lambda run: run.plan.starts_aligned,
-            "with --true-on-policy-mode, which verify, explain and serve have on by themselves, every "
-            "kind is aligned",
-            "Leave one of the two out, by --no-true-on-policy-mode if need be."),
-        Against(lambda run: run.operators == "portable",
-            "--operators portable is for all kinds: what is left to an engine has no bits of its own"),
-        Against(lambda run: (n := tensor_parallel_size(run.sglang_args)) > 1 and n,
-            "the sums that the ranks of --sglang-tp-size {found} share are aligned with all else or not "
-            "at all"),
-    ] = ""  # fmt: skip
-    """Align these kinds alone, as in linear,attention, and leave all else to each engine: model (the
-    code between operators, which comes with every other kind), linear, attention, norm, rotary,
-    activation, experts, log_probs. Parity is measured then, and not promised. For fsdp, without
-    --true-on-policy-mode."""
-
-    def aligned_by(self, *, mode: bool) -> str:
-        """What asks for aligned operators, for messages; `mode`: whether all kinds are to be aligned."""
-        return "--true-on-policy-mode" if mode else "--align" if self.align else ""
-
     @property
     def is_portable(self) -> bool:
         """Whether all that a run computes, the optimizer's step too, is made to have the same bits on
         every x86-64 processor with AVX2."""
         return self.operators == "portable"
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Those of --align, in the order of KINDS; empty without it."""
-        asked = {"model", *self.align.split(",")} if self.align else set()
-        return tuple(kind for kind in KINDS if kind in asked)

@@ -25,10 +25,10 @@ NOT_GREEDY = Rule(
 
 def _one_token(asks: Callable[[Facts], bool], remedy: str) -> Against:
     return Against(
-        lambda run: asks(run) and (run.plan.may_align or "log_probs" in run.config.operators.kinds),
-        "with {run.plan.aligned_by} log-probabilities are those of what a token is drawn from, and of "
+        lambda run: asks(run) and run.plan.may_align,
+        "with --true-on-policy-mode log-probabilities are those of what a token is drawn from, and of "
         "one token that is 0, of which nothing can be learnt",
-        f"Give {remedy}, or run without {{run.plan.aligned_by}}.",
+        f"Give {remedy}, or run without --true-on-policy-mode.",
     )
 
 

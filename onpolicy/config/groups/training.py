@@ -9,14 +9,7 @@ from onpolicy.config.flags import Prefix
 from onpolicy.config.kinds import Count, CountOrZero, Momentum, NonNegative, Positive
 from onpolicy.config.rules import NO_RESULT, Against, Facts, Together
 
-TrainBackend = Annotated[
-    Literal["fsdp", "megatron"],
-    Together(
-        lambda run: run.align and run.train_backend != "fsdp",
-        "--align={run.align}: the modules of --train-backend {run.train_backend} run on aligned "
-        "operators of all kinds or of none. Leave one of the two out.",
-    ),
-]
+TrainBackend = Literal["fsdp", "megatron"]
 BY_MEGATRON = ReadBy("--train-backend megatron", lambda run: "megatron" in run.train_backend)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.groups.engines import ServerConfig
 from onpolicy.config.sglang_flags import context_length, tensor_parallel_size
 from onpolicy.config.tools import ServeConfig
-from onpolicy.contract import NumericsContract, OperatorShapes
+from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
 from onpolicy.models.adapters import with_adapters
 from onpolicy.models.facts import ModelFacts
@@ -38,32 +37,27 @@ logger = logging.getLogger(__name__)
 def contract_for(
     config: TrainConfig | ServeConfig, hf_config: PretrainedConfig, *, aligned: bool
 ) -> NumericsContract:
-    """The contract of a model on this machine: on aligned operators, or on stock ones but for --align.
+    """The contract of a model on this machine: on aligned operators, or on stock ones.
 
     Raises ConfigError if the model, the machine or the environment cannot keep it.
     """
     model, blocks = config.model, config.plan.row_parallel_blocks
     facts = ModelFacts(hf_config, model.trust_remote_code)
-    aligned_by = config.operators.aligned_by(mode=aligned)
     context = context_length(config.sglang_args) or hf_config.max_position_embeddings
     require_context(hf_config, context)
-    if aligned_by:
-        require_alignable(facts, context, aligned_by)
-        require_exact(os.environ, aligned_by)
+    if aligned:
+        require_alignable(facts, context)
+        require_exact(os.environ)
     adapter, shapes = adapter_of(config, facts), operator_shapes(facts, blocks)
     if aligned:
         shapes = with_adapters(shapes, facts.model, adapter, blocks)
-    kinds = () if aligned else config.operators.kinds
     backend = "stock"
-    if aligned_by:
-        require_attention(shapes, kinds)
+    if aligned:
         tp_size = tensor_parallel_size(config.sglang_args)
         require_shardable(facts, shapes, tp_size=tp_size, blocks=blocks)
         asked = config.operators.operators
         backend = choose_backend(asked, model.dtype, shapes, blocks, Machine.here())
         logger.info("aligned operators: %s, %s", backend, model.dtype)
-        if kinds:
-            logger.info("aligned kinds: %s; parity is measured, not promised", ", ".join(kinds))
     weight_format = rollout_format(config) if aligned else ""
     if weight_format:
         require_roundable(facts, weight_format)
@@ -83,7 +77,6 @@ def contract_for(
         shapes=shapes,
         row_parallel_blocks=blocks,
         context=_deciding(context, hf_config),
-        kinds=kinds,
         adapter=adapter,
     )
 
@@ -159,14 +152,3 @@ def _deciding(context: int, hf_config: PretrainedConfig) -> int | None:
             *(chosen, context),
         )
     return context
-
-
-def require_attention(shapes: OperatorShapes, kinds: Sequence[str]) -> None:
-    """Raise ConfigError for a partial contract that leaves attention to SGLang where transformers' code
-    asks for what SGLang's own is not known to compute."""
-    is_plain = all(k.window is None and not k.softcap and not k.sinks for k in shapes.attention)
-    if kinds and "attention" not in kinds and not is_plain:
-        raise ConfigError(
-            f"--align={','.join(kinds)}: the model's attention has windows, a soft cap or sinks, which "
-            "SGLang's own attention does not take from transformers' code. Add attention to the list."
-        )

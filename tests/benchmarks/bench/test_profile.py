@@ -14,6 +14,7 @@ from benchmarks.bench.stopwatch import (
     BACKWARD,
     FORWARD,
     HEAD,
+    OPERATORS,
     OPTIMIZER,
     Stopwatch,
     watched_operators,
@@ -22,8 +23,8 @@ from benchmarks.bench.stopwatch import (
 from onpolicy.config.groups import CheckpointConfig, CpuConfig
 from onpolicy.config.tools import BenchConfig
 from onpolicy.models.hf_config import load_config
+from onpolicy.ops.base import Operators
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.ops.partial import OPERATORS
 from onpolicy.train import make_trainer
 
 
@@ -39,6 +40,19 @@ def config(checkpoint):
         num_tokens=(64,),
         repetitions=1,
     )
+
+
+NO_OPERATORS = {"rows_per_chunk", "whole", "run_pieces", "hold"}
+ONLY_IN_ENGINES = {"add_rms_norm", "norm_rotary"}
+
+
+def test_every_operator_of_a_trainer_is_of_one_kind():
+    named = [name for names in OPERATORS.values() for name in names]
+    declared = {
+        n for n in dir(Operators) if not n.startswith("_") and callable(getattr(Operators, n))
+    }
+    assert len(named) == len(set(named))
+    assert set(named) == declared - NO_OPERATORS - ONLY_IN_ENGINES
 
 
 def test_sections_add_up_and_none_counts_what_is_inside_of_it(monkeypatch):

@@ -119,7 +119,7 @@ def test_no_server_listens_where_sglang_asks_for_no_key(flag, mode):
         check(*mode, f"--sglang-{flag}", "2")
 
 
-def test_drafts_of_n_grams_are_for_wholly_aligned_operators(tmp_path):
+def test_drafts_of_n_grams_are_for_aligned_operators(tmp_path):
     argv = ["--sglang-speculative-algorithm", "ngram", "--sglang-speculative-num-draft-tokens", "4"]
     check(*MODE, *argv)
     with pytest.raises(ConfigError, match=r"--rollout-top-p=0.5: .*Leave one of the two out"):
@@ -130,8 +130,6 @@ def test_drafts_of_n_grams_are_for_wholly_aligned_operators(tmp_path):
         file.write_text(f"eval: {{datasets: [{{name: hard, path: x.jsonl, top_k: {cut}}}]}}")
         with pytest.raises(ConfigError, match=message) if message else nullcontext():
             check(*MODE, *argv, *evaluated)
-    with pytest.raises(ConfigError, match="speculative-algorithm=NGRAM: not with --align"):
-        check(*argv, "--align", "linear,log_probs")
 
 
 @pytest.mark.parametrize(

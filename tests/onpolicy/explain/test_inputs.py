@@ -31,7 +31,7 @@ CASE = {
         "temperature": 0.7, "max_new_tokens": 4, "stop_token_ids": [1], "top_p": 1.0, "top_k": -1,
         "min_p": 0.0, "ignore_eos": False, "return_routed_experts": False,
     },
-    "contract": {"dtype": "float32", "backend": "cpu", "row_parallel_blocks": 2, "kinds": []},
+    "contract": {"dtype": "float32", "backend": "cpu", "row_parallel_blocks": 2},
 }  # fmt: skip
 
 
@@ -61,15 +61,6 @@ def test_a_case_says_how_it_was_sampled(case):
     assert request.params == SamplingParams(
         temperature=0.7, max_new_tokens=4, stop_token_ids=(1,), top_p=1.0, top_k=-1, min_p=0.0
     )
-
-
-def test_a_case_of_a_part_is_replayed_under_that_part(case):
-    case.write_text(
-        json.dumps({**CASE, "contract": {**CASE["contract"], "kinds": ["model", "norm"]}})
-    )
-    config = with_case(ExplainConfig(case=str(case), model=ModelConfig(hf_checkpoint="m")))
-    assert not config.true_on_policy_mode
-    assert config.operators.kinds == ("model", "norm")
 
 
 def test_weights_are_those_of_the_cases_rollout(case, saved, caplog):

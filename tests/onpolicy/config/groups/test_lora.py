@@ -21,7 +21,6 @@ def test_adapters_are_for_aligned_runs_and_stock_ones():
     check(*MODE, *LORA, "--sglang-tp-size", "2", "--row-parallel-blocks", "4")
     check(*LORA, "--use-tis", "--lora-dora")
     check(*LORA, "--mismatch-governor", "--lora-dora")
-    check(*LORA, "--align", "linear", "--lora-dora")
     check(*MODE, *LORA, "--mismatch-governor", "--train-backend", "megatron")
     check(*LORA, "--train-backend", "megatron")
     check(*LORA, "--rollout-server-url", "http://127.0.0.1:1")
@@ -73,7 +72,7 @@ def test_verify_and_explain_take_them():
     validate(parse(VerifyConfig, [*LORA, "--no-true-on-policy-mode"], "onpolicy verify"))
     for argv in ([], ["--train-backend", "megatron"]):
         validate(parse(ExplainConfig, [*LORA, *argv], "onpolicy explain"))
-    with pytest.raises(ConfigError, match="--lora-rank=8: servers that are not aligned whole"):
+    with pytest.raises(ConfigError, match="--lora-rank=8: servers that are not aligned have"):
         validate(parse(ExplainConfig, [*LORA, "--no-true-on-policy-mode"], "onpolicy explain"))
 
 
@@ -161,7 +160,6 @@ def test_stock_servers_have_adapters_of_sglangs_own_where_it_is_asked_for():
     ("argv", "rule"),
     [
         (MODE, "aligned servers have the trainer's own"),
-        (["--align", "linear"], "aligned servers have the trainer's own"),
         (["--mismatch-governor"], "aligned servers have the trainer's own"),
         (["--lora-dora"], "SGLang has no DoRA"),
         (["--rollout-server-url", "http://127.0.0.1:1"], "were started for merged weights"),

@@ -1,7 +1,5 @@
 """What a contract is refused for before anything is started, and that all commands make the same."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -107,27 +105,6 @@ def test_what_stays_in_bfloat16_needs_no_whole_blocks(tmp_path, monkeypatch):
     path = make_checkpoint(tmp_path, "qwen3-moe", **sizes)
     monkeypatch.setattr(contracts, "choose_backend", lambda *_: "hopper_fp8")
     assert of_bytes(path).shapes.experts
-
-
-def test_a_list_of_kinds_makes_a_part_and_without_one_a_stock_run_stays_stock(checkpoint):
-    whole, stock = contract(checkpoint), contract(checkpoint, aligned=False)
-    assert (stock.backend, stock.kinds, whole.kinds) == ("stock", (), ())
-    part = contract(checkpoint, aligned=False, align="attention,linear")
-    assert dataclasses.replace(part, kinds=()) == whole
-    assert part.kinds == ("model", "linear", "attention")
-    # A governor's aligned rung, and an attribution's, are whole.
-    assert contract(checkpoint, align="linear") == whole
-
-
-def test_a_part_is_held_to_what_the_whole_is(checkpoint, tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"--align=model,norm: .*windows.*Add attention"):
-        contract(make_checkpoint(tmp_path, "gemma2"), aligned=False, align="norm")
-    contract(tmp_path, aligned=False, align="norm,attention")
-    with pytest.raises(ConfigError, match=r"architecture=Qwen3Next.*or run without --align\."):
-        contract(make_checkpoint(tmp_path / "next", "qwen3-next"), aligned=False, align="norm")
-    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
-    with pytest.raises(ConfigError, match=r"NVIDIA_TF32_OVERRIDE=1: not with --align"):
-        contract(checkpoint, aligned=False, align="norm")
 
 
 @pytest.mark.parametrize("aligned", [False, True])

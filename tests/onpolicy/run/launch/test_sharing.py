@@ -27,7 +27,6 @@ def chosen(*argv):
         ((ALIGNED, "--train-backend", "megatron", "--megatron-cp", "2"), "off"),
         ((ALIGNED, "--mismatch-governor"), "off"),
         ((ALIGNED, "--share-prefixes", "off"), "off"),
-        (("--align", "linear"), "off"),
         ((), "off"),
     ],
 )
