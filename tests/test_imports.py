@@ -45,12 +45,12 @@ TAPS = {"contract", "errors", "models", "ops"}
 OF_EXPLAIN = [
     *(ROOT / "onpolicy/explain").rglob("*.py"),
     ROOT / "onpolicy/cli/explain.py",
-    *(ROOT / "sglang_patches" / f"{name}.py" for name in ("taps", "stock_taps")),
+    ROOT / "sglang_patches/taps.py",
 ]
 """Files of a plug-in, which nothing else imports or names."""
 
 WORDS_OF_EXPLAIN = re.compile(r"\b(?:taps?|tapped|recorder|evidence|explain\w*|microscope)\b", re.I)
-WHERE_COMMANDS_ARE_NAMED = {"cli", "config", "report"}
+WHERE_COMMANDS_ARE_NAMED = {"cli", "config"}
 
 
 @functools.cache

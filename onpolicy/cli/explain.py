@@ -17,10 +17,9 @@ def main(argv: Sequence[str]) -> int:
     """Record both engines, say where they part, and by the exit code whether they do."""
     config = begin(ExplainConfig, argv, "onpolicy explain")
 
+    from onpolicy.explain.findings import render, told
     from onpolicy.explain.inputs import with_case
     from onpolicy.explain.microscope import explain
-    from onpolicy.explain.text import told
-    from onpolicy.report.explanation import render
     from onpolicy.run.commands.verify_inputs import check_inputs
     from onpolicy.run.engines import EnginePair
     from onpolicy.run.launch.cluster_engines import MakeEngines, on_cluster

@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 Result = dict[str, Any]
 
+TAPS = "sglang_patches.taps:Taps"
+"""The extension of a server that records its passes in a directory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
@@ -65,6 +68,7 @@ class Inputs:
         return Inputs(hf_config, make_train_config(config, longest), requests, directory)
 
     def contract(self, *, aligned: bool) -> NumericsContract:
+        """Return the contract of both engines. Raises ConfigError for adapters that are not recorded."""
         contract = contract_for(self.train_config, self.hf_config, aligned=aligned)
         if contract.adapter is not None:
             self._require_recorded(contract.adapter)
@@ -89,10 +93,9 @@ class Inputs:
 
     @contextmanager
     def engines(
-        self, contract: NumericsContract, extension: str, place: Path, make_engines: MakeEngines
+        self, contract: NumericsContract, taps: Path, make_engines: MakeEngines
     ) -> Iterator[EnginePair]:
-        """Both engines, started, the servers with an extension that has a place in the run directory."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        """Start both engines, of which the servers record into a directory, and stop them afterwards."""
         engines = make_engines(
             self.train_config,
             self.hf_config,
@@ -101,7 +104,7 @@ class Inputs:
             longest_sequence=max(
                 len(r.prompt_ids) + r.params.max_new_tokens for r in self.requests
             ),
-            make_rollout=partial(make_rollout_group, extensions={extension: str(place)}),
+            make_rollout=partial(make_rollout_group, extensions={TAPS: str(taps)}),
         )
         rollout: SglangGroup = engines.rollout  # type: ignore[assignment]
         flag = f"--run-dir={self.train_config.output.run_dir}"
@@ -113,8 +116,8 @@ class Inputs:
             engines.stop()
 
 
-def told(contract: NumericsContract) -> Result:
-    """What a result says of how it came about."""
+def made_by(contract: NumericsContract) -> Result:
+    """Return the versions and the contract by which a result came about."""
     own = {**json.loads(contract.to_json()), "fingerprint": contract.fingerprint}
     return {"versions": versions(), "contract": own}
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ from typing import Any
 import torch
 
 from onpolicy.config.explain import ExplainConfig
-from onpolicy.contract import NumericsContract
-from onpolicy.explain.inputs import Inputs, Result, compare_weights, told
+from onpolicy.explain.inputs import Inputs, Result, compare_weights, made_by
 from onpolicy.explain.proof import prove
 from onpolicy.explain.source import Source, count_sites, first_source
 from onpolicy.explain.taps.evidence import clear_evidence, read_evidence
@@ -37,9 +35,6 @@ from onpolicy.types import Request
 
 logger = logging.getLogger(__name__)
 
-TAPS = "sglang_patches.taps:Taps"
-"""The extension of a server that records its passes in a directory."""
-
 LOG_SOFTMAX: Site = (HEAD, "log_softmax", 0)
 """What is left when a token's logits agree and its log-probability does not."""
 
@@ -51,27 +46,19 @@ def explain(config: ExplainConfig, make_engines: MakeEngines = EnginePair) -> Re
     """Start both engines, record them, and say where they part."""
     inputs = Inputs.of(config)
     contract = inputs.contract(aligned=config.plan.starts_aligned)
-    with look_through(config, inputs, contract, make_engines) as microscope:
-        if config.case:
-            compare_weights(config, microscope.engines.weight_digest)
-        return {**microscope.look(), **told(contract)}
-
-
-@contextmanager
-def look_through(
-    config: ExplainConfig, inputs: Inputs, contract: NumericsContract, make_engines: MakeEngines
-) -> Iterator[Microscope]:
-    """A microscope for two engines that are started, hold the same weights, and end afterwards."""
     directory = inputs.directory / "taps"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True, mode=0o700)
     try:
-        with inputs.engines(contract, TAPS, directory, make_engines) as engines:
+        with inputs.engines(contract, directory, make_engines) as engines:
             if not config.case:
                 draw_adapters(engines, config)
             logger.info("pushing the trainer's weights")
             engines.push_weights(0)
-            yield Microscope(engines, directory, inputs.requests, config.temperature)
+            if config.case:
+                compare_weights(config, engines.weight_digest)
+            microscope = Microscope(engines, directory, inputs.requests, config.temperature)
+            return {**microscope.look(), **made_by(contract)}
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 

@@ -22,7 +22,7 @@ Verdict = Literal[
     "trainer differs",
     "not reproduced",
 ]
-"""What each means is said in `text.VERDICTS`."""
+"""What each means is said in `findings.VERDICTS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

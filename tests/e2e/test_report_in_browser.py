@@ -10,8 +10,7 @@ import pytest
 from PIL import Image, ImageColor
 
 from onpolicy.cli.main import main
-from onpolicy.explain.text import told
-from onpolicy.report.explanation import render
+from onpolicy.explain.findings import render, told
 from tests.onpolicy.report.test_episodes import FAILED, given, sample, sampled
 from tests.support.explained import RESULT
 from tests.support.fake_runs import HOSTILE, aligned_run, governed_run, stock_run, write_run

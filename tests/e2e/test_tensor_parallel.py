@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from onpolicy.errors import WeightSyncError
-from onpolicy.explain.text import told
+from onpolicy.explain.findings import told
 from onpolicy.models.align import AlignedLinear
 from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.parity import compare_log_probs

@@ -1,10 +1,15 @@
-"""Rows of an engine's batches get the keys of their prefixes; engines in earnest are in tests/e2e."""
+"""What is recorded of an engine: keys of its batches' rows, and its own modules, here by others of their
+names. Engines in earnest are in tests/e2e."""
 
 from types import SimpleNamespace
 
+import pytest
 import torch
+from torch import nn
 
-from onpolicy.explain.taps.rows import prefix_keys
+from onpolicy.explain.taps.recorder import Recorder
+from onpolicy.explain.taps.rows import digest, prefix_keys
+from sglang_patches import taps
 from sglang_patches.taps import Prefixes
 
 SEQUENCES = [[5, 9, 9, 7, 3, 8], [5, 9, 2, 4]]
@@ -37,3 +42,60 @@ def test_chunks_cached_prefixes_and_decoding_go_on_from_the_key_before():
     ):
         keys, rows = prefixes.of(RUNNER, batch(spans, is_decode))
         assert (keys.tolist(), rows.tolist()) == (want, last)
+
+
+class LinearBase(nn.Module):
+    reduce_results = True
+
+    def forward(self, x):
+        return x + 1, None
+
+
+class RowParallelLinear(LinearBase):
+    reduce_results = False
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        mlp = nn.ModuleDict({"gate": LinearBase(), "down_proj": RowParallelLinear()})
+        self.model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"mlp": mlp})])})
+        self.logits_processor = SimpleNamespace(_compute_lm_head=None)
+
+    def forward(self, x):
+        mlp = self.model["layers"][0]["mlp"]
+        mlp["gate"](x)
+        mlp["down_proj"](x)
+
+
+X = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Calls by sites of a model on two ranks that hold the same, so that a sum is twice a part."""
+    monkeypatch.setattr(taps, "summed", lambda part: 2 * part)
+
+    def record(blocks=1):
+        model, recorder = Model(), Recorder()
+        taps.watch_stock(model, recorder, blocks)
+        recorder.open(torch.tensor([7, 8]), torch.tensor([1]))
+        model(X)
+        return {call.site: call for call in recorder.close()}
+
+    return record
+
+
+def test_a_linear_whose_sum_is_made_later_is_recorded_with_its_sum(recorded):
+    calls = recorded()
+    gate, down = (calls[f"layers.0.mlp.{name}", "linear", 0] for name in ("gate", "down_proj"))
+    assert torch.equal(gate.outputs, digest(X + 1))
+    assert torch.equal(down.outputs, digest(2 * (X + 1)))
+    assert torch.equal(down.inputs, digest(X))
+
+
+def test_linears_have_the_trainers_names_where_it_sums_in_blocks(recorded):
+    calls = recorded(blocks=2)
+    assert [*calls] == [
+        ("layers.0.mlp.gate", "linear", 0), ("layers.0.mlp.down_proj", "row_parallel_linear", 0),
+    ]  # fmt: skip

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from onpolicy.explain.microscope import TAPS, Microscope
+from onpolicy.explain.inputs import TAPS
+from onpolicy.explain.microscope import Microscope
 from onpolicy.run.launch.engine_specs import make_rollout_group
 from tests.support.engines_fixture import make_engines, make_requests, running
 
