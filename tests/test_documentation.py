@@ -7,8 +7,9 @@ import sysconfig
 import tokenize
 from pathlib import Path
 
-import pytest
 import yaml
+
+from tests.support.each_file import of_each
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("onpolicy", "sglang_patches", "fallback_correction", "benchmarks")
@@ -88,16 +89,16 @@ DOCUMENTS = listed(".md", ".py")
 NAMES = {file.name for file in listed()}
 
 
-@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))
+@of_each(DOCUMENTS)
 def test_what_is_mentioned_is_there(file):
     text = prose(file)
-    assert not list(missing_files(text, file, NAMES))
-    if file.is_relative_to(ROOT / "tests"):
-        return  # violations mention what they must not have
-    assert not list(missing_names(text))
+    # Violations in tests mention names that they must not have.
+    names = [] if file.is_relative_to(ROOT / "tests") else [*missing_names(text)]
+    missing = [*missing_files(text, file, NAMES), *names]
+    assert not missing, missing
 
 
-@pytest.mark.parametrize("file", listed(".md"), ids=lambda file: str(file.relative_to(ROOT)))
+@of_each(listed(".md"))
 def test_links_lead_somewhere(file):
     text = re.sub(r"```.*?```", "", file.read_text(), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
