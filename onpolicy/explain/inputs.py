@@ -15,17 +15,17 @@ from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig
 from onpolicy.config.explain import ExplainConfig
+from onpolicy.config.flags import with_flags
 from onpolicy.config.groups import LoraConfig
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import AdapterShape, NumericsContract
 from onpolicy.errors import ConfigError
-from onpolicy.grammar import Grammar
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.experts import expert_names
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.peft_adapter import CONFIG, read_peft_adapter
 from onpolicy.outputs.directory import versions
-from onpolicy.run.cases import Case, read_case
+from onpolicy.run.cases import read_case
 from onpolicy.run.commands.verify import requests_of
 from onpolicy.run.commands.verify_inputs import longest_prompt, make_prompts, make_train_config
 from onpolicy.run.engines import EnginePair
@@ -34,7 +34,7 @@ from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import make_rollout_group
 from onpolicy.run.launch.shared_directories import require_shared_by_servers
 from onpolicy.run.saving.checkpoint import STATE, checkpoints
-from onpolicy.types import Request, SamplingParams
+from onpolicy.types import Request
 
 if TYPE_CHECKING:  # it imports Ray, which a session prepares
     from onpolicy.rollout.sglang import SglangGroup
@@ -62,7 +62,7 @@ class Inputs:
         hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
         longest = longest_prompt(config, hf_config)
         prompts = make_prompts(config, hf_config.vocab_size, longest)
-        case = [case_request(read_case(Path(config.case)))] if config.case else None
+        case = [read_case(Path(config.case)).request] if config.case else None
         requests = case or requests_of(prompts, config, 0)
         directory = Path(config.run_dir).absolute()
         return Inputs(hf_config, make_train_config(config, longest), requests, directory)
@@ -132,56 +132,39 @@ def with_case(config: ExplainConfig) -> ExplainConfig:
     if not config.case:
         return config
     case = read_case(Path(config.case))
-    contract = case["contract"]
-    if contract.get("adapter") and not config.lora.lora_rank:
+    contract = case.contract
+    if contract.adapter and not config.lora.lora_rank:
         raise ConfigError(
             f"--case={config.case}: was sampled with adapters. Give them by --load or --lora-adapter, "
             "or, of a run's first rollout, its --lora-* flags and --seed."
         )
-    is_aligned = contract["backend"] != "stock"
-    blocks = contract["row_parallel_blocks"] if is_aligned else 0
-    return replace(
+    blocks = contract.row_parallel_blocks if contract.is_aligned else 0
+    return with_flags(
         config,
-        operators=replace(config.operators, row_parallel_blocks=blocks),
-        servers=replace(
-            config.servers,
-            rollout_weight_format=contract.get("weight_format", ""),
-            rollout_kv_format=contract.get("kv_format", ""),
-            rollout_activation_format=contract.get("activation_format", ""),
-        ),
-        temperature=case["params"]["temperature"],
-        max_prompt_len=max(8, case["prompt_len"]),
-        max_new_tokens=case["params"]["max_new_tokens"],
-        model=replace(config.model, dtype=contract["dtype"]),
-        true_on_policy_mode=is_aligned,
-    )
-
-
-def case_request(case: Case) -> Request:
-    """What the answer of a case was sampled by."""
-    params: dict[str, Any] = {**case["params"]}
-    params |= {name: tuple(params.get(name, ())) for name in ("stop_token_ids", "stop")}
-    if grammar := params.get("grammar"):
-        stops = tuple(grammar["stop_token_ids"])
-        params["grammar"] = Grammar(**{**grammar, "stop_token_ids": stops})
-    return Request(
-        prompt_ids=case["trajectory"]["token_ids"][: case["prompt_len"]],
-        sampling_seed=case["sampling_seed"],
-        params=SamplingParams(**params),
-        num_begun=case["num_begun"],
+        {
+            "row_parallel_blocks": blocks,
+            "rollout_weight_format": contract.weight_format,
+            "rollout_kv_format": contract.kv_format,
+            "rollout_activation_format": contract.activation_format,
+            "temperature": case.params.temperature,
+            "max_prompt_len": max(8, case.prompt_len),
+            "max_new_tokens": case.params.max_new_tokens,
+            "dtype": contract.dtype,
+            "true_on_policy_mode": contract.is_aligned,
+        },
     )
 
 
 def compare_weights(config: ExplainConfig, digest: str) -> None:
     """Say so if the engines do not hold the weights that the case was sampled with."""
     case = read_case(Path(config.case))
-    if digest != case["weight_digest"]:
+    if digest != case.weight_digest:
         logger.warning(
             "%s: was sampled with other weights (%s, version %s) than those of %s (%s), so its "
             "mismatch may not come again. Give the checkpoint of rollout %d, with --load or "
             "--hf-checkpoint.",
-            config.case, case["weight_digest"], case["trajectory"]["weight_version"],
-            config.model.hf_checkpoint, digest, case["step"],
+            config.case, case.weight_digest, case.trajectory["weight_version"],
+            config.model.hf_checkpoint, digest, case.step,
         )  # fmt: skip
 
 
@@ -206,7 +189,7 @@ def _exported(directory: Path, config: ExplainConfig) -> Path:
                 "checkpoint in it."
             )
         latest = max(found)
-        step = read_case(Path(config.case))["step"] if config.case else latest
+        step = read_case(Path(config.case)).step if config.case else latest
         if step not in found:
             logger.warning(
                 "--load=%s: has no checkpoint of rollout %d; taking the latest, %d, so the case may not "

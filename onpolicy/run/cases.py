@@ -2,90 +2,79 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, compress, count
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, get_args
 
 import torch
-from annotated_types import Gt
-from pydantic import TypeAdapter, with_config
-from typing_extensions import TypedDict
+from pydantic import AfterValidator, ConfigDict, TypeAdapter, with_config
 
 from onpolicy.config.groups.engines import EightBits, WeightFormat
+from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
-from onpolicy.grammar import GrammarKind, GrammarSpan
+from onpolicy.grammar import GrammarSpan
 from onpolicy.outputs.trajectories import Count, TrajectoryRecord, read, write
 from onpolicy.parity import mismatches
 from onpolicy.rollout.seeds import seed_of_branch
 from onpolicy.run.engines import EnginePair
 from onpolicy.system import files
-from onpolicy.system.records import CLOSED, OPEN, checked
+from onpolicy.system.records import checked_text
 from onpolicy.trajectory import Trajectory
-from onpolicy.types import Request, Sample
+from onpolicy.types import Request, Sample, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 
-@with_config(CLOSED)
-class _Grammar(TypedDict):
-    """`Grammar`."""
-
-    kind: GrammarKind
-    text: str
-    stop_token_ids: list[Count]
-
-
-@with_config(CLOSED)
-class _Params(TypedDict):
-    """`SamplingParams`."""
-
-    temperature: Annotated[float, Gt(0)]
-    max_new_tokens: Count
-    stop_token_ids: list[Count]
-    top_p: float
-    top_k: int
-    min_p: float
-    ignore_eos: bool
-    stop: NotRequired[list[str]]
-    return_routed_experts: bool
-    return_entropy: NotRequired[bool]
-    grammar: NotRequired[_Grammar | None]
+def _known(contract: NumericsContract) -> NumericsContract:
+    """Return a contract whose formats are choices of flags. Raises ValueError for another one."""
+    choices = {
+        "dtype": ("bfloat16", "float32"),
+        "weight_format": get_args(WeightFormat),
+        "kv_format": get_args(EightBits),
+        "activation_format": get_args(EightBits),
+    }
+    for name, known in choices.items():
+        if (value := getattr(contract, name)) not in known:
+            raise ValueError(f"{name}={value!r}: must be one of {known}")
+    return contract
 
 
-@with_config(OPEN)
-class _Contract(TypedDict):
-    """What is read of a `NumericsContract`, whose other fields it holds too."""
-
-    backend: str
-    dtype: Literal["bfloat16", "float32"]
-    row_parallel_blocks: Count
-    adapter: NotRequired[dict[str, Any] | None]
-    weight_format: NotRequired[WeightFormat]
-    kv_format: NotRequired[EightBits]
-    activation_format: NotRequired[EightBits]
-
-
-@with_config(CLOSED)
-class Case(TypedDict):
-    """A sample whose log-probabilities differ."""
+@with_config(ConfigDict(extra="forbid", ser_json_inf_nan="constants"))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A sample whose log-probabilities differ, as it is in a file."""
 
     step: Count
     sample: str
     trajectory: TrajectoryRecord
+
     train_log_probs: list[float]
     """What the trainer gives the sampled tokens."""
+
     prompt_len: Count
     """The tokens before the answer that has the first token that differs."""
+
     num_begun: Count
     sampling_seed: int
-    params: _Params
+
+    params: SamplingParams
     """How that answer was sampled, as many tokens as it has."""
+
     weight_digest: str
-    contract: _Contract
+    contract: Annotated[NumericsContract, AfterValidator(_known)]
+
+    @property
+    def request(self) -> Request:
+        """What that answer was sampled by."""
+        return Request(
+            prompt_ids=self.trajectory["token_ids"][: self.prompt_len],
+            sampling_seed=self.sampling_seed,
+            params=self.params,
+            num_begun=self.num_begun,
+        )
 
 
 _SHAPE = TypeAdapter(Case)
@@ -107,20 +96,18 @@ def make_case(
     if sample.seeds:  # an episode that was begun anew has another seed than its request
         seeds = [seed for seed, tokens in sample.seeds for _ in range(tokens)]
         asked = replace(asked, sampling_seed=seeds[sum(sample.trajectory.sampled[:place])])
-    contract: Any = json.loads(engines.contract.to_json())
-    params: Any = asdict(asked.params)
-    return {
-        "step": step,
-        "sample": sample.name,
-        "trajectory": write(sample.trajectory),
-        "train_log_probs": list(train_log_probs),
-        "prompt_len": len(asked.prompt_ids),
-        "num_begun": asked.num_begun,
-        "sampling_seed": asked.sampling_seed,
-        "params": params,
-        "weight_digest": engines.weight_digest,
-        "contract": contract,
-    }
+    return Case(
+        step=step,
+        sample=sample.name,
+        trajectory=write(sample.trajectory),
+        train_log_probs=[*train_log_probs],
+        prompt_len=len(asked.prompt_ids),
+        num_begun=asked.num_begun,
+        sampling_seed=asked.sampling_seed,
+        params=asked.params,
+        weight_digest=engines.weight_digest,
+        contract=engines.contract,
+    )
 
 
 def first_apart(trajectory: Trajectory, train_log_probs: Sequence[float]) -> int:
@@ -167,17 +154,17 @@ def asked_at(request: Request, trajectory: Trajectory, place: int) -> Request:
 def write_case(case: Case, file: Path) -> None:
     """Write the file, whole or not at all."""
     file.parent.mkdir(exist_ok=True)
-    files.write(file, json.dumps(case) + "\n")
+    files.write(file, _SHAPE.dump_json(case).decode() + "\n")
     logger.info("the first sample with a mismatch is in %s", file)
 
 
 def read_case(file: Path) -> Case:
     """Raises ConfigError for a file that is none."""
     try:
-        case = checked(_SHAPE, json.loads(file.read_bytes()))
-        read(case["trajectory"])
+        case = checked_text(_SHAPE, file.read_bytes())
+        read(case.trajectory)
         return case
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"--case={file}: cannot be read as a case ({error}). Give a file that a run of this version "
             "wrote into RUN_DIR/cases."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -20,12 +22,25 @@ SHOWN = 60
 
 
 def checked(shape: TypeAdapter[Shape], value: Any) -> Shape:
-    """`value`, as JSON was read, if it has the shape: no text for a number, no whole one for a truth.
+    """Return `value`, as JSON was read, if it has the shape: no text for a number, no whole one for a
+    truth.
 
     Raises ValueError that names the first field which is missing, too many or of another type.
     """
-    try:
+    with _first_fault_named():
         return shape.validate_python(value, strict=True)
+
+
+def checked_text(shape: TypeAdapter[Shape], text: bytes) -> Shape:
+    """Return what JSON says, if it has the shape; as `checked`, whose shapes are no dataclasses."""
+    with _first_fault_named():
+        return shape.validate_json(text, strict=True)
+
+
+@contextmanager
+def _first_fault_named() -> Iterator[None]:
+    try:
+        yield
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "the record"

@@ -1,5 +1,6 @@
 """What `onpolicy explain` takes from a case and from a checkpoint, and what it refuses."""
 
+import dataclasses
 import json
 
 import pytest
@@ -11,15 +12,17 @@ from safetensors.torch import save_file
 from onpolicy.cli.main import main
 from onpolicy.config.explain import ExplainConfig
 from onpolicy.config.groups import ModelConfig
+from onpolicy.contract import AdapterShape, AttentionShape, NumericsContract, OperatorShapes
 from onpolicy.errors import ConfigError
-from onpolicy.explain.inputs import case_request, with_case
+from onpolicy.explain.inputs import with_case
 from onpolicy.outputs.trajectories import write
-from onpolicy.run.cases import read_case
+from onpolicy.run.cases import read_case, write_case
 from onpolicy.run.saving.checkpoint import STATE, name_of
 from onpolicy.trajectory import Trajectory
 from onpolicy.types import SamplingParams
 from tests.support.changed_json import changes
 from tests.support.samples import make_completion
+from tests.support.tiny_contract import CONTRACT
 
 ANSWERED = Trajectory.begin([5, 6, 7]).plus(make_completion([8, 9], [-0.5, -1.0]), 0.7)
 
@@ -31,8 +34,17 @@ CASE = {
         "temperature": 0.7, "max_new_tokens": 4, "stop_token_ids": [1], "top_p": 1.0, "top_k": -1,
         "min_p": 0.0, "ignore_eos": False, "return_routed_experts": False,
     },
-    "contract": {"dtype": "float32", "backend": "cpu", "row_parallel_blocks": 2},
+    "contract": {**json.loads(CONTRACT.to_json()), "dtype": "float32", "row_parallel_blocks": 2},
 }  # fmt: skip
+
+OPTIONAL = tuple(
+    field.name
+    for record in (SamplingParams, NumericsContract, OperatorShapes, AttentionShape)
+    for field in dataclasses.fields(record)
+    if field.default is not dataclasses.MISSING
+)
+
+ADAPTER = AdapterShape(rank=2, scale=3.0, targets=("q_proj",), dora=True)
 
 
 @pytest.fixture
@@ -56,7 +68,7 @@ def test_a_case_says_how_it_was_sampled(case):
     config = with_case(ExplainConfig(case=str(case), model=ModelConfig(hf_checkpoint="m")))
     assert (config.temperature, config.model.dtype) == (0.7, "float32")
     assert config.true_on_policy_mode and config.operators.row_parallel_blocks == 2
-    request = case_request(read_case(case))
+    request = read_case(case).request
     assert (request.prompt_ids, request.sampling_seed) == ([5, 6, 7], 11)
     assert request.params == SamplingParams(
         temperature=0.7, max_new_tokens=4, stop_token_ids=(1,), top_p=1.0, top_k=-1, min_p=0.0
@@ -78,7 +90,7 @@ def test_weights_are_those_of_the_cases_rollout(case, saved, caplog):
 
 
 def test_a_case_of_adapters_takes_those_of_its_checkpoint_beside_the_base(case, saved):
-    contract = {**CASE["contract"], "adapter": {"rank": 2}}
+    contract = {**CASE["contract"], "adapter": dataclasses.asdict(ADAPTER)}
     case.write_text(json.dumps({**CASE, "contract": contract}))
     base = ModelConfig(hf_checkpoint="base")
     with pytest.raises(
@@ -97,6 +109,22 @@ def test_a_case_of_adapters_takes_those_of_its_checkpoint_beside_the_base(case, 
     assert config.lora.lora_adapter == str(adapter)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("dtype", "int8"), ("weight_format", "x"), ("kv_format", "int4")]
+)
+def test_a_contract_that_no_flags_ask_for_is_refused(case, field, value):
+    case.write_text(json.dumps({**CASE, "contract": {**CASE["contract"], field: value}}))
+    with pytest.raises(ConfigError, match=rf"--case=.*contract=.*{field}='{value}'"):
+        read_case(case)
+
+
+def test_a_case_is_read_as_it_was_written(tmp_path, case):
+    read = read_case(case)
+    write_case(read, tmp_path / "again.json")
+    again = read_case(tmp_path / "again.json")
+    assert repr(again) == repr(read)  # NaN is not equal to itself
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"prompt_ids": [1]}', "\x00"])
 def test_what_is_no_case_is_refused(tmp_path, text):
     file = tmp_path / "other.json"
@@ -108,7 +136,7 @@ def test_what_is_no_case_is_refused(tmp_path, text):
 @given(data=st.data())
 def test_a_case_of_another_shape_is_refused_by_name(tmp_path_factory, data):
     file = tmp_path_factory.getbasetemp() / "changed.json"
-    changed = data.draw(changes(CASE, kept=("contract",)))
+    changed = data.draw(changes(CASE, optional=OPTIONAL))
     file.write_text(json.dumps(changed))
     with pytest.raises(ConfigError, match=rf"^--case={file}: .*RUN_DIR/cases"):
         read_case(file)

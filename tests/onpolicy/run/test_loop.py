@@ -386,11 +386,11 @@ def test_samples_are_written_though_training_on_them_fails(tmp_path):
     # What `onpolicy explain --case` reads: the sample, and the request that it answers.
     case = read_case(Path(OutputConfig(run_dir=str(tmp_path / "run")).case_file(2)))
     sample = samples.of(2)[1]
-    assert read(case["trajectory"]) == sample.trajectory
-    pairs = zip(sample.rollout_log_probs, case["train_log_probs"], strict=True)
+    assert read(case.trajectory) == sample.trajectory
+    pairs = zip(sample.rollout_log_probs, case.train_log_probs, strict=True)
     differ = [rollout != train for rollout, train in pairs]
     assert differ == [False, True, *[False] * (len(differ) - 2)]
-    assert case["trajectory"]["weight_version"] == 2
+    assert case.trajectory["weight_version"] == 2
 
 
 TAKE_LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
