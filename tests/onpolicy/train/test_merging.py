@@ -90,10 +90,9 @@ def test_no_adapter_is_left_out(made):
         whole(merge_push(parts["trained"], left, merging._model, merging._scale, Merged()))
 
 
-def test_an_engine_that_is_aligned_whole_has_adapters_of_its_own(checkpoint):
-    for aligned, kinds in ((True, ""), (False, ""), (False, "linear,norm")):
-        changes = {"lora": {"lora_rank": 4}, "operators": {"align": kinds}}
-        trainer = maker_of(checkpoint)(aligned=aligned, **changes)
+def test_an_aligned_engine_has_adapters_of_its_own(checkpoint):
+    for aligned in (True, False):
+        trainer = maker_of(checkpoint)(aligned=aligned, lora={"lora_rank": 4})
         contract, merges = trainer.contract, not aligned
         assert contract.merges_adapter == merges
         assert contract.of_engine == dataclasses.replace(
