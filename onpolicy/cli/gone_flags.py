@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from onpolicy.errors import ConfigError
 
-GONE: dict[str, str] = {}
+GONE: dict[str, str] = {
+    "--train-pack-weights": "Leave it out: the base of adapters is rounded and kept in --dtype.",
+}
 """What to use instead, by `--flag`, by `--flag value`, or by a command's name."""
 
 

@@ -38,7 +38,7 @@ IN_BYTES = (
 
 PACKED = (
     *("--rollout-weight-format", "int4_group128", "--rollout-pack-weights"),
-    *("--lora-rank", "16", "--train-pack-weights"),
+    *("--lora-rank", "16"),
 )
 
 SAME = ("train", "train_again", "train_drafts")

@@ -59,9 +59,7 @@ def _fsdp_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dict[st
     """What is trained in float32, all else in the compute dtype, both shared out over the ranks; a
     layer, and the next, gathered, with their gradients if they have any."""
     ranks, trained = config.cluster.num_ranks, size.trained * config.takes_steps
-    packs = config.lora.train_pack_weights and size.adapters
-    stored = size.stored_bytes(itemsize, rollout_format(config) if packs else "")
-    weights = ((FLOAT32 - itemsize) * size.trained + stored) // ranks
+    weights = ((FLOAT32 - itemsize) * size.trained + itemsize * size.parameters) // ranks
     gathered = itemsize + FLOAT32 * size.is_trained_whole
     orders = ranks > 1 and config.plan.is_rank_invariant
     return {

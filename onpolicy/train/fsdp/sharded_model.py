@@ -95,7 +95,6 @@ class FsdpModel(ShardedModel):
             kind=self.kind,
             adapter=self.adapter,
             trained=trained,
-            packed_format=contract.weight_format * self.config.lora.train_pack_weights,
         )
 
     def use(self, operators: Operators) -> None:
