@@ -20,10 +20,6 @@ CONTRACT_VARIABLE = "ONPOLICY_CONTRACT"
 THREADS_VARIABLE = "ONPOLICY_CPU_THREADS"
 """Environment variable with the number of threads of an engine's operators; changes no bits."""
 
-PACKED_VARIABLE = "ONPOLICY_PACKED_WEIGHTS"
-"""Set where an engine is to keep its weights packed (`sglang_patches/packed_weights.py`); changes no
-bits."""
-
 NAMES_VARIABLE = "ONPOLICY_ADAPTER_NAMES"
 """Environment variable with the names, spaces between, under which an engine holds adapters beside one
 base; each name's rows have the bits that they have alone."""

@@ -18,7 +18,7 @@ from onpolicy.ops import Operators
 from onpolicy.ops.backends import backend_of
 from onpolicy.ops.checks.self_check import self_check
 from onpolicy.ops.partial import aligned_side
-from sglang_patches import adapters, packed_weights, registry
+from sglang_patches import adapters, registry
 from sglang_patches.fusion import fuse
 from sglang_patches.held_bytes import HeldBytes
 from sglang_patches.linear import prepare_linears
@@ -40,7 +40,6 @@ def install(operators: Operators, contract: NumericsContract, *, fuses: bool) ->
         checked = self_check(aligned_side(operators), contract, longest_prefill())
         registry.report["self_check"] = checked
         joint = fuse(runner, operators) if fuses and not contract.is_partial else []
-        packed_weights.pack_weights(runner, contract, joint)
         prepare_linears(runner.model, contract)
         if held is not None:
             held.take(runner, joint)

@@ -37,7 +37,6 @@ from sglang_patches import (
     named_adapters,
     named_weights,
     neutral_values,
-    packed_weights,
     prefill_once,
     prompt_answers,
     prompt_log_probs,
@@ -127,6 +126,6 @@ def _share_model(contract: NumericsContract, operators: Operators, *, fuses: boo
         prompt_answers.install()
         request_seeds.install()
         speculation.install(contract)
-    packed_weights.install(contract)
+    named_weights.round_base(contract)
     trainers_model.install(contract)
     model.install(operators, contract, fuses=fuses)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from onpolicy.errors import ConfigError
 
 GONE: dict[str, str] = {
+    "--rollout-pack-weights": "Leave it out: servers keep weights in --dtype, with the same bits.",
     "--train-pack-weights": "Leave it out: the base of adapters is rounded and kept in --dtype.",
 }
 """What to use instead, by `--flag`, by `--flag value`, or by a command's name."""

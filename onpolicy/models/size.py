@@ -12,7 +12,6 @@ from onpolicy.models.adapters import adapter_size, merging_size
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.layers import decoder_layers
 from onpolicy.models.trainable import trainable_parameters
-from onpolicy.weights.packing import packed_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +70,6 @@ class ModelSize:
         """The model that adapters are beside, trained in all its parameters; itself, if it has none."""
         base = self.parameters - self.adapters
         return replace(self, parameters=base, trained=base, adapters=0) if self.adapters else self
-
-    def stored_bytes(self, itemsize: int, packed_format: str = "") -> int:
-        """What all parameters take; with a format, those of layers as its codes and scales."""
-        packed = self.layers * self.largest_layer if packed_format else 0
-        return itemsize * (self.parameters - packed) + packed_bytes(packed_format, packed)
 
     @property
     def is_trained_whole(self) -> bool:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from onpolicy.contract import KINDS, OUTSIDE, PACKED_VARIABLE
+from onpolicy.contract import KINDS, NAMES_VARIABLE, OUTSIDE
 from onpolicy.ops.cpu import CpuOperators
 from sglang_patches import attention, determinism, experts, plugin, registry, sampler
 from tests.support.tiny_contract import CONTRACT, LATENT
@@ -96,7 +96,7 @@ def test_layers_have_the_patches_of_the_whole_contract_less_those_of_no_layer(in
 
 def test_whole_tensors_are_rounded_before_experts_take_theirs(installed, monkeypatch):
     """SGLang calls the hook that was registered last first."""
-    monkeypatch.setenv(PACKED_VARIABLE, "1")
+    monkeypatch.setenv(NAMES_VARIABLE, "math")
     registered = []
     installed(WHOLE)
     monkeypatch.setattr(registry, "hook", lambda *given: registered.append(given))

@@ -134,22 +134,6 @@ class RoundingConfig:
     (mxfp4), or for 16 and the matrix (nvfp4). With --true-on-policy-mode both engines compute with
     them, else the servers alone."""
 
-    rollout_pack_weights: Annotated[
-        bool,
-        OWN_SERVERS,
-        Against(lambda run: run.rollout_weight_format in ("", "bf16"),
-            "weights that are not rounded to 8 bits or fewer have nothing to be packed into",
-            "Add --rollout-weight-format."),
-        Against(lambda run: run.plan.is_governed or not run.plan.starts_aligned,
-            "aligned servers alone keep weights packed",
-            "Add --true-on-policy-mode without --mismatch-governor, or leave the flag out."),
-        Against(lambda run: run.operators == "hopper_fp8",
-            "its servers keep the bytes of a weight by where that lies, and packed ones share a place"),
-    ] = False  # fmt: skip
-    """Keep the weights of --rollout-weight-format in the servers' memory as codes of 4 or 8 bits and
-    scales, and unpack those of a layer while it computes: a server takes less memory and more time.
-    Changes no result."""
-
     rollout_kv_format: RoundedByBoth = ""
     """Keep the cache in 8 bits a number, keys and values rounded with a scale for each token and head
     when they are written: a rollout holds about twice the tokens. Both engines compute with what is read

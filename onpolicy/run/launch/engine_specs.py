@@ -145,7 +145,6 @@ def _spec(
         max_concurrency=max_concurrency,
         longest_sequence=longest_sequence,
         cache_tokens=_cache_tokens(config, hf_config, contract, longest_sequence, max_concurrency),
-        packs_weights=server.rollout_pack_weights,
         trust_remote_code=config.model.trust_remote_code,
         sglang_args=config.sglang_args,
     )

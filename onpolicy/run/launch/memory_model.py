@@ -125,21 +125,16 @@ def _logits(size: ModelSize, rows: int) -> int:
 def server_memory(
     spec: EngineSpec, size: ModelSize, hf_config: PretrainedConfig, servers: int
 ) -> ProcessMemory:
-    """One tensor-parallel rank's; `count` are those of all servers. What it packs it has loaded."""
+    """One tensor-parallel rank's; `count` are those of all servers."""
     itemsize, ranks = getattr(torch, spec.contract.dtype).itemsize, spec.tp_size
     tokens = spec.cache_tokens or spec.needed_tokens
     each = itemsize + backend_of(spec.contract.backend).multiplies_bytes
-    packed_format = spec.contract.weight_format * spec.packs_weights
     beside = itemsize * spec.more_adapters * size.adapters
-    beside += itemsize * size.largest_layer * bool(packed_format)
     parts = {
-        "weights": (size.stored_bytes(each, packed_format) + beside) // ranks,
+        "weights": (each * size.parameters + beside) // ranks,
         f"cache of {tokens} tokens": tokens * token_bytes(hf_config, spec.contract) // ranks,
         "logits": FLOAT32 * LOGITS_COPIES * size.vocab * spec.max_concurrency,
     }
-    if packed_format:
-        before = (size.stored_bytes(each) + beside) // ranks
-        parts["weights until they are packed"] = max(before - sum(parts.values()), 0)
     return ProcessMemory(
         "SGLang server" if ranks == 1 else "rank of an SGLang server",
         {**parts, "libraries": SERVER_LIBRARIES},
