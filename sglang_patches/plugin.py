@@ -18,7 +18,6 @@ from onpolicy.ops.backends import backend_of
 from sglang_patches import (
     chats,
     classifier,
-    compressed,
     configurations,
     cpu,
     determinism,
@@ -70,7 +69,6 @@ def load() -> None:
     chats.install()
     neutral_values.install()
     status.install()
-    compressed.install()
     weights.install(contract, _watch(contract))
     named_weights.install(contract)
     named_adapters.install()

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 
 from onpolicy.errors import ConfigError
 
+DEPLOY = "examples/deploy/compress.py writes what a run with rounded weights deployed."
+
 GONE: dict[str, str] = {
+    "--quantised": DEPLOY,
+    "--activations": DEPLOY,
     "--rollout-pack-weights": "Leave it out: servers keep weights in --dtype, with the same bits.",
     "--train-pack-weights": "Leave it out: the base of adapters is rounded and kept in --dtype.",
 }
