@@ -12,6 +12,7 @@ GONE: dict[str, str] = {
     "--quantised": DEPLOY,
     "--activations": DEPLOY,
     "--rollout-pack-weights": "Leave it out: servers keep weights in --dtype, with the same bits.",
+    "--rollout-kv-format": "Leave it out: the cache is in --dtype.",
     "--train-pack-weights": "Leave it out: the base of adapters is rounded and kept in --dtype.",
 }
 """What to use instead, by `--flag`, by `--flag value`, or by a command's name."""

@@ -144,7 +144,6 @@ def with_case(config: ExplainConfig) -> ExplainConfig:
         servers=replace(
             config.servers,
             rollout_weight_format=contract.get("weight_format", ""),
-            rollout_kv_format=contract.get("kv_format", ""),
             rollout_activation_format=contract.get("activation_format", ""),
         ),
         temperature=case["params"]["temperature"],

@@ -66,7 +66,6 @@ class _Contract(TypedDict):
     kinds: list[str]
     adapter: NotRequired[dict[str, Any] | None]
     weight_format: NotRequired[WeightFormat]
-    kv_format: NotRequired[EightBits]
     activation_format: NotRequired[EightBits]
 
 

@@ -73,7 +73,6 @@ def test_no_token_differs_where_both_engines_round(tmp_path):
         operators=OperatorsConfig(row_parallel_blocks=2),
         servers=ServersConfig(
             rollout_weight_format="fp8_e4m3_block128",
-            rollout_kv_format="int8",
             rollout_activation_format="fp8_e4m3",
         ),
         sglang_args=("--tp-size", "2"),
@@ -84,7 +83,6 @@ def test_no_token_differs_where_both_engines_round(tmp_path):
     report = verify(config)
     assert report["num_compared_tokens"] == 2 * 6 * 12
     assert report["contract"]["weight_format"] == "fp8_e4m3_block128"
-    assert report["contract"]["kv_format"] == "int8"
     assert report["contract"]["activation_format"] == "fp8_e4m3"
     assert passes(report, config)
 

@@ -134,11 +134,6 @@ class RoundingConfig:
     (mxfp4), or for 16 and the matrix (nvfp4). With --true-on-policy-mode both engines compute with
     them, else the servers alone."""
 
-    rollout_kv_format: RoundedByBoth = ""
-    """Keep the cache in 8 bits a number, keys and values rounded with a scale for each token and head
-    when they are written: a rollout holds about twice the tokens. Both engines compute with what is read
-    back. On CPUs."""
-
     rollout_activation_format: RoundedByBoth = ""
     """Round what linear layers read to 8 bits a number, with a scale for each token, as a deployment
     that multiplies in 8 bits does; with --rollout-weight-format it is W8A8. Both engines compute with

@@ -81,7 +81,6 @@ def _contract(config: ServeConfig, hf_config: PretrainedConfig) -> NumericsContr
         "--sessions": config.gateway.sessions,
         "--lora-names": config.lora.lora_names,
         "--rollout-weight-format": config.server.rollout_weight_format,
-        "--rollout-kv-format": config.server.rollout_kv_format,
         "--rollout-activation-format": config.server.rollout_activation_format,
     }
     if wrong := next((flag for flag, value in given.items() if value), ""):

@@ -23,8 +23,7 @@ from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
 from onpolicy.models.classifiers import is_classifier
-from onpolicy.models.kv_cache import token_bytes
-from onpolicy.models.size import ModelSize
+from onpolicy.models.size import ModelSize, token_bytes
 from onpolicy.ops.backends import require_servable
 from onpolicy.ops.machine import Machine
 from onpolicy.rollout.base import RolloutGroup

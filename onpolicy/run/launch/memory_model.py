@@ -16,8 +16,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.groups.agents import has_agent
 from onpolicy.config.sglang_flags import chunked_prefill_size
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.kv_cache import token_bytes
-from onpolicy.models.size import ModelSize
+from onpolicy.models.size import ModelSize, token_bytes
 from onpolicy.ops.backends import backend_of
 from onpolicy.ops.logit_chunks import CPU_LOGITS, GPU_LOGITS, rows_of_logits
 from onpolicy.rollout.engine_args import EngineSpec

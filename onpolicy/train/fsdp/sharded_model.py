@@ -61,7 +61,6 @@ class FsdpModel(ShardedModel):
         self.adapter = contract.adapter if trained and not has_values else None
         contract = contract if rounds else contract.unrounded
         self.module = self._load(path, contract, operators, trained)
-        self.module.kv_format = contract.kv_format
         round_inputs(self.module, contract.activation_format, (AlignedLinear,))
         self.masters = Masters(self.module, contract.weight_format, self.dtype)
         if self.adapter is not None:

@@ -148,9 +148,11 @@ def test_a_weight_format_is_for_commands_that_round():
         TOOLS["explain"](*asked, "--attribution", "kinds")
 
 
-def test_a_cache_in_eight_bits_is_for_engines_that_both_have_it():
-    asked = ("--rollout-kv-format", "fp8_e4m3")
+def test_rounded_inputs_are_for_engines_that_both_have_them():
+    asked = ("--rollout-activation-format", "fp8_e4m3")
     for tool in TOOLS.values():
         tool(*asked)
-        with pytest.raises(ConfigError, match=r"--rollout-kv-format=fp8_e4m3: both engines"):
+        with pytest.raises(
+            ConfigError, match=r"--rollout-activation-format=fp8_e4m3: both engines"
+        ):
             tool(*asked, *STOCK)
