@@ -12,6 +12,7 @@ GONE: dict[str, str] = {
     "--quantised": DEPLOY,
     "--activations": DEPLOY,
     "--rollout-pack-weights": "Leave it out: servers keep weights in --dtype, with the same bits.",
+    "--rollout-activation-format int8": "Use --rollout-activation-format fp8_e4m3.",
     "--rollout-kv-format": "Leave it out: the cache is in --dtype.",
     "--train-pack-weights": "Leave it out: the base of adapters is rounded and kept in --dtype.",
 }

@@ -15,7 +15,7 @@ from annotated_types import Gt
 from pydantic import TypeAdapter, with_config
 from typing_extensions import TypedDict
 
-from onpolicy.config.groups.engines import EightBits, WeightFormat
+from onpolicy.config.groups.engines import ActivationFormat, WeightFormat
 from onpolicy.errors import ConfigError
 from onpolicy.grammar import GrammarKind, GrammarSpan
 from onpolicy.outputs.trajectories import Count, TrajectoryRecord, read, write
@@ -66,7 +66,7 @@ class _Contract(TypedDict):
     kinds: list[str]
     adapter: NotRequired[dict[str, Any] | None]
     weight_format: NotRequired[WeightFormat]
-    activation_format: NotRequired[EightBits]
+    activation_format: NotRequired[ActivationFormat]
 
 
 @with_config(CLOSED)

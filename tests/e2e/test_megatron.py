@@ -15,7 +15,7 @@ PROMPTS, TOKENS = 6, 12
 LORA = ("--lora-rank", "4")
 ROUNDED = (
     "--rollout-weight-format", "int4_group128",
-    "--rollout-activation-format", "int8",
+    "--rollout-activation-format", "fp8_e4m3",
 )  # fmt: skip
 
 

@@ -32,8 +32,8 @@ WeightSync = Annotated[
         "Choose --weight-sync tensor or ipc.",
     ),
 ]
-EightBits = Literal["", "int8", "fp8_e4m3"]
-"""See `onpolicy/models/kv_cache.py`; empty: the model's dtype."""
+ActivationFormat = Literal["", "fp8_e4m3"]
+"""See `onpolicy/models/rounded_inputs.py`; empty: the model's dtype."""
 
 WeightFormat = Literal[
     "", "bf16", "fp8_e4m3", "fp8_e4m3_block128", "int8", "int4", "int4_group128", "int3",
@@ -105,16 +105,6 @@ NOT_ATTRIBUTED = Against(
     lambda run: getattr(run, "attribution", None), "--attribution has contracts of its own"
 )
 
-RoundedByBoth = Annotated[
-    EightBits,
-    DecidesResults(True),
-    Against(lambda run: run.plan.is_governed or not run.plan.starts_aligned,
-        "both engines round it by the same function, which stock operators do not",
-        "Add --true-on-policy-mode without --mismatch-governor, or leave the flag out."),
-    NOT_ATTRIBUTED,
-]  # fmt: skip
-"""A format of numbers that are no weights, empty for none."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RoundingConfig:
@@ -134,10 +124,16 @@ class RoundingConfig:
     (mxfp4), or for 16 and the matrix (nvfp4). With --true-on-policy-mode both engines compute with
     them, else the servers alone."""
 
-    rollout_activation_format: RoundedByBoth = ""
-    """Round what linear layers read to 8 bits a number, with a scale for each token, as a deployment
-    that multiplies in 8 bits does; with --rollout-weight-format it is W8A8. Both engines compute with
-    what was rounded."""
+    rollout_activation_format: Annotated[
+        ActivationFormat,
+        DecidesResults(True),
+        Against(lambda run: run.plan.is_governed or not run.plan.starts_aligned,
+            "both engines round it by the same function, which stock operators do not",
+            "Add --true-on-policy-mode without --mismatch-governor, or leave the flag out."),
+        NOT_ATTRIBUTED,
+    ] = ""  # fmt: skip
+    """Round what linear layers read to FP8, with a scale for each token, as a deployment that multiplies
+    in FP8 does. Both engines compute with what was rounded."""
 
 
 @dataclass(frozen=True, kw_only=True)
