@@ -14,6 +14,9 @@ GONE: dict[str, str] = {
     "--rollout-pack-weights": "Leave it out: servers keep weights in --dtype, with the same bits.",
     "--rollout-activation-format int8": "Use --rollout-activation-format fp8_e4m3.",
     "--rollout-kv-format": "Leave it out: the cache is in --dtype.",
+    "--rollout-weight-format int3_group128": "Use --rollout-weight-format int3 or int4_group128.",
+    "--rollout-weight-format mxfp4": "Use --rollout-weight-format int4_group128.",
+    "--rollout-weight-format nvfp4": "Use --rollout-weight-format int4_group128.",
     "--train-pack-weights": "Leave it out: the base of adapters is rounded and kept in --dtype.",
 }
 """What to use instead, by `--flag`, by `--flag value`, or by a command's name."""

@@ -37,7 +37,6 @@ ActivationFormat = Literal["", "fp8_e4m3"]
 
 WeightFormat = Literal[
     "", "bf16", "fp8_e4m3", "fp8_e4m3_block128", "int8", "int4", "int4_group128", "int3",
-    "int3_group128", "mxfp4", "nvfp4",
 ]  # fmt: skip
 OWN_SERVERS = ReadBy(
     "a run without --rollout-server-url, which starts its servers itself,",
@@ -120,9 +119,8 @@ class RoundingConfig:
             "Give it to `onpolicy train`."),
     ] = ""  # fmt: skip
     """Round the weights of linear layers, as a deployment in this format would have them: with a scale
-    for each output channel, for 128 input channels of one (group128), for 128 x 128 (block128), for 32
-    (mxfp4), or for 16 and the matrix (nvfp4). With --true-on-policy-mode both engines compute with
-    them, else the servers alone."""
+    for each output channel, for 128 input channels of one (group128), or for 128 x 128 (block128). With
+    --true-on-policy-mode both engines compute with them, else the servers alone."""
 
     rollout_activation_format: Annotated[
         ActivationFormat,
