@@ -1,11 +1,10 @@
-"""What rounded weights, caches and inputs of linears cost both engines, against bfloat16, in turns.
+"""What rounded weights and inputs of linears cost both engines, against bfloat16, in turns.
 
     python -m benchmarks.rounding_cost --hf-checkpoint runs/quickstart/inputs/model [--json FILE]
 
 A step is timed in processor seconds, since neighbours of a shared machine take none of them; servers,
 side by side, by what they sample a second. A server holds rounded weights in bfloat16, with neither
-time nor memory changed, unless it packs them: `weight_bytes` are those that a format is for. What it
-holds of a token is in `cache_bytes`.
+time nor memory changed.
 """
 
 # ruff: noqa: E402
@@ -36,7 +35,6 @@ from onpolicy.config.groups import CheckpointConfig
 from onpolicy.config.tools import BenchConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.kv_cache import NUMBERS, token_bytes
 from onpolicy.outputs.directory import versions
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import make_rollout_group
@@ -46,13 +44,8 @@ from onpolicy.train.advantages import RewardEstimator
 from onpolicy.weights.rounding import FORMATS
 
 PLAIN = "bfloat16"
-CACHES = {f"{name} cache": {"rollout_kv_format": name} for name in NUMBERS}
-INPUTS = {f"{name} inputs": {"rollout_activation_format": name} for name in NUMBERS}
+INPUTS = {"fp8_e4m3 inputs": {"rollout_activation_format": "fp8_e4m3"}}
 WEIGHTS = {f"{name} weights": {"rollout_weight_format": name} for name in FORMATS}
-PACKED = {
-    f"{name} packed": {"rollout_weight_format": name, "rollout_pack_weights": True}
-    for name in ("int8", "int4_group128", "fp8_e4m3_block128", "mxfp4")
-}
 
 Setting = tuple[TrainConfig, NumericsContract]
 
@@ -91,24 +84,20 @@ def times_of_plain(runs: dict[str, list[float]]) -> dict[str, float]:
     }
 
 
-def rollouts(bench: BenchConfig, repetitions: int) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Tokens a second of servers with each cache, with each format of inputs, and with packed weights;
-    and the bytes of weights that formats are for."""
+def rollouts(bench: BenchConfig, repetitions: int) -> dict[str, list[float]]:
+    """Return the tokens a second of servers with plain and with rounded inputs."""
     hf_config = load_config(bench.model.hf_checkpoint)
     requests = random_requests(bench, hf_config.vocab_size)
     longest, measures = bench.prompt_len + bench.max_new_tokens, dict[str, Measure]()
-    weight_bytes: dict[str, int] = {}
     with ExitStack() as on_exit:
-        for name, (config, contract) in settings_of(bench, {**CACHES, **INPUTS, **PACKED}).items():
+        for name, (config, contract) in settings_of(bench, INPUTS).items():
             logs = Path(bench.run_dir) / name
             group = make_rollout_group(config, hf_config, contract, logs, longest)
             on_exit.callback(group.stop)
             group.launch()
             group.connect({})
             measures[name] = rollout_measure(group, requests)
-            if told := group.clients[0].report().get("packed_weights"):
-                weight_bytes |= {PLAIN: told["bytes_unpacked"], name: told["bytes"]}
-        return take_turns(measures, 1, repetitions), weight_bytes
+        return take_turns(measures, 1, repetitions)
 
 
 def main() -> None:
@@ -128,12 +117,11 @@ def main() -> None:
         max_new_tokens=96,
         run_dir=args.run_dir,
     )
-    sampled, weight_bytes = rollouts(bench(what="rollout"), args.repetitions)
-    settings = settings_of(bench(what="step"), {**WEIGHTS, **CACHES, **INPUTS})
+    sampled = rollouts(bench(what="rollout"), args.repetitions)
+    settings = settings_of(bench(what="step"), {**WEIGHTS, **INPUTS})
     timed = {} if args.servers_only else settings
     steps = {name: step_of(setting, bench(what="step")) for name, setting in timed.items()}
     spent = take_turns(steps, 1, args.repetitions)
-    hf_config = load_config(args.hf_checkpoint)
     of_steps = {
         "tokens": args.num_tokens,
         "processor_seconds_of_a_step": median(spent[PLAIN]),
@@ -144,10 +132,6 @@ def main() -> None:
         **of_steps,
         "tokens_per_second": median(sampled[PLAIN]),
         "rollout": times_of_plain(sampled),
-        "weight_bytes": weight_bytes,
-        "cache_bytes": {
-            name: token_bytes(hf_config, settings[name][1]) for name in (PLAIN, *CACHES)
-        },
         "versions": versions(),
     }
     put_out(result, args.json)

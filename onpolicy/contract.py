@@ -20,10 +20,6 @@ CONTRACT_VARIABLE = "ONPOLICY_CONTRACT"
 THREADS_VARIABLE = "ONPOLICY_CPU_THREADS"
 """Environment variable with the number of threads of an engine's operators; changes no bits."""
 
-PACKED_VARIABLE = "ONPOLICY_PACKED_WEIGHTS"
-"""Set where an engine is to keep its weights packed (`sglang_patches/packed_weights.py`); changes no
-bits."""
-
 NAMES_VARIABLE = "ONPOLICY_ADAPTER_NAMES"
 """Environment variable with the names, spaces between, under which an engine holds adapters beside one
 base; each name's rows have the bits that they have alone."""
@@ -150,10 +146,6 @@ class NumericsContract:
     """The format that linears' weights are rounded to before either engine computes with them, a name in
     `onpolicy/weights/rounding.py`; empty: they are those that are trained, in `dtype`."""
 
-    kv_format: str = ""
-    """The format that keys and values are rounded to when the cache is written, a name in
-    `onpolicy/models/kv_cache.py`; empty: they are in `dtype`."""
-
     activation_format: str = ""
     """The format that inputs of linears are rounded to, a name in `onpolicy/models/rounded_inputs.py`;
     empty: they are in `dtype`."""
@@ -178,7 +170,7 @@ class NumericsContract:
     @property
     def unrounded(self) -> NumericsContract:
         """The same for a model that rounds nothing: a teacher, a critic."""
-        return dataclasses.replace(self, weight_format="", kv_format="", activation_format="")
+        return dataclasses.replace(self, weight_format="", activation_format="")
 
     @property
     def merges_adapter(self) -> bool:

@@ -7,13 +7,11 @@ call Triton (sglang/srt/mem_cache/allocation.py). Can go when that is asked of t
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from onpolicy.models.kv_cache import packed, packed_size, unpacked
 from onpolicy.ops import Operators, PagedLayout, ScoreRule
 from sglang_patches import registry
 from sglang_patches.platform import ATTENTION_BACKEND
@@ -64,12 +62,6 @@ def _layout(forward_batch: Any, slots: torch.Tensor) -> PagedLayout:
     )
 
 
-def _as_read(layout: PagedLayout) -> tuple[torch.Tensor, PagedLayout]:
-    """The slots of all tokens of a batch, and its layout over what is read of them, in this order."""
-    table = layout.page_table
-    return table.flatten(), replace(layout, page_table=torch.arange(table.numel()).view_as(table))
-
-
 def _backend_class() -> type:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -80,14 +72,11 @@ def _backend_class() -> type:
         def __init__(self, runner: Any, operators: Operators):
             super().__init__(runner)
             self.operators = operators
-            self.kv_format = registry.contract().kv_format
             self.layout: PagedLayout | None = None
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
             super().init_forward_metadata(forward_batch)
             self.layout = _layout(forward_batch, self.req_to_token_pool.req_to_token)
-            if self.kv_format:
-                self.slots, self.layout = _as_read(self.layout)
 
         def forward_extend(
             self,
@@ -104,15 +93,13 @@ def _backend_class() -> type:
             values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
             if save_kv_cache:
                 location = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
-                if self.kv_format:
-                    k, v = (packed(x, self.kv_format) for x in (k, v))
                 k, v = as_wide_as(keys, k), as_wide_as(values, v)
                 self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
             assert self.layout is not None
             out = self.operators.paged_attention(
                 q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
-                self._read(keys, layer.tp_k_head_num, layer.qk_head_dim, q.dtype)[:, None],
-                self._read(values, layer.tp_v_head_num, layer.v_head_dim, q.dtype)[:, None],
+                keys[:, : layer.tp_k_head_num, : layer.qk_head_dim][:, None],
+                values[:, : layer.tp_v_head_num, : layer.v_head_dim][:, None],
                 self.layout,
                 layer_scores(layer),
                 sinks,
@@ -120,14 +107,5 @@ def _backend_class() -> type:
             return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
         forward_decode = forward_extend
-
-        def _read(
-            self, store: torch.Tensor, heads: int, size: int, dtype: torch.dtype
-        ) -> torch.Tensor:
-            """[tokens, heads, size]: a layer's part of the store, or of that what the batch needs."""
-            if not self.kv_format:
-                return store[:, :heads, :size]
-            rows = store[self.slots, :heads, : packed_size(size)]
-            return unpacked(rows, self.kv_format, dtype)
 
     return AlignedAttentionBackend

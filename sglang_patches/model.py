@@ -18,7 +18,7 @@ from onpolicy.models.layers import hand_on_keywords
 from onpolicy.ops import Operators
 from onpolicy.ops.backends import backend_of
 from onpolicy.ops.checks.self_check import self_check
-from sglang_patches import adapters, packed_weights, registry
+from sglang_patches import adapters, registry
 from sglang_patches.fusion import fuse
 from sglang_patches.held_bytes import HeldBytes
 from sglang_patches.linear import prepare_linears
@@ -37,7 +37,6 @@ def install(operators: Operators, contract: NumericsContract, *, fuses: bool) ->
         hand_on_keywords(runner.model.model)
         registry.report["self_check"] = self_check(operators, contract, longest_prefill())
         joint = fuse(runner, operators) if fuses else []
-        packed_weights.pack_weights(runner, contract, joint)
         prepare_linears(runner.model, contract)
         if held is not None:
             held.take(runner, joint)

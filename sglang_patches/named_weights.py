@@ -9,14 +9,16 @@ Source: SchedulerWeightUpdaterManager, sglang/srt/managers/scheduler_components/
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import WeightSyncError
 from onpolicy.models.adapters import is_adapters
+from onpolicy.weights.rounding import is_rounded, round_weight
 from sglang_patches import registry
 from sglang_patches.named_adapters import names, place_of
 from sglang_patches.weights import HeldWeights
@@ -25,6 +27,7 @@ _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 UPDATE_TARGET = f"{_UPDATER}.update_weights_from_tensor"
 BEGIN_TARGET = f"{_UPDATER}.begin_weight_update"
 END_TARGET = f"{_UPDATER}.end_weight_update"
+LOAD_TARGET = "sglang.srt.models.transformers.TransformersBase.load_weights"
 
 _weights: NamedWeights | None = None
 
@@ -35,6 +38,12 @@ def install(contract: NumericsContract) -> None:
         registry.hook(BEGIN_TARGET, _begin_once, "around")
         registry.hook(UPDATE_TARGET, _update, "around")
         registry.hook(END_TARGET, _stay_open, "replace")
+
+
+def round_base(contract: NumericsContract) -> None:
+    """Hook SGLang, if an engine has its base rounded before anyone pushes some."""
+    if names() and contract.weight_format:
+        registry.hook(LOAD_TARGET, rounding(contract), "around")
 
 
 class NamedWeights:
@@ -90,6 +99,22 @@ class NamedWeights:
 def is_base(name: str) -> bool:
     """Whether a parameter of this name belongs to what all names share."""
     return not is_adapters(name)
+
+
+def rounding(contract: NumericsContract) -> Callable[..., Any]:
+    """Return what hands a model its base as every run will push it: rounded from the compute dtype, each
+    tensor whole, before tensor-parallel ranks share it out. Adapters stay as they are."""
+    dtype = getattr(torch, contract.dtype)
+
+    def as_pushed(name: str, whole: Tensor) -> Tensor:
+        if not is_rounded(name, whole):
+            return whole
+        return round_weight(whole.to(dtype), contract.weight_format)
+
+    def load(original: Any, model: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
+        return original(model, ((name, as_pushed(name, whole)) for name, whole in weights))
+
+    return load
 
 
 def watch_loads(model: Any, **_: Any) -> None:

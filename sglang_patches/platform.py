@@ -14,7 +14,6 @@ import torch
 from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.platforms.device_mixin import PlatformEnum
 
-from onpolicy.models.kv_cache import packed_size
 from sglang_patches import registry
 from sglang_patches.head_sizes import head_sizes
 
@@ -48,18 +47,14 @@ class OnPolicyCpuPlatform(CpuSRTPlatform):
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
         class Pool(MHATokenToKVPool):
-            """SGLang tells an out-of-tree platform's pool the size of keys, and not of values; where
-            these are rounded, a row is bytes. No row is moved, which Triton would do for drafts
-            (`speculation.py`)."""
+            """SGLang tells an out-of-tree platform's pool the size of keys, and not of values. No row
+            is moved, which Triton would do for drafts (`speculation.py`)."""
 
             def __init__(self, *args: Any, **kwargs: Any):
                 contract = registry.contract()
                 kwargs |= {"enable_kv_cache_copy": False}
                 if contract.is_aligned:
                     kwargs = {"v_head_dim": head_sizes(contract)[1], **kwargs}
-                if contract.kv_format:
-                    sizes = {n: packed_size(kwargs[n]) for n in ("head_dim", "v_head_dim")}
-                    kwargs |= {"dtype": torch.uint8, **sizes}
                 super().__init__(*args, **kwargs)
 
         return Pool

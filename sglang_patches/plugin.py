@@ -17,7 +17,6 @@ from onpolicy.ops.backends import backend_of
 from sglang_patches import (
     chats,
     classifier,
-    compressed,
     configurations,
     cpu,
     determinism,
@@ -36,7 +35,6 @@ from sglang_patches import (
     named_adapters,
     named_weights,
     neutral_values,
-    packed_weights,
     prefill_once,
     prompt_answers,
     prompt_log_probs,
@@ -70,7 +68,6 @@ def load() -> None:
     chats.install()
     neutral_values.install()
     status.install()
-    compressed.install()
     weights.install(contract, _watch(contract))
     named_weights.install(contract)
     named_adapters.install()
@@ -122,6 +119,6 @@ def _share_model(contract: NumericsContract, operators: Operators, *, fuses: boo
     prompt_answers.install()
     request_seeds.install()
     speculation.install(contract)
-    packed_weights.install(contract)
+    named_weights.round_base(contract)
     trainers_model.install()
     model.install(operators, contract, fuses=fuses)

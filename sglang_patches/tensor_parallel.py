@@ -32,12 +32,6 @@ def rank() -> int:
     return rank
 
 
-def num_ranks() -> int:
-    """Processes of the tensor-parallel group."""
-    ranks: int = _group().world_size
-    return ranks
-
-
 def wait_for_all_ranks() -> None:
     """Collective."""
     group = _group()

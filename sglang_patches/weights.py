@@ -18,7 +18,7 @@ import torch
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ContractError, WeightSyncError
 from onpolicy.weights.digest import WeightDigest
-from sglang_patches import packed_weights, registry
+from sglang_patches import registry
 from sglang_patches.experts import held_tensors
 from sglang_patches.tensor_parallel import rank, shard
 
@@ -141,7 +141,6 @@ class HeldWeights:
             parameter = parameters.get(self._place(name))
             if parameter is None or parameter.dim() != tensor.dim() or parameter.itemsize == 1:
                 continue
-            packed_weights.show(self._model, self._place(name))
             expected = shard(tensor, parameter, rank())
             yield name, parameter.data[tuple(map(slice, expected.shape))], expected
 

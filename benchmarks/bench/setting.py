@@ -13,7 +13,7 @@ from onpolicy.config import TrainConfig, groups
 from onpolicy.config.sglang_flags import max_total_tokens
 from onpolicy.config.tools import BenchConfig
 from onpolicy.contract import NumericsContract
-from onpolicy.models.kv_cache import token_bytes
+from onpolicy.models.size import token_bytes
 from onpolicy.outputs.directory import versions
 from onpolicy.rollout.engine_args import CACHE_MARGIN, MAX_CONCURRENCY
 from onpolicy.run.launch.contracts import contract_for

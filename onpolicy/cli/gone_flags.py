@@ -6,10 +6,22 @@ from collections.abc import Sequence
 
 from onpolicy.errors import ConfigError
 
+DEPLOY = "examples/deploy/compress.py writes what a run with rounded weights deployed."
+FIRST_OPERATOR = "onpolicy explain names the first operator that differs, without it."
+
 GONE: dict[str, str] = {
+    "--activations": DEPLOY,
     "--align": "--true-on-policy-mode aligns all kinds of operators.",
-    "--attribution": "onpolicy explain names the first operator that differs, without it.",
-    "--orders": "onpolicy explain names the first operator that differs, without it.",
+    "--attribution": FIRST_OPERATOR,
+    "--orders": FIRST_OPERATOR,
+    "--quantised": DEPLOY,
+    "--rollout-activation-format int8": "Use --rollout-activation-format fp8_e4m3.",
+    "--rollout-kv-format": "Leave it out: the cache is in --dtype.",
+    "--rollout-pack-weights": "Leave it out: servers keep weights in --dtype, with the same bits.",
+    "--rollout-weight-format int3_group128": "Use --rollout-weight-format int3 or int4_group128.",
+    "--rollout-weight-format mxfp4": "Use --rollout-weight-format int4_group128.",
+    "--rollout-weight-format nvfp4": "Use --rollout-weight-format int4_group128.",
+    "--train-pack-weights": "Leave it out: the base of adapters is rounded and kept in --dtype.",
 }
 """What to use instead, by `--flag`, by `--flag value`, or by a command's name."""
 

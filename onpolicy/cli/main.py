@@ -22,7 +22,7 @@ COMMANDS = {
     "explain": "name the operator and the layer that make the two engines differ",
     "bench": "aligned and stock operators side by side: rollout, decode, step, loop, agents",
     "serve": "start one SGLang server under a contract, for runs with --rollout-server-url",
-    "export": "write a checkpoint with rounded weights, as a quantised rollout has them",
+    "export": "write a checkpoint that an adapter was merged into",
     "report": "one HTML page with the curves of several runs over each other",
     "episodes": "one HTML page with the episodes of a run: turns, tool calls, tokens and branches",
 }

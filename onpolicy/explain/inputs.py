@@ -144,7 +144,6 @@ def with_case(config: ExplainConfig) -> ExplainConfig:
         {
             "row_parallel_blocks": blocks,
             "rollout_weight_format": contract.weight_format,
-            "rollout_kv_format": contract.kv_format,
             "rollout_activation_format": contract.activation_format,
             "temperature": case.params.temperature,
             "max_prompt_len": max(8, case.prompt_len),

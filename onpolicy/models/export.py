@@ -10,7 +10,6 @@ from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
-from onpolicy.models.compressed import KEY
 from onpolicy.models.weight_files import INDEX
 from onpolicy.weights.digest import WeightBucket, write_weights
 
@@ -42,8 +41,7 @@ def export_checkpoint(
         if file.is_file() and "safetensors" not in file.name and file.suffix != ".bin":
             shutil.copyfile(file, directory / file.name)
     config = json.loads((source / "config.json").read_text())
-    for said in ("torch_dtype", KEY):  # of the source's tensors
-        config.pop(said, None)
+    config.pop("torch_dtype", None)
     if has_values:
         config |= _as_token_classifier(config)
     (directory / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2))

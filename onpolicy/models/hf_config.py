@@ -18,7 +18,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from onpolicy.contract import AttentionShape
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.models.align import unaligned_modules
-from onpolicy.models.compressed import KEY, unread
 from onpolicy.models.experts import expert_blocks, has_usual_experts, routers_of, unusual_experts
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.llama4 import is_llama4
@@ -26,7 +25,7 @@ from onpolicy.models.logits import logits_rule
 from onpolicy.models.peft_adapter import CONFIG as ADAPTER
 from onpolicy.models.published import own_class, read_config
 from onpolicy.models.rotary_factors import choose_factors, context_limit
-from onpolicy.models.weight_files import stored_shapes
+from onpolicy.models.weight_files import quantised_by, stored_shapes
 from onpolicy.system.reading import read_json_object
 
 logger = logging.getLogger(__name__)
@@ -161,22 +160,12 @@ def _problems(config: PretrainedConfig, architecture: str) -> list[str]:
         )
     if value("clip_qkv") is not None:
         problems.append(f"clip_qkv={value('clip_qkv')}: transformers clips what a gradient needs")
-    if quantization := value(KEY):
-        problems.append(_problem_of_numbers(quantization))
-    return problems
-
-
-def _problem_of_numbers(quantization: Any) -> str:
-    method = getattr(quantization, "get", lambda _: None)("quant_method")
-    if method == "compressed-tensors":
-        return (
-            f"quantization_config={method} with {unread(quantization)}: read is what `onpolicy export "
-            "--quantised` writes without --activations (--rollout-activation-format rounds inputs)"
+    if method := quantised_by(config):
+        problems.append(
+            f"quantization_config={method}: only weights in float32 or bfloat16 have aligned operators; "
+            "docs/published.md has the lines that write FP8, MXFP4 and compressed-tensors in bfloat16"
         )
-    return (
-        f"quantization_config={method or quantization}: only weights in float32 or bfloat16 have "
-        "aligned operators; docs/published.md has the lines that write FP8 and MXFP4 in bfloat16"
-    )
+    return problems
 
 
 def _problems_of_attention(

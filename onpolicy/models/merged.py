@@ -79,11 +79,6 @@ def export_merged(source: Path, adapter: str, directory: Path, dtype: str) -> Me
     adapted linear by themselves, and for numbers that are not finite in `dtype`; then nothing is left.
     """
     config = load_config(str(source), False)
-    if getattr(config, "quantization_config", None):
-        raise ConfigError(
-            f"--hf-checkpoint={source}: its weights are quantised, and an update cannot be added to "
-            "them. Give the checkpoint that they were rounded from."
-        )
     told = read_peft_adapter(adapter, "--merge")
     model = matched_model(str(source), config)
     require_adapter_fits(told, model, str(source), "--merge")

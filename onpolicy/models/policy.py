@@ -18,7 +18,6 @@ from onpolicy.models.adapters import add_adapters, factors_of
 from onpolicy.models.align import align_modules, replace_operators
 from onpolicy.models.attention import ATTENTION_NAME
 from onpolicy.models.empty import empty_causal_lm
-from onpolicy.models.kv_cache import as_cached
 from onpolicy.models.layers import decoder_layers
 from onpolicy.models.logits import LogitsRule, logits_rule
 from onpolicy.models.routing_replay import OWN_CHOICE, RoutingReplay, replay_routing
@@ -197,8 +196,6 @@ class PolicyModel(nn.Module):
         self.causal_lm, self.operators = causal_lm, operators
         # Without a known rule a model is refused where bits are promised (`models/hf_config.py`).
         self.logits_rule = logits_rule(causal_lm) or LogitsRule()
-        self.kv_format = ""
-        """As in the contract, if this model computes as the rollout does."""
         self.replay: RoutingReplay | None = None
         """The routing replay that the last forward pass used."""
 
@@ -238,7 +235,6 @@ class PolicyModel(nn.Module):
         def attention(
             q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule, sinks: Tensor | None
         ) -> Tensor:
-            k, v = (as_cached(x, self.kv_format) for x in (k, v))
             return self.operators.attention(q, k, v, batch.layout, scores, sinks)
 
         self.replay = routing_replay(batch, self.causal_lm.config)

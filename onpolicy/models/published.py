@@ -16,7 +16,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from onpolicy.errors import ConfigError
-from onpolicy.models.compressed import drop_if_read
 from onpolicy.system.reading import read_json_object
 
 
@@ -48,7 +47,6 @@ def read_config(
         # SGLang asks for head_dim, and transformers refuses where layers differ (Gemma-4's). What it
         # is told does not count: the layers' own calls of attention say their sizes.
         config.allow_global_per_layer_attribute_access = True
-    drop_if_read(config)
     _keep_rotations_of_layers(config)
     _choose_alike_in_all_layers(config, f"{flag}={path}")
     return config

@@ -1,4 +1,4 @@
-"""What linears read, in 8 bits a number with a scale for each token, as where one multiplies in 8 bits.
+"""Inputs of linears in FP8, with a scale for each token, as where one multiplies in FP8.
 
 Both engines round what a linear, or an expert, reads by the same function, and multiply what numbers and
 scales come to in their own dtype; in linears, operators may multiply bytes (`Operators.of_rounded`).

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from onpolicy.contract import AdapterShape
+from onpolicy.contract import AdapterShape, NumericsContract
 from onpolicy.models.adapters import adapter_size, merging_size
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.layers import decoder_layers
 from onpolicy.models.trainable import trainable_parameters
-from onpolicy.weights.packing import packed_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,6 @@ class ModelSize:
         base = self.parameters - self.adapters
         return replace(self, parameters=base, trained=base, adapters=0) if self.adapters else self
 
-    def stored_bytes(self, itemsize: int, packed_format: str = "") -> int:
-        """What all parameters take; with a format, those of layers as its codes and scales."""
-        packed = self.layers * self.largest_layer if packed_format else 0
-        return itemsize * (self.parameters - packed) + packed_bytes(packed_format, packed)
-
     @property
     def is_trained_whole(self) -> bool:
         """Whether layers and head are trained, and not adapters alone."""
@@ -86,6 +81,13 @@ class ModelSize:
     def outside_layers(self) -> int:
         """Parameters of embedding, head and last norm, as if all layers were of equal size."""
         return max(self.parameters - self.layers * self.largest_layer, 2 * self.vocab)
+
+
+def token_bytes(hf_config: PretrainedConfig, contract: NumericsContract) -> int:
+    """Return the bytes of a token's keys and values in all layers."""
+    itemsize, kinds = getattr(torch, contract.dtype).itemsize, contract.shapes.attention
+    numbers = max(kind.kv_heads * (kind.head_dim + kind.value_dim) for kind in kinds)
+    return int(hf_config.num_hidden_layers * itemsize * numbers)
 
 
 def _width(layer: nn.Module, config: PretrainedConfig) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from onpolicy.weights.digest import WeightDigest
-from onpolicy.weights.packed_tensor import memory_of
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -18,6 +18,6 @@ def frozen_digest(model: nn.Module) -> str:
     digest, frozen = WeightDigest(), False
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
-            frozen = True
-            digest.add(name, memory_of(parameter.detach()))
+            frozen, part = True, parameter.detach()
+            digest.add(name, part.to_local() if isinstance(part, DTensor) else part)
     return digest.hexdigest() if frozen else ""

@@ -1,8 +1,7 @@
 """The safetensors files of a Hugging Face checkpoint: all there, undamaged, of the model's sizes; and
 what reads blocks of their tensors.
 
-A check reads their headers alone, so it takes seconds for any model. Of weights that are stored as
-numbers and scales (`compressed.py`) everyone here sees what they come to.
+A check reads their headers alone, so it takes seconds for any model.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from onpolicy.errors import ConfigError, in_one_line
-from onpolicy.models.compressed import KEY, SHAPE, Compressed, by_weight
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.weight_checks import (
     require_finite,
@@ -48,7 +46,7 @@ SHOWN = 5
 
 
 def stored_shapes(directory: Path, flag: str) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint, as an empty one on the meta device; whole weights, however stored.
+    """Every tensor of the checkpoint, as an empty one on the meta device.
 
     Raises ConfigError, which blames `flag`, for a file that is missing or damaged.
     """
@@ -98,12 +96,26 @@ def require_fit(
     of_critic: bool = False,
 ) -> None:
     """Raise ConfigError unless the weights are those of a model of this configuration."""
-    if getattr(config, KEY, None):
-        return  # its tensors have the shapes that another package gives them
     try:
         matched_model(path, config, trust_remote_code, flag, of_critic=of_critic)
     except (NotImplementedError, RuntimeError) as error:  # an operation without meta tensors
         logger.debug("the sizes of %s were not compared (%s)", path, error)
+
+
+def quantised_by(config: PretrainedConfig) -> str:
+    """Return the method by which a configuration says that its weights are numbers and scales, or ''."""
+    told = getattr(config, "quantization_config", None)
+    return str(getattr(told, "get", lambda _: None)("quant_method") or told) if told else ""
+
+
+def require_plain(config: PretrainedConfig, name: str) -> None:
+    """Raise ConfigError if the checkpoint's weights are numbers and scales."""
+    if method := quantised_by(config):
+        raise ConfigError(
+            f"{name}: quantization_config={method} in config.json: its weights are numbers and scales, "
+            "and only plain weights are read. Take the checkpoint that they were made from, or write "
+            "plain weights by the lines of docs/published.md (FP8, MXFP4, compressed-tensors)."
+        )
 
 
 def matched_model(
@@ -120,7 +132,9 @@ def matched_model(
     ConfigError unless the weights are those of a model of this configuration. `of_critic`: it may have a
     value head, and no output projection.
     """
-    reader, name = CheckpointReader(path, flag), f"{flag}={path}"
+    name = f"{flag}={path}"
+    require_plain(config, name)
+    reader = CheckpointReader(path, flag)
     stored = reader.shapes()
     with _quiet():
         model = empty_causal_lm(config, trust_remote_code)
@@ -201,18 +215,13 @@ class CheckpointReader:
         for file in weight_files(self.path, flag):
             handle = self._opened(file)
             self._handles |= dict.fromkeys(handle.keys(), handle)
-        self._compressed = Compressed.of(self.path, flag)
-        self._parts = {n: {"": n} for n in self._handles}
-        if self._compressed is not None:
-            self._parts = by_weight(self._handles)
-        self._latest: tuple[str, Tensor] | None = None
 
     def __contains__(self, name: str) -> bool:
-        return name in self._parts
+        return name in self._handles
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor in its turn, in the dtype in which it is stored."""
-        for name in self._parts:
+        for name in self._handles:
             yield name, self.read(name, ())
 
     def buckets(self) -> Iterator[WeightBucket]:
@@ -220,31 +229,17 @@ class CheckpointReader:
         return in_buckets(self.tensors(), AT_A_TIME)
 
     def shapes(self) -> dict[str, Tensor]:
-        """Every tensor as an empty one on the meta device; whole weights, however stored."""
-        found: dict[str, Tensor] = {}
-        for weight, names in self._parts.items():
-            parts = {part: self._header(name) for part, name in names.items()}
-            told = self._compressed
-            shape = parts[""].shape if told is None else told.shape(parts)
-            found[weight] = torch.empty(shape, device="meta")
-        return found
+        """Return every tensor as an empty one on the meta device."""
+        return {name: torch.empty(self.shape(name), device="meta") for name in self._handles}
 
     def shape(self, name: str) -> torch.Size:
-        """Return the shape of a whole weight, however it is stored."""
-        return self.shapes()[name].shape
+        """Return the shape of a tensor."""
+        return torch.Size(self._slice(name).get_shape())
 
     def kinds(self) -> Iterator[tuple[str, str]]:
-        """Yield the weights that are stored as they are, with their type in safetensors' words."""
-        for name, parts in self._parts.items():
-            if self._compressed is None or parts == {"": name}:
-                yield name, self._slice(name).get_dtype()
-
-    def _header(self, name: str) -> Tensor:
-        """What a file's header says of a tensor; of one that holds a shape, all."""
-        if name.endswith(SHAPE):
-            whole: Tensor = self._handles[name].get_tensor(name)
-            return whole
-        return torch.empty(self._slice(name).get_shape(), device="meta")
+        """Yield the tensors with their types in safetensors' words."""
+        for name in self._handles:
+            yield name, self._slice(name).get_dtype()
 
     def _opened(self, file: Path) -> Any:
         try:
@@ -276,17 +271,8 @@ class CheckpointReader:
         return self._handles[name].get_slice(name)
 
     def read(self, name: str, block: Iterable[slice | int]) -> Tensor:
-        """Return the block of a tensor, in the dtype in which it is stored, or was before it was
-        rounded. Raises ConfigError if it holds NaN or an infinity."""
+        """Return the block of a tensor, in the dtype in which it is stored. Raises ConfigError if it
+        holds NaN or an infinity."""
         index = tuple(block) or (slice(None),)
-        return require_finite(self._read(name, index), name, f"{self._flag}={self.path}")
-
-    def _read(self, name: str, index: tuple[slice | int, ...]) -> Tensor:
-        if self._compressed is None or self._parts[name] == {"": name}:
-            return torch.as_tensor(self._slice(name)[index])
-        if self._latest is None or self._latest[0] != name:  # a rank may take several blocks of it
-            parts = {
-                part: torch.as_tensor(self._slice(n)[:]) for part, n in self._parts[name].items()
-            }
-            self._latest = name, self._compressed.weight(name, parts)
-        return self._latest[1][index]
+        stored = torch.as_tensor(self._slice(name)[index])
+        return require_finite(stored, name, f"{self._flag}={self.path}")

@@ -13,7 +13,6 @@ from onpolicy.contract import (
     CONTRACT_VARIABLE,
     EXTENSIONS_VARIABLE,
     NAMES_VARIABLE,
-    PACKED_VARIABLE,
     SERVED_ADAPTER,
     THREADS_VARIABLE,
     AdapterShape,
@@ -84,10 +83,6 @@ class EngineSpec:
 
     weight_format: str = ""
     """--rollout-weight-format, where SGLang rounds the weights itself."""
-
-    packs_weights: bool = False
-    """Whether rounded weights lie in its memory as their format has them
-    (`sglang_patches/packed_weights.py`)."""
 
     returns_routed_experts: bool = False
     """Whether the engine keeps the experts that computed each token, for requests that ask."""
@@ -257,8 +252,6 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
     }
     if spec.adapter_names:
         variables[NAMES_VARIABLE] = " ".join(spec.adapter_names)
-    if spec.packs_weights:
-        variables[PACKED_VARIABLE] = "1"
     if spec.extensions:
         variables[EXTENSIONS_VARIABLE] = json.dumps(dict(spec.extensions))
     if spec.contract.device == "cpu":

@@ -12,7 +12,7 @@ from typing import Annotated, get_args
 import torch
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, with_config
 
-from onpolicy.config.groups.engines import EightBits, WeightFormat
+from onpolicy.config.groups.engines import ActivationFormat, WeightFormat
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
 from onpolicy.grammar import GrammarSpan
@@ -33,8 +33,7 @@ def _known(contract: NumericsContract) -> NumericsContract:
     choices = {
         "dtype": ("bfloat16", "float32"),
         "weight_format": get_args(WeightFormat),
-        "kv_format": get_args(EightBits),
-        "activation_format": get_args(EightBits),
+        "activation_format": get_args(ActivationFormat),
     }
     for name, known in choices.items():
         if (value := getattr(contract, name)) not in known:

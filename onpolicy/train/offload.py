@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from onpolicy.weights.packed_tensor import memory_of
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(slots=True)
@@ -64,8 +63,8 @@ class Offload:
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """Each once that has memory."""
-    own = (memory_of(tensor).untyped_storage() for tensor in tensors)
-    found = {storage._cdata: storage for storage in own}
+    own = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    found = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in own)}
     return [storage for storage in found.values() if storage.nbytes()]
 
 

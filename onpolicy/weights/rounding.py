@@ -30,36 +30,6 @@ def _to_fp8(scaled: Tensor) -> Tensor:
     return scaled.clamp(-largest, largest).to(FP8).float()
 
 
-def _to_fp4(scaled: Tensor) -> Tensor:
-    """E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; ties to the even code."""
-    size = scaled.abs()
-    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-    return (scaled / step).round().mul(step).clamp(-6, 6)
-
-
-def _linear_scale(largest: Tensor, format_largest: float) -> Tensor:
-    return largest / format_largest
-
-
-def _power_of_two(largest: Tensor, _: float) -> Tensor:
-    """OCP MX 1.0, section 6.3: 2 ** (floor(log2(largest)) - 2), 2 being E2M1's largest exponent."""
-    exponent = torch.frexp(largest).exponent - 3
-    return torch.ldexp(torch.ones_like(largest), exponent.clamp(min=-126))
-
-
-def _in_two_levels(largest: Tensor, format_largest: float) -> Tensor:
-    """NVFP4 (arXiv:2509.25149): E4M3 numbers over one float32 for all blocks of the tensor."""
-    smallest, most = 2.0**-9, torch.finfo(FP8).max
-    outer = outer_scale(largest)
-    return (largest / format_largest * outer).clamp(smallest, most).to(FP8).float() / outer
-
-
-def outer_scale(weight: Tensor) -> Tensor:
-    """What NVFP4 multiplies the scales of a tensor by to have them as E4M3: float32, one number."""
-    outer = 6 * torch.finfo(FP8).max / weight.float().abs().max()
-    return torch.where(outer.isinf(), 1, outer)
-
-
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
     """Numbers that a weight may be, in units of its block's scale."""
@@ -73,9 +43,6 @@ class WeightFormat:
     block: tuple[int, int] = (1, 0)
     """Output and input channels that share a scale; 0: all. The last block may be a smaller one."""
 
-    scale: Callable[[Tensor, float], Tensor] = _linear_scale
-    """(a block's largest, `largest`) -> its scale, float32."""
-
 
 FORMATS = {
     "fp8_e4m3": WeightFormat(448, _to_fp8),
@@ -84,9 +51,6 @@ FORMATS = {
     "int4": WeightFormat(7),
     "int4_group128": WeightFormat(7, block=(1, 128)),
     "int3": WeightFormat(3),
-    "int3_group128": WeightFormat(3, block=(1, 128)),
-    "mxfp4": WeightFormat(6, _to_fp4, (1, 32), _power_of_two),
-    "nvfp4": WeightFormat(6, _to_fp4, (1, 16), _in_two_levels),
 }
 """What --rollout-weight-format names, but for bf16, which has no scale."""
 
@@ -125,7 +89,7 @@ def quantise(weight: Tensor, weight_format: str) -> tuple[Tensor, Tensor]:
     """[N, K] -> numbers of the format, float32 [N, K], and scales, float32 [blocks of N, of K]."""
     asked = FORMATS[weight_format]
     blocks = in_blocks(weight.float(), asked.block)
-    scale = asked.scale(blocks.abs().amax((1, 3), keepdim=True), asked.largest)
+    scale = blocks.abs().amax((1, 3), keepdim=True) / asked.largest
     scale = torch.where(scale == 0, 1, scale)  # what is not finite stays so
     numbers = from_blocks(asked.nearest(blocks / scale), weight.shape)
     return numbers, scale[:, 0, :, 0]

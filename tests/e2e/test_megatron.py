@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.runs]
 PROMPTS, TOKENS = 6, 12
 LORA = ("--lora-rank", "4")
 ROUNDED = (
-    "--rollout-weight-format", "int4_group128", "--rollout-kv-format", "fp8_e4m3",
-    "--rollout-activation-format", "int8", "--rollout-pack-weights",
+    "--rollout-weight-format", "int4_group128",
+    "--rollout-activation-format", "fp8_e4m3",
 )  # fmt: skip
 
 

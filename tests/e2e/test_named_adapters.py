@@ -11,7 +11,6 @@ import requests
 
 from onpolicy.cli.main import main
 from onpolicy.errors import ConfigError
-from onpolicy.models.quantised import export_quantised
 from onpolicy.outputs.metrics import read_jsonl
 from onpolicy.rollout.client import EngineClient
 from onpolicy.trajectory import FinishReason
@@ -32,14 +31,6 @@ AGENT = (
 NAMES = ("math", "code-2")
 
 SHARED = list(range(20, 90))
-
-
-@pytest.fixture(scope="module")
-def checkpoint(checkpoint, tmp_path_factory):
-    """A base of numbers and scales, which servers and trainers load each for themselves, and compare."""
-    exported = tmp_path_factory.mktemp("base") / "exported"
-    export_quantised(checkpoint, exported, "int4")
-    return exported
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from onpolicy.cli.main import main
 from onpolicy.config.groups import ModelConfig, OperatorsConfig, ServersConfig
 from onpolicy.config.tools import VerifyConfig
 from onpolicy.models.adapters import without_adapters
-from onpolicy.models.quantised import export_quantised
 from onpolicy.run.commands.verify import passes, verify
 from onpolicy.train.policy_trainer import PolicyTrainer
 from tests.onpolicy.train.fsdp.test_peft import drawn
@@ -67,16 +66,13 @@ def test_no_token_differs_where_heads_routers_or_norms_are_unusual(architecture,
 
 
 def test_no_token_differs_where_both_engines_round(tmp_path):
-    """They begin with numbers and scales. Two ranks of a server hold parts of blocks; Megatron, and
-    a whole server: test_megatron.py."""
-    made, path = make_checkpoint(tmp_path / "model", "qwen3-moe"), tmp_path / "exported"
-    export_quantised(made, path, "fp8_e4m3")
+    """Two ranks of a server hold parts of blocks; Megatron, and a whole server: test_megatron.py."""
+    path = make_checkpoint(tmp_path / "model", "qwen3-moe")
     config = VerifyConfig(
         model=ModelConfig(hf_checkpoint=str(path)),
         operators=OperatorsConfig(row_parallel_blocks=2),
         servers=ServersConfig(
             rollout_weight_format="fp8_e4m3_block128",
-            rollout_kv_format="int8",
             rollout_activation_format="fp8_e4m3",
         ),
         sglang_args=("--tp-size", "2"),
@@ -87,7 +83,6 @@ def test_no_token_differs_where_both_engines_round(tmp_path):
     report = verify(config)
     assert report["num_compared_tokens"] == 2 * 6 * 12
     assert report["contract"]["weight_format"] == "fp8_e4m3_block128"
-    assert report["contract"]["kv_format"] == "int8"
     assert report["contract"]["activation_format"] == "fp8_e4m3"
     assert passes(report, config)
 

@@ -36,10 +36,7 @@ IN_BYTES = (
     *("--rollout-activation-format", "fp8_e4m3"),
 )
 
-PACKED = (
-    *("--rollout-weight-format", "int4_group128", "--rollout-pack-weights"),
-    *("--lora-rank", "16", "--train-pack-weights"),
-)
+INT4 = ("--rollout-weight-format", "int4_group128")
 
 SAME = ("train", "train_again", "train_drafts")
 """Runs that have one hash."""
@@ -75,7 +72,7 @@ def commands(inputs: Path, folder: Path) -> dict[str, list[str]]:
         "verify_hopper": verify(real, "hopper", "--rollout-activation-format", "fp8_e4m3"),
         "verify_deep_gemm": verify(real, "deep_gemm"),
         "verify_fp8": verify(real, "hopper_fp8", *IN_BYTES),
-        "verify_packed": verify(real, "triton", *PACKED),
+        "verify_int4": verify(real, "triton", *INT4, "--lora-rank", "16"),
         "lora_hopper": verify(real, "hopper", "--lora-rank", "16"),
         "dora_triton": verify(small, "triton", "--lora-rank", "16", "--lora-dora"),
         "verify_drafts": verify(small, "triton", *DRAFTS),

@@ -14,6 +14,7 @@ from onpolicy.models.adapters import add_adapters
 from onpolicy.models.align import AlignedLinear
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.row_parallel import WHOLE
+from onpolicy.weights.rounding import rounded
 from sglang_patches import named_weights, registry, weights
 from sglang_patches.named_adapters import (
     HeadRows,
@@ -24,6 +25,7 @@ from sglang_patches.named_adapters import (
     place_of,
     put_in,
 )
+from tests.support.tiny_contract import CONTRACT
 from tests.support.weight_digests import digest_of
 
 SHAPE = AdapterShape(rank=4, scale=0.3, targets=("up_proj",))
@@ -260,6 +262,22 @@ def test_another_base_and_a_push_without_a_known_name_change_nothing(held):
         model.load_weights(factors(1).items())
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
     assert registry.told()["pushed"] == {}
+
+
+def test_a_base_is_rounded_as_runs_push_it_and_adapters_are_left_alone():
+    contract = dataclasses.replace(CONTRACT, dtype="bfloat16", weight_format="int4")
+    given = {
+        "layers.0.up_proj.weight": torch.randn(80, 48),
+        "embed_tokens.weight": torch.randn(80, 48),
+        **factors(1, torch.float32),
+    }
+    load = named_weights.rounding(contract)
+    loaded = load(lambda _, weights: dict(weights), None, given.items())
+    as_is = [(name, tensor.bfloat16()) for name, tensor in given.items()]
+    (pushed,) = map(dict, rounded([as_is], "int4"))
+    changed = {name for name, tensor in as_is if not torch.equal(loaded[name].bfloat16(), tensor)}
+    assert changed == {"layers.0.up_proj.weight"}
+    assert torch.equal(loaded["layers.0.up_proj.weight"], pushed["layers.0.up_proj.weight"])
 
 
 def test_pushes_of_several_runs_may_cross():

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from onpolicy.contract import PACKED_VARIABLE
+from onpolicy.contract import NAMES_VARIABLE
 from onpolicy.ops.cpu import CpuOperators
 from sglang_patches import attention, determinism, experts, plugin, registry, sampler
 from tests.support.tiny_contract import CONTRACT, LATENT
@@ -73,7 +73,7 @@ def test_an_aligned_engine_has_every_patch(installed):
 
 def test_whole_tensors_are_rounded_before_experts_take_theirs(installed, monkeypatch):
     """SGLang calls the hook that was registered last first."""
-    monkeypatch.setenv(PACKED_VARIABLE, "1")
+    monkeypatch.setenv(NAMES_VARIABLE, "math")
     registered = []
     installed(WHOLE)
     monkeypatch.setattr(registry, "hook", lambda *given: registered.append(given))

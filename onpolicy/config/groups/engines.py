@@ -32,12 +32,11 @@ WeightSync = Annotated[
         "Choose --weight-sync tensor or ipc.",
     ),
 ]
-EightBits = Literal["", "int8", "fp8_e4m3"]
-"""See `onpolicy/models/kv_cache.py`; empty: the model's dtype."""
+ActivationFormat = Literal["", "fp8_e4m3"]
+"""See `onpolicy/models/rounded_inputs.py`; empty: the model's dtype."""
 
 WeightFormat = Literal[
     "", "bf16", "fp8_e4m3", "fp8_e4m3_block128", "int8", "int4", "int4_group128", "int3",
-    "int3_group128", "mxfp4", "nvfp4",
 ]  # fmt: skip
 OWN_SERVERS = ReadBy(
     "a run without --rollout-server-url, which starts its servers itself,",
@@ -101,16 +100,6 @@ class KeyConfig(CpuConfig):
     started without. Command lines can be read by everyone on the host, files need not."""
 
 
-RoundedByBoth = Annotated[
-    EightBits,
-    DecidesResults(True),
-    Against(lambda run: run.plan.is_governed or not run.plan.starts_aligned,
-        "both engines round it by the same function, which stock operators do not",
-        "Add --true-on-policy-mode without --mismatch-governor, or leave the flag out."),
-]  # fmt: skip
-"""A format of numbers that are no weights, empty for none."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RoundingConfig:
     rollout_weight_format: Annotated[
@@ -121,35 +110,18 @@ class RoundingConfig:
             "Give it to `onpolicy train`."),
     ] = ""  # fmt: skip
     """Round the weights of linear layers, as a deployment in this format would have them: with a scale
-    for each output channel, for 128 input channels of one (group128), for 128 x 128 (block128), for 32
-    (mxfp4), or for 16 and the matrix (nvfp4). With --true-on-policy-mode both engines compute with
-    them, else the servers alone."""
+    for each output channel, for 128 input channels of one (group128), or for 128 x 128 (block128). With
+    --true-on-policy-mode both engines compute with them, else the servers alone."""
 
-    rollout_pack_weights: Annotated[
-        bool,
-        OWN_SERVERS,
-        Against(lambda run: run.rollout_weight_format in ("", "bf16"),
-            "weights that are not rounded to 8 bits or fewer have nothing to be packed into",
-            "Add --rollout-weight-format."),
+    rollout_activation_format: Annotated[
+        ActivationFormat,
+        DecidesResults(True),
         Against(lambda run: run.plan.is_governed or not run.plan.starts_aligned,
-            "aligned servers alone keep weights packed",
+            "both engines round it by the same function, which stock operators do not",
             "Add --true-on-policy-mode without --mismatch-governor, or leave the flag out."),
-        Against(lambda run: run.operators == "hopper_fp8",
-            "its servers keep the bytes of a weight by where that lies, and packed ones share a place"),
-    ] = False  # fmt: skip
-    """Keep the weights of --rollout-weight-format in the servers' memory as codes of 4 or 8 bits and
-    scales, and unpack those of a layer while it computes: a server takes less memory and more time.
-    Changes no result."""
-
-    rollout_kv_format: RoundedByBoth = ""
-    """Keep the cache in 8 bits a number, keys and values rounded with a scale for each token and head
-    when they are written: a rollout holds about twice the tokens. Both engines compute with what is read
-    back. On CPUs."""
-
-    rollout_activation_format: RoundedByBoth = ""
-    """Round what linear layers read to 8 bits a number, with a scale for each token, as a deployment
-    that multiplies in 8 bits does; with --rollout-weight-format it is W8A8. Both engines compute with
-    what was rounded."""
+    ] = ""  # fmt: skip
+    """Round what linear layers read to FP8, with a scale for each token, as a deployment that multiplies
+    in FP8 does. Both engines compute with what was rounded."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,23 +89,6 @@ class LoraConfig(AdapterShapeConfig):
     ] = False  # fmt: skip
     """Train the length of each row of an adapted weight too, beside its direction (DoRA)."""
 
-    train_pack_weights: Annotated[
-        bool,
-        NO_RESULT,
-        Against(lambda run: not run.lora_rank,
-            "what is trained is kept in float32, and without adapters that is everything",
-            "Add --lora-rank."),
-        Against(lambda run: run.rollout_weight_format in ("", "bf16") or run.plan.is_governed
-            or not run.plan.starts_aligned,
-            "the trainer's weights are not rounded to 8 bits or fewer, so there is nothing to pack",
-            "Add --true-on-policy-mode --rollout-weight-format, without --mismatch-governor."),
-        Against(lambda run: run.train_backend != "fsdp",
-            "Megatron-core's modules hold weights as they compute with them",
-            "Add --train-backend fsdp, or leave the flag out."),
-    ] = False  # fmt: skip
-    """Keep the base that adapters are beside as codes of 4 or 8 bits and scales (QLoRA), and unpack a
-    layer's while it computes. Changes no result."""
-
     lora_adapter: Annotated[str, BY_LORA] = ""
     """Begin with an adapter in PEFT's format, such as step_N/hf of another run: the directory. It says
     rank, alpha, rsLoRA, DoRA and targets, so --lora-rank and the others are left out."""

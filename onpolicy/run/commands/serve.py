@@ -24,7 +24,7 @@ from onpolicy.models.grammars import require_held
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.size import ModelSize
 from onpolicy.models.tokenizer import load_tokenizer
-from onpolicy.models.weight_files import require_fit
+from onpolicy.models.weight_files import quantised_by, require_fit
 from onpolicy.rollout.client import EngineClient
 from onpolicy.rollout.engine_args import CONTEXT_MARGIN, EngineSpec
 from onpolicy.rollout.episode_rules import EpisodeRules
@@ -58,7 +58,7 @@ def checked_spec(config: ServeConfig) -> EngineSpec:
     number = config.engines.rollout_num_engines
     require_place(server.rollout_host, server.rollout_base_port, number)
     with FlagCheck(spec) as flags:
-        if not spec.is_classifier:
+        if not (spec.is_classifier or quantised_by(hf_config)):  # SGLang's own kernels may serve it
             require_fit(model.hf_checkpoint, hf_config, model.trust_remote_code)
         held = needs_of_servers(config, spec).held(0, number)
         require_memory(held, spec.contract.device, ray_address=config.cluster.ray_address)
@@ -81,7 +81,6 @@ def _contract(config: ServeConfig, hf_config: PretrainedConfig) -> NumericsContr
         "--sessions": config.gateway.sessions,
         "--lora-names": config.lora.lora_names,
         "--rollout-weight-format": config.server.rollout_weight_format,
-        "--rollout-kv-format": config.server.rollout_kv_format,
         "--rollout-activation-format": config.server.rollout_activation_format,
     }
     if wrong := next((flag for flag, value in given.items() if value), ""):

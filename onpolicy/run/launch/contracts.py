@@ -61,16 +61,12 @@ def contract_for(
     weight_format = rollout_format(config) if aligned else ""
     if weight_format:
         require_roundable(facts, weight_format)
-    kv_format = _servers(config).rollout_kv_format
-    if kv_format:
-        require_cached(facts, backend, kv_format)
     activation_format = _servers(config).rollout_activation_format
     if backend_of(backend).multiplies_bytes:
         require_bytes(facts, backend, (weight_format, activation_format), blocks)
     return NumericsContract(
         backend=backend,
         weight_format=weight_format,
-        kv_format=kv_format,
         activation_format=activation_format,
         device="cuda" if torch.cuda.is_available() else "cpu",
         dtype=model.dtype,
@@ -90,19 +86,6 @@ def rollout_format(config: TrainConfig | ServeConfig) -> str:
 
 def _servers(config: TrainConfig | ServeConfig) -> ServerConfig:
     return config.server if isinstance(config, ServeConfig) else config.engine
-
-
-def require_cached(facts: ModelFacts, backend: str, kv_format: str) -> None:
-    """Raise ConfigError if no operators here read such a cache, or the model has one of another kind."""
-    rule = ""
-    if backend_of(backend).needs_gpu:
-        rule = f"--operators {backend} read a cache in the model's dtype, and only the CPU's others"
-    elif getattr(facts.config, "kv_lora_rank", None):
-        rule = (
-            "the model's attention is latent (kv_lora_rank), whose caches keep no keys and values"
-        )
-    if rule:
-        raise ConfigError(f"--rollout-kv-format={kv_format}: {rule}. Leave the flag out.")
 
 
 def require_roundable(facts: ModelFacts, weight_format: str) -> None:

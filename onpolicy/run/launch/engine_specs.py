@@ -23,8 +23,7 @@ from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
 from onpolicy.models.classifiers import is_classifier
-from onpolicy.models.kv_cache import token_bytes
-from onpolicy.models.size import ModelSize
+from onpolicy.models.size import ModelSize, token_bytes
 from onpolicy.ops.backends import require_servable
 from onpolicy.ops.machine import Machine
 from onpolicy.rollout.base import RolloutGroup
@@ -145,7 +144,6 @@ def _spec(
         max_concurrency=max_concurrency,
         longest_sequence=longest_sequence,
         cache_tokens=_cache_tokens(config, hf_config, contract, longest_sequence, max_concurrency),
-        packs_weights=server.rollout_pack_weights,
         trust_remote_code=config.model.trust_remote_code,
         sglang_args=config.sglang_args,
     )

@@ -16,8 +16,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.groups.agents import has_agent
 from onpolicy.config.sglang_flags import chunked_prefill_size
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.kv_cache import token_bytes
-from onpolicy.models.size import ModelSize
+from onpolicy.models.size import ModelSize, token_bytes
 from onpolicy.ops.backends import backend_of
 from onpolicy.ops.logit_chunks import CPU_LOGITS, GPU_LOGITS, rows_of_logits
 from onpolicy.rollout.engine_args import EngineSpec
@@ -59,9 +58,7 @@ def _fsdp_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dict[st
     """What is trained in float32, all else in the compute dtype, both shared out over the ranks; a
     layer, and the next, gathered, with their gradients if they have any."""
     ranks, trained = config.cluster.num_ranks, size.trained * config.takes_steps
-    packs = config.lora.train_pack_weights and size.adapters
-    stored = size.stored_bytes(itemsize, rollout_format(config) if packs else "")
-    weights = ((FLOAT32 - itemsize) * size.trained + stored) // ranks
+    weights = ((FLOAT32 - itemsize) * size.trained + itemsize * size.parameters) // ranks
     gathered = itemsize + FLOAT32 * size.is_trained_whole
     orders = ranks > 1 and config.plan.is_rank_invariant
     return {
@@ -127,21 +124,16 @@ def _logits(size: ModelSize, rows: int) -> int:
 def server_memory(
     spec: EngineSpec, size: ModelSize, hf_config: PretrainedConfig, servers: int
 ) -> ProcessMemory:
-    """One tensor-parallel rank's; `count` are those of all servers. What it packs it has loaded."""
+    """One tensor-parallel rank's; `count` are those of all servers."""
     itemsize, ranks = getattr(torch, spec.contract.dtype).itemsize, spec.tp_size
     tokens = spec.cache_tokens or spec.needed_tokens
     each = itemsize + backend_of(spec.contract.backend).multiplies_bytes
-    packed_format = spec.contract.weight_format * spec.packs_weights
     beside = itemsize * spec.more_adapters * size.adapters
-    beside += itemsize * size.largest_layer * bool(packed_format)
     parts = {
-        "weights": (size.stored_bytes(each, packed_format) + beside) // ranks,
+        "weights": (each * size.parameters + beside) // ranks,
         f"cache of {tokens} tokens": tokens * token_bytes(hf_config, spec.contract) // ranks,
         "logits": FLOAT32 * LOGITS_COPIES * size.vocab * spec.max_concurrency,
     }
-    if packed_format:
-        before = (size.stored_bytes(each) + beside) // ranks
-        parts["weights until they are packed"] = max(before - sum(parts.values()), 0)
     return ProcessMemory(
         "SGLang server" if ranks == 1 else "rank of an SGLang server",
         {**parts, "libraries": SERVER_LIBRARIES},

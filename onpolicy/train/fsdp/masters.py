@@ -4,7 +4,7 @@ The gradient of a rounded weight moves its master: straight-through (Bengio et a
 Masters are rounded once after each step, and from the dtype that is pushed, as a deployment would round
 what it was sent: float32 is rounded to other numbers here and there. A whole tensor is rounded, of which
 each rank keeps its rows, since rows of several ranks may share a scale. What is not trained is rounded
-once, and needs none: the base that adapters are beside (QLoRA, arXiv:2305.14314), a reference.
+once, and needs none: the base that adapters are beside, a reference.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from onpolicy.models.policy import PolicyModel
 from onpolicy.models.stored import stored_tensors
-from onpolicy.train.fsdp.packed_base import is_packed
 from onpolicy.train.fsdp.sharding import PREFIX, rows_of
 from onpolicy.weights.rounding import is_rounded, round_weight
 
@@ -30,8 +29,7 @@ class Masters:
         self._rounded = {
             name: parameter
             for name, parameter in (named.items() if weight_format else ())
-            if not is_packed(parameter)  # which was rounded when it was loaded
-            and self._parts(name, torch.empty(parameter.shape, device="meta"))
+            if self._parts(name, torch.empty(parameter.shape, device="meta"))
         }
         self.beside = {
             name: nn.Parameter(parameter.detach().clone())

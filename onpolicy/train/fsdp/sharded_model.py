@@ -61,7 +61,6 @@ class FsdpModel(ShardedModel):
         self.adapter = contract.adapter if trained and not has_values else None
         contract = contract if rounds else contract.unrounded
         self.module = self._load(path, contract, operators, trained)
-        self.module.kv_format = contract.kv_format
         round_inputs(self.module, contract.activation_format, (AlignedLinear,))
         self.masters = Masters(self.module, contract.weight_format, self.dtype)
         if self.adapter is not None:
@@ -95,7 +94,6 @@ class FsdpModel(ShardedModel):
             kind=self.kind,
             adapter=self.adapter,
             trained=trained,
-            packed_format=contract.weight_format * self.config.lora.train_pack_weights,
         )
 
     def use(self, operators: Operators) -> None:

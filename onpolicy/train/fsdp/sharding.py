@@ -30,7 +30,6 @@ from onpolicy.models.value_head import ValueHead, ValueModel
 from onpolicy.models.weight_files import VALUE_HEAD, CheckpointReader, matched_model
 from onpolicy.ops import Operators
 from onpolicy.train import distributed
-from onpolicy.train.fsdp.packed_base import is_packed, keep_packed, pack_rows
 from onpolicy.weights.digest import WeightBucket, WeightPart, in_buckets
 
 PREFIX = "causal_lm."
@@ -50,13 +49,11 @@ def load_sharded_policy(
     kind: type[PolicyModel] = PolicyModel,
     adapter: AdapterShape | None = None,
     trained: bool = True,
-    packed_format: str = "",
 ) -> PolicyModel:
     """Load the weights, each rank its shards: those that are trained in float32, and all others in
     `dtype`, in which everything is computed.
 
-    Every rank reads its own shards of the checkpoint's files. Adapters have no numbers yet. What is not
-    trained is rounded to `packed_format`, if there is one, and packed, one parameter after another.
+    Every rank reads its own shards of the checkpoint's files. Adapters have no numbers yet.
     """
     config = load_config(path, trust_remote_code, context=context)
     model = empty_policy(config, operators, trust_remote_code, row_parallel_blocks, kind, adapter)
@@ -64,8 +61,6 @@ def load_sharded_policy(
         model.requires_grad_(False)
     buffers = dict(model.named_buffers())
     _shard(model, dtype, activation_checkpointing)
-    if packed_format:
-        keep_packed(model, packed_format)
     model.to_empty(device=device)
     for name, buffer in buffers.items():
         _assign_buffer(model, name, buffer.to(device))
@@ -198,8 +193,6 @@ def load_shards(
                         f"{path}: no weights for {stored}. The checkpoint is incomplete."
                     )
                 shard.fill(place, partial(reader.read, found))
-            if is_packed(tensor):
-                pack_rows(tensor, stored_tensors(matched, name.removeprefix(prefix), shard.held))
 
 
 def _load_head(head: ValueHead, path: str) -> None:
@@ -240,9 +233,6 @@ class _Shard:
 
     @staticmethod
     def of(tensor: Tensor) -> _Shard:
-        if is_packed(tensor):  # rows of several ranks may share a scale
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            return _Shard.of(whole)
         stride = tensor[0].numel() if tensor.dim() else 1
         if not isinstance(tensor, DTensor):
             return _Shard(tensor, 0, stride)

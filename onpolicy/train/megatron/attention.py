@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onpolicy.models.kv_cache import as_cached
 from onpolicy.ops import Operators, ScoreRule
 from onpolicy.ops.rotary import rotate
 from onpolicy.train.megatron.batch import LocalTokens
@@ -58,8 +57,7 @@ class AlignedAttention(nn.Module):
         q, k = query, key
         if self.rotates:
             q, k = rotated(operators, q, k, *local.angles)
-        k, v = (as_cached(x, self.config.kv_format) for x in (k, value))
-        k, v = gather_rows(torch.cat((k, v), -1), self.context_group).chunk(2, -1)
+        k, v = gather_rows(torch.cat((k, value), -1), self.context_group).chunk(2, -1)
         scores = ScoreRule(query.shape[-1] ** -0.5, self.window)
         parts = zip(q.chunk(len(local.layouts)), local.layouts, strict=True)
         return torch.cat([operators.attention(x, k, v, one, scores) for x, one in parts]).flatten(1)

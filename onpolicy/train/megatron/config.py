@@ -56,9 +56,6 @@ class AlignedConfig(TransformerConfig):
     row_parallel_blocks: int = 1
     """The contract's."""
 
-    kv_format: str = ""
-    """The contract's."""
-
     activation_format: str = ""
     """The contract's."""
 
@@ -104,7 +101,6 @@ def make_config(
         operators=operators,
         windows=tuple(layer.window for layer in facts.attention),
         row_parallel_blocks=contract.row_parallel_blocks,
-        kv_format=contract.kv_format,
         activation_format=contract.activation_format,
         adapter=contract.adapter,
         expert_dispatch=layout.moe_token_dispatcher_type,

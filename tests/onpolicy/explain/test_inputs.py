@@ -110,7 +110,7 @@ def test_a_case_of_adapters_takes_those_of_its_checkpoint_beside_the_base(case, 
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("dtype", "int8"), ("weight_format", "x"), ("kv_format", "int4")]
+    ("field", "value"), [("dtype", "int8"), ("weight_format", "x"), ("activation_format", "int8")]
 )
 def test_a_contract_that_no_flags_ask_for_is_refused(case, field, value):
     case.write_text(json.dumps({**CASE, "contract": {**CASE["contract"], field: value}}))

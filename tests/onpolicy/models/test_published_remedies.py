@@ -2,6 +2,8 @@
 
 import json
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,18 +11,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from onpolicy.errors import ConfigError
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import load_config, require_alignable
 from onpolicy.models.weight_files import INDEX, require_fit
+from onpolicy.weights.rounding import is_rounded, round_weight
 from tests.support.published import (
     make_padded_tokenizer,
     make_published,
     published,
     write_config,
 )
+from tests.support.tiny import make_checkpoint
 
 PAGE = Path(__file__).parents[3] / "docs" / "published.md"
-TEXT, FP8, MXFP4 = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+TEXT, FP8, MXFP4, COMPRESSED = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
 
 
 @pytest.fixture
@@ -69,6 +74,28 @@ def test_numbers_in_mxfp4_are_written_as_what_they_stand_for(tmp_path, trainable
     write_config(source, {**published("gpt-oss-20b"), **sizes})
     meant = rewrite(source, to_mxfp4)
     require_equal(trainable(MXFP4), meant, ("gate_up_proj", "down_proj", "q_proj"))
+
+
+@pytest.mark.parametrize("weight_format", ["int4", "fp8_e4m3_block128"])
+def test_numbers_of_compressed_tensors_are_refused_until_they_are_plain(
+    tmp_path, trainable, monkeypatch, weight_format
+):
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 8}
+    made = make_checkpoint(tmp_path / "made", "qwen3", **sizes)
+    AutoModelForCausalLM.from_pretrained(made, dtype=torch.bfloat16).save_pretrained(made)
+    source, script = str(tmp_path / "source"), PAGE.parents[1] / "examples/deploy/compress.py"
+    monkeypatch.setattr(sys, "argv", [str(script), str(made), weight_format, source])
+    runpy.run_path(str(script))
+    config = load_config(source)
+    with pytest.raises(ConfigError, match=r"compressed-tensors in config.json.*docs/published.md"):
+        require_fit(source, config)
+    with pytest.raises(ConfigError, match=r"compressed-tensors: only weights.*docs/published.md"):
+        require_alignable(ModelFacts(config), 64)
+    meant = {
+        name: round_weight(x, weight_format) if is_rounded(name, x) else x
+        for name, x in load_file(made / "model.safetensors").items()
+    }
+    require_equal(trainable(COMPRESSED), meant, ("q_proj", "down_proj", "lm_head"))
 
 
 def require_equal(model, meant, kinds):

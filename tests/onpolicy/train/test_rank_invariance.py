@@ -96,21 +96,6 @@ def test_fsdp_has_the_same_bits_on_any_number_of_ranks(ranks, request, model, se
     check(ranks, Job(path=request.getfixturevalue(model), backend="fsdp", **settings))
 
 
-def test_a_packed_base_has_the_bits_of_one_that_is_not_on_any_number_of_ranks(ranks, checkpoint):
-    """Three ranks cannot share its rows evenly, and say so."""
-    changes = {**ADAPTED["changes"], "engine": {"rollout_weight_format": "int4_group128"}}
-    kept = run(ranks[1], Job(path=checkpoint, backend="fsdp", dtype="bfloat16", changes=changes))
-    changes["lora"] = {**changes["lora"], "train_pack_weights": True}
-    job = Job(path=checkpoint, backend="fsdp", dtype="bfloat16", changes=changes)
-    assert all(same(run(ranks[count], job), kept) for count in (1, 2))
-    with pytest.raises(Exception, match=r"--train-pack-weights: .* ranks=3"):
-        ranks[3].run(weights_of, job)
-
-
-def weights_of(job):
-    return weights(make(job))
-
-
 def round_own_rows(job):
     """The weights of a trainer whose ranks make scales of their own rows."""
 

@@ -11,7 +11,6 @@ from onpolicy.errors import ConfigError
 from tests.onpolicy.config.test_validate import MODE, check
 
 LORA = ["--lora-rank", "8"]
-INT4 = ["--rollout-weight-format", "int4"]
 
 
 def test_adapters_are_for_aligned_runs_and_stock_ones():
@@ -37,22 +36,6 @@ def test_what_no_stock_server_can_have_merged_is_refused(argv, rule):
     check(*argv)
     with pytest.raises(ConfigError, match=f"--lora-rank=8: .*{rule}"):
         check(*LORA, *argv)
-
-
-@pytest.mark.parametrize(
-    ("argv", "rule"),
-    [
-        ([*MODE, *INT4], "without adapters that is everything"),
-        ([*MODE, *LORA], "there is nothing to pack"),
-        ([*MODE, *LORA, "--rollout-weight-format", "bf16"], "there is nothing to pack"),
-        ([*MODE, *LORA, *INT4, "--train-backend", "megatron"], "hold weights as they compute"),
-    ],
-)
-def test_a_base_is_packed_that_fsdp_holds_rounded(argv, rule):
-    check(*MODE, *LORA, *INT4, "--train-pack-weights")
-    check(*argv)
-    with pytest.raises(ConfigError, match=f"--train-pack-weights=True: .*{rule}"):
-        check(*argv, "--train-pack-weights")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from onpolicy.config import TrainConfig, groups
 from onpolicy.config.tools import BenchConfig, ServeConfig, VerifyConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.kv_cache import token_bytes
 from onpolicy.run.commands import verify_inputs
 from onpolicy.run.launch import contracts
 from onpolicy.run.launch.contracts import contract_for
@@ -42,23 +41,6 @@ def test_a_variable_that_breaks_alignment_is_refused_in_aligned_runs_only(checkp
     with pytest.raises(ConfigError, match=r"NVIDIA_TF32_OVERRIDE=1: not with"):
         contract(checkpoint)
     assert contract(checkpoint, aligned=False).backend == "stock"
-
-
-def test_a_cache_in_eight_bits_is_for_what_reads_it(checkpoint, tmp_path, monkeypatch):
-    rounded = {"engine": groups.EngineConfig(rollout_kv_format="int8")}
-    config = TrainConfig(parity=groups.ParityConfig(true_on_policy_mode=True), **rounded)
-    hf_config = load_config(str(checkpoint))
-    made = contract_for(config, hf_config, aligned=True)
-    assert made.kv_format == "int8" and made.fingerprint != made.unrounded.fingerprint
-    heads = hf_config.num_hidden_layers * 2 * hf_config.num_key_value_heads
-    assert token_bytes(hf_config, made) == heads * (hf_config.head_dim + 4)
-    assert token_bytes(hf_config, made.unrounded) == heads * 2 * hf_config.head_dim
-    latent = load_config(str(make_checkpoint(tmp_path, "deepseek-v3")))
-    with pytest.raises(ConfigError, match=r"--rollout-kv-format=int8: .*latent"):
-        contract_for(config, latent, aligned=True)
-    monkeypatch.setattr(contracts, "choose_backend", lambda *_: "triton")
-    with pytest.raises(ConfigError, match=r"--rollout-kv-format=int8: --operators triton read"):
-        contract_for(config, hf_config, aligned=True)
 
 
 def of_bytes(path, weights="fp8_e4m3_block128", inputs="fp8_e4m3", blocks=1):

@@ -10,8 +10,7 @@ from onpolicy.config import TrainConfig, groups
 from onpolicy.config.tools import ServeConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.kv_cache import token_bytes
-from onpolicy.models.size import ModelSize
+from onpolicy.models.size import ModelSize, token_bytes
 from onpolicy.rollout.engine_args import CACHE_MARGIN, engine_flags
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import (

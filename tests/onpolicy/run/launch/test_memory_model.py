@@ -25,7 +25,6 @@ from onpolicy.run.launch.memory_model import (
 from onpolicy.train import distributed, make_trainer
 from onpolicy.train.state import create_missing_moments
 from onpolicy.types import Prompt
-from onpolicy.weights.packed_tensor import memory_of
 from tests.support.live_bytes import LiveBytes
 from tests.support.run_in_memory import PROMPTS, make_inputs
 from tests.support.run_in_memory import make_config as make_run_config
@@ -77,25 +76,6 @@ def test_beside_adapters_the_base_is_kept_in_the_dtype_and_nothing_of_it_beside(
     assert parts["AdamW"] == 2 * parts["gradients"] < whole["AdamW"] / 10
     assert parts["gathered layers"] < whole["gathered layers"]
     assert parts["logits"] < whole["logits"]
-
-
-@pytest.mark.parametrize("weight_format", ["int4_group128", "fp8_e4m3_block128", "mxfp4", "int8"])
-def test_a_packed_base_takes_the_memory_of_its_codes_and_scales(weight_format, tmp_path):
-    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "head_dim": 64}
-    base = make_config(make_checkpoint(tmp_path / "model", **sizes), "bfloat16")
-    config = dataclasses.replace(
-        base,
-        lora=groups.LoraConfig(lora_rank=4, train_pack_weights=True),
-        engine=dataclasses.replace(base.engine, rollout_weight_format=weight_format),
-    )
-    hf_config, spec = make_spec(config, 50)
-    contract = contract_for(config, hf_config, aligned=True)
-    size = ModelSize.of(hf_config, False, contract.adapter)
-    said = RunMemory(config, hf_config, spec, size).trainer().parts["weights"]
-    distributed.init_process_group()
-    trainer = make_trainer(config, contract, 1)
-    held = sum(memory_of(p).nbytes for p in trainer.policy.module.parameters())
-    assert 0.97 * held < said < 1.01 * held
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

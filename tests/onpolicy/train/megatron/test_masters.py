@@ -22,9 +22,9 @@ CASES = {
         "qwen3", "fp8_e4m3_block128", "bfloat16",
         {"megatron_tp": 2, "megatron_distributed_optimizer": False},
     ),
-    "pipeline": ("qwen3", "mxfp4", "bfloat16", {"megatron_pp": 2}),
+    "pipeline": ("qwen3", "int4_group128", "bfloat16", {"megatron_pp": 2}),
     "experts": ("qwen3-moe", "int3", "float32", {"megatron_ep": 2}),
-    "experts, tensor": ("qwen2-moe", "nvfp4", "bfloat16", {"megatron_tp": 2}),
+    "experts, tensor": ("qwen2-moe", "int4", "bfloat16", {"megatron_tp": 2}),
 }  # fmt: skip
 """Models whose matrices are cut where no group or block ends."""
 
