@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from onpolicy.cli.gone_flags import GONE
 from onpolicy.compat.process import prepare_process
 from onpolicy.errors import ConfigError, OnPolicyError, visible
 from onpolicy.system import ending
@@ -36,7 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_usage())
         return 0 if arguments else 2
     if arguments[0] not in COMMANDS:
-        print(f"onpolicy: unknown command {arguments[0]!r}.\n\n{_usage()}", file=sys.stderr)
+        if instead := GONE.get(arguments[0], ""):
+            instead = f" It was removed. {instead}"
+        print(
+            f"onpolicy: unknown command {arguments[0]!r}.{instead}\n\n{_usage()}", file=sys.stderr
+        )
         return 2
     prepare_process()
     collect_rarely()

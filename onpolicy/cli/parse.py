@@ -21,6 +21,7 @@ from tyro.constructors import (
 )
 
 from onpolicy.cli import yaml_file
+from onpolicy.cli.gone_flags import require_not_gone
 from onpolicy.cli.other_names import ours_for, override_in
 from onpolicy.compat.process import use_portable_kernels
 from onpolicy.config import sglang_flags
@@ -49,6 +50,7 @@ def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
     name; a value that is not of its flag's type ends the process with that flag's help.
     """
     rest, sglang_args = sglang_flags.split(argv)
+    require_not_gone(rest)
     _require_no_override(rest, [*flag_types(config_class)])
     path = _config_path(rest) if yaml_file.CONFIG_KEY in flag_types(config_class) else ""
     from_file: tuple[list[str], list[str]] = ([], [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from onpolicy.cli.gone_flags import require_not_gone
 from onpolicy.config.flags import spelled
 from onpolicy.config.strict_yaml import broken_kind, read_mapping, require_known
 from onpolicy.errors import ConfigError
@@ -27,6 +28,7 @@ def read_arguments(path: str, kinds: Mapping[str, Any]) -> tuple[list[str], list
             continue
         if key == CONFIG_KEY:
             raise ConfigError(f"{name}: {key} does nothing inside the file. Leave it out.")
+        require_not_gone([f"{spelled(str(key))}={value}"])
         require_known(key, kinds, name)
         if rule := broken_kind(value, kinds[key]):
             raise ConfigError(f"{name}: {key}={value!r}: {rule}.")

@@ -1,0 +1,21 @@
+"""Flags, values of flags and commands that earlier releases had, and what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onpolicy.errors import ConfigError
+
+GONE: dict[str, str] = {}
+"""What to use instead, by `--flag`, by `--flag value`, or by a command's name."""
+
+
+def require_not_gone(arguments: Sequence[str]) -> None:
+    """Raise ConfigError for the first flag, or value of a flag, that is gone."""
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, value = argument.partition("=")
+        flag = name.replace("_", "-").replace("--no-", "--", 1)
+        with_value = f"{flag} {value if equals else following}"
+        for gone in (flag, with_value):
+            if gone in GONE:
+                raise ConfigError(f"{gone}: was removed from onpolicy. {GONE[gone]}")
