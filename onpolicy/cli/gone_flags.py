@@ -12,7 +12,7 @@ GONE: dict[str, str] = {}
 
 def require_not_gone(arguments: Sequence[str]) -> None:
     """Raise ConfigError for the first flag, or value of a flag, that is gone."""
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
         name, equals, value = argument.partition("=")
         flag = name.replace("_", "-").replace("--no-", "--", 1)
         with_value = f"{flag} {value if equals else following}"
