@@ -49,12 +49,10 @@ class OnPolicyCpuPlatform(CpuSRTPlatform):
 
         class Pool(MHATokenToKVPool):
             """SGLang tells an out-of-tree platform's pool the size of keys, and not of values; where
-            these are rounded, a row is bytes. No row is moved, which Triton would do for drafts
-            (`speculation.py`)."""
+            these are rounded, a row is bytes."""
 
             def __init__(self, *args: Any, **kwargs: Any):
                 contract = registry.contract()
-                kwargs |= {"enable_kv_cache_copy": False}
                 if contract.shares_model:
                     kwargs = {"v_head_dim": head_sizes(contract)[1], **kwargs}
                 if contract.kv_format:

@@ -47,7 +47,6 @@ from sglang_patches import (
     sampler,
     served_adapters,
     shared_names,
-    speculation,
     status,
     trainers_model,
     versions,
@@ -126,7 +125,6 @@ def _share_model(contract: NumericsContract, operators: Operators, *, fuses: boo
         requests.install()
         prompt_answers.install()
         request_seeds.install()
-        speculation.install(contract)
     packed_weights.install(contract)
     trainers_model.install(contract)
     model.install(operators, contract, fuses=fuses)

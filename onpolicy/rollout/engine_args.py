@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from onpolicy.config import secrets
-from onpolicy.config.sglang_flags import draft_rows, tensor_parallel_size
+from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import (
     CONTRACT_VARIABLE,
     EXTENSIONS_VARIABLE,
@@ -138,17 +138,12 @@ class EngineSpec:
     @property
     def needed_tokens(self) -> int:
         """What the cache of any engine must hold, whoever started it: one sequence."""
-        return self.longest_sequence and self.longest_sequence + cache_margin(self.sglang_args)
+        return self.longest_sequence and self.longest_sequence + CACHE_MARGIN
 
     @property
     def admin_api_key(self) -> str:
         """What SGLang wants for weights and other control calls, if it was given one."""
         return self.sglang_secrets.get(secrets.ADMIN_KEY, "")
-
-
-def cache_margin(sglang_args: Sequence[str]) -> int:
-    """Tokens of the cache beside a sequence; SGLang reserves two drafts for each that goes on."""
-    return CACHE_MARGIN + 2 * draft_rows(sglang_args)
 
 
 def engine_flags(spec: EngineSpec, port: int) -> list[str]:
@@ -181,13 +176,6 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
         flags.append("--is-embedding")
     if spec.returns_routed_experts:
         flags.append("--enable-return-routed-experts")
-    if spec.contract.is_aligned and draft_rows(spec.sglang_args):
-        # A chain: GPU backends mask trees, by a way of theirs. An overlapped pass was never tried.
-        flags += [
-            "--speculative-ngram-min-bfs-breadth", "1",
-            "--speculative-ngram-max-bfs-breadth", "1",
-            "--disable-overlap-schedule",
-        ]  # fmt: skip
     if spec.contract.shares_model:
         # The cache keeps every key: windows are a rule on positions.
         flags += ["--model-impl", "transformers", "--disable-hybrid-swa-memory"]

@@ -44,13 +44,8 @@ OF_KINDS = {
         "entrypoints.openai.serving_chat.OpenAIServingChat._build_chat_response",
         "layers.logits_processor.LogitsMetadata.from_forward_batch",
         "layers.logprob_processor.InputLogprobProcessor.forward",
-        "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-        "._maybe_collect_customized_info",
         "managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
         "managers.tokenizer_manager.TokenizerManager._send_one_request",
-        "speculative.spec_info.SpeculativeAlgorithm.create_worker",
-        "mem_cache.allocation.assign_req_to_token_pool_func",
-        "mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len",
     },
 }
 """What comes with one kind alone; rotary and activation are functions of the model's own modules."""

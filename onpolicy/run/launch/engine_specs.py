@@ -28,7 +28,7 @@ from onpolicy.models.size import ModelSize
 from onpolicy.ops.backends import require_servable
 from onpolicy.ops.machine import Machine
 from onpolicy.rollout.base import RolloutGroup
-from onpolicy.rollout.engine_args import MAX_CONCURRENCY, EngineSpec, cache_margin
+from onpolicy.rollout.engine_args import CACHE_MARGIN, MAX_CONCURRENCY, EngineSpec
 from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.run.launch.host_shares import placement_here, share_of_cores
 from onpolicy.run.launch.memory_model import RunMemory
@@ -163,7 +163,7 @@ def _cache_tokens(
     if asked is not None or contract.device != "cpu":
         return asked or 0
     longest = longest_sequence or hf_config.max_position_embeddings
-    one = longest + cache_margin(config.sglang_args)
+    one = longest + CACHE_MARGIN
     return cache_tokens(hf_config, contract, one, requests)
 
 

@@ -124,18 +124,6 @@ def test_every_flag_is_one_that_the_installed_sglang_has(device):
     assert parsed.enable_deterministic_inference
 
 
-@pytest.mark.parametrize("contract", [ALIGNED, dataclasses.replace(ALIGNED, device="cuda")])
-def test_an_aligned_engine_drafts_one_chain_and_has_room_for_two(contract):
-    asked = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
-    spec = spec_of(contract, sglang_args=asked, longest_sequence=100)
-    flags = engine_flags(spec, 1)
-    for end in ("min", "max"):
-        assert value_of(flags, f"--speculative-ngram-{end}-bfs-breadth") == "1"
-    assert "--disable-overlap-schedule" in flags
-    assert spec.needed_tokens == spec_of(contract, longest_sequence=100).needed_tokens + 2 * 4
-    assert "--speculative-ngram-max-bfs-breadth" not in engine_flags(spec_of(contract), 1)
-
-
 def test_the_users_flags_come_last():
     flags = engine_flags(spec_of(ALIGNED, sglang_args=("--max-total-tokens", "7")), 1)
     assert flags[-2:] == ["--max-total-tokens", "7"]
