@@ -17,7 +17,6 @@ from onpolicy.ops import Operators, make_operators
 from onpolicy.ops.backends import backend_of
 from sglang_patches import (
     chats,
-    classifier,
     compressed,
     configurations,
     cpu,
@@ -109,7 +108,6 @@ def _share_model(contract: NumericsContract, operators: Operators, *, fuses: boo
     head_sizes.install(contract)
     if contract.aligns("linear", OUTSIDE):
         lm_head.install(operators)
-        classifier.install(operators)
     if contract.aligns("attention"):
         pkgutil.resolve_name(backend_of(contract.backend).engine_attention)(operators)
         prefill_once.install()

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 from onpolicy.errors import ConfigError
 
-GONE: dict[str, str] = {}
+_CLASSIFIER = "Serve it by SGLang itself, and use --rm-type remote_rm (examples/reward_model)."
+
+GONE: dict[str, str] = {
+    "--rm-type model": _CLASSIFIER,
+    "--reward-checkpoint": _CLASSIFIER,
+    "--reward-num-engines": _CLASSIFIER,
+    "--reward-server-url": _CLASSIFIER,
+    "--reward-api-key": _CLASSIFIER,
+    "--reward-input": _CLASSIFIER,
+}
 """What to use instead, by `--flag`, by `--flag value`, or by a command's name."""
 
 

@@ -106,9 +106,6 @@ class EngineSpec:
     serves_text: bool = False
     """Whether clients may send text, as those of the OpenAI API do; a run sends tokens."""
 
-    is_classifier: bool = False
-    """Whether it is a sequence classifier, which answers /classify and samples nothing."""
-
     trust_remote_code: bool
     sglang_args: tuple[str, ...]
     """The user's own flags for SGLang; they come last."""
@@ -172,8 +169,6 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
         flags.append("--skip-server-warmup")  # whose request has no name
     if spec.contract.adapter is not None and spec.served_adapter:
         flags += _adapter_flags(spec.contract.adapter, spec.contract.device)
-    if spec.is_classifier:
-        flags.append("--is-embedding")
     if spec.returns_routed_experts:
         flags.append("--enable-return-routed-experts")
     if spec.contract.shares_model:

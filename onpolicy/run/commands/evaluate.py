@@ -27,7 +27,6 @@ from onpolicy.run.launch.engine_specs import make_rollout_group
 from onpolicy.run.launch.host_shares import placement_of_servers
 from onpolicy.run.launch.inputs import Inputs
 from onpolicy.run.run import Run
-from onpolicy.run.served_rewards import make_scorer
 from onpolicy.train.weight_outlet import bucket_bytes
 from onpolicy.weights.digest import WeightBucket, WeightDigest, in_buckets
 from onpolicy.weights.push import Engine, push_weights
@@ -158,8 +157,7 @@ def evaluate(config: TrainConfig, inputs: Inputs, rollouts_done: int) -> Report:
         make_rollout = partial(make_rollout_group, places=places)
         kind = NamedEngines if config.lora.lora_name else PublishedEngines
         make_engines = partial(kind, make_rollout=make_rollout)
-        scorer = partial(make_scorer, beside=places)
-        with Run(config, inputs, make_engines=make_engines, make_scorer=scorer) as run:
+        with Run(config, inputs, make_engines=make_engines) as run:
             assert isinstance(run.engines, PublishedEngines)
             rollouts_done = run.engines.take_up(rollouts_done)
             for name in inputs.eval_sets:

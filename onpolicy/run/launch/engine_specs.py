@@ -22,7 +22,6 @@ from onpolicy.config.sglang_flags import max_total_tokens, tensor_parallel_size
 from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
-from onpolicy.models.classifiers import is_classifier
 from onpolicy.models.kv_cache import token_bytes
 from onpolicy.models.size import ModelSize
 from onpolicy.ops.backends import require_servable
@@ -119,7 +118,6 @@ def serve_spec(
         client_api_key="" if spec.admin_api_key else given or secrets.token_hex(24),
         adapter_names=config.lora.lora_names,
         serves_text=config.serves_text,
-        is_classifier=is_classifier(hf_config),
     )
 
 

@@ -148,8 +148,7 @@ def test_a_name_is_a_word():
     ],
 )
 def test_a_server_of_names_is_refused_with(argv, rule):
-    drafts = ["--sglang-speculative-algorithm", "NGRAM"]
-    served = [*LORA, "--lora-dora", "--lora-names", "a", "b-2", *drafts]
+    served = [*LORA, "--lora-dora", "--lora-names", "a", "b-2"]
     validate(parse(ServeConfig, served, "onpolicy serve"))
     with pytest.raises(ConfigError, match=rule):
         validate(parse(ServeConfig, argv, "onpolicy serve"))
