@@ -28,9 +28,6 @@ NAMES_VARIABLE = "ONPOLICY_ADAPTER_NAMES"
 """Environment variable with the names, spaces between, under which an engine holds adapters beside one
 base; each name's rows have the bits that they have alone."""
 
-SERVED_ADAPTER = "trained"
-"""The name under which a stock engine holds a run's adapters (`AdapterShape.of_sglang`)."""
-
 ALL_OF = "/"
 """Before such a name in the place of a request's id: all requests that are asked under it."""
 
@@ -133,9 +130,6 @@ class AdapterShape:
     dora: bool = False
     """Whether the lengths of adapted rows are trained too (`onpolicy/models/magnitude.py`)."""
 
-    of_sglang: bool = False
-    """Whether a stock engine has it beside its weights, where SGLang's own kernels compute it."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericsContract:
@@ -208,12 +202,7 @@ class NumericsContract:
     @property
     def merges_adapter(self) -> bool:
         """Whether an engine holds what the trainer's adapters make of the weights: it has none."""
-        return self.adapter is not None and not (self.is_aligned or self.adapter.of_sglang)
-
-    @property
-    def serves_adapter(self) -> bool:
-        """Whether a stock engine has the trainer's adapters beside its weights, by SGLang's own way."""
-        return self.adapter is not None and self.adapter.of_sglang
+        return self.adapter is not None and not self.is_aligned
 
     @property
     def of_engine(self) -> NumericsContract:

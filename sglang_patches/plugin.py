@@ -44,7 +44,6 @@ from sglang_patches import (
     request_seeds,
     requests,
     sampler,
-    served_adapters,
     shared_names,
     status,
     trainers_model,
@@ -73,7 +72,6 @@ def load() -> None:
     weights.install(contract, _watch(contract))
     named_weights.install(contract)
     named_adapters.install()
-    served_adapters.install(contract)
     if contract.device == "cpu":
         cpu.install()
     else:
@@ -91,8 +89,6 @@ def load() -> None:
 
 def _watch(contract: NumericsContract) -> Callable[..., None]:
     """What checks the weights that an engine is given."""
-    if contract.serves_adapter:
-        return served_adapters.watch_loads
     return named_weights.watch_loads if named_adapters.names() else weights.watch_loads
 
 

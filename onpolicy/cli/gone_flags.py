@@ -15,6 +15,7 @@ GONE: dict[str, str] = {
     "--reward-server-url": _CLASSIFIER,
     "--reward-api-key": _CLASSIFIER,
     "--reward-input": _CLASSIFIER,
+    "--rollout-lora": "Leave it out: stock servers get adapters merged into their weights.",
 }
 """What to use instead, by `--flag`, by `--flag value`, or by a command's name."""
 

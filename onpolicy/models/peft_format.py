@@ -6,7 +6,7 @@ Source: `LoraConfig` and `get_peft_model_state_dict` of the package peft.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -68,12 +68,6 @@ def export_adapter(
         "inference_mode": True,
     }
     (directory / CONFIG).write_text(json.dumps(config, indent=2))
-
-
-def named_for_peft(buckets: Iterable[WeightBucket]) -> Iterator[WeightBucket]:
-    """Adapters of linears under the names that PEFT's format has for them."""
-    for bucket in buckets:
-        yield [(_name_in_peft(name), tensor) for name, tensor in bucket]
 
 
 def first_factors(begins_with: str, seed: int) -> FactorValues:

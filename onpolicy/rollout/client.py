@@ -35,8 +35,7 @@ class EngineClient:
     """The server at one URL.
 
     `adapter_name`: what its requests are answered by, and what is pushed to it, where a server holds
-    adapters of several names (`sglang_patches/named_adapters.py`). `served_adapter`: what its requests
-    are answered by where a server has SGLang's own (`sglang_patches/served_adapters.py`).
+    adapters of several names (`sglang_patches/named_adapters.py`)
     """
 
     def __init__(
@@ -47,10 +46,9 @@ class EngineClient:
         health_timeout: float,
         admin_api_key: str = "",
         adapter_name: str = "",
-        served_adapter: str = "",
     ):
         self.url, self.request_timeout = url.rstrip("/"), request_timeout
-        self.adapter_name, self.served_adapter = adapter_name, served_adapter
+        self.adapter_name = adapter_name
         self.health_timeout = health_timeout
         self.headers = _authorization(api_key)
         self.admin_headers = _authorization(admin_api_key or api_key)
@@ -69,7 +67,7 @@ class EngineClient:
             try:
                 async with session.post(
                     f"{self.url}/generate",
-                    json=_payload(request, self.adapter_name or self.served_adapter),
+                    json=_payload(request, self.adapter_name),
                     headers=self.headers,
                     timeout=aiohttp.ClientTimeout(total=self.request_timeout),
                 ) as response:

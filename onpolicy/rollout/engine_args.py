@@ -15,9 +15,7 @@ from onpolicy.contract import (
     NAMES_VARIABLE,
     OUTSIDE,
     PACKED_VARIABLE,
-    SERVED_ADAPTER,
     THREADS_VARIABLE,
-    AdapterShape,
     NumericsContract,
 )
 from onpolicy.system.network import (
@@ -37,9 +35,6 @@ MAX_CONCURRENCY = 256
 
 CONTEXT_MARGIN = 2
 """Tokens that SGLang keeps free at the end of the context."""
-
-SERVED_PLACES = 2
-"""What a batch may have of SGLang's own adapters: the run's, and for a health check beside it none."""
 
 CACHE_MARGIN = 8
 """Tokens of the cache that SGLang keeps free beside a sequence (tp_worker.get_worker_info)."""
@@ -122,15 +117,9 @@ class EngineSpec:
         return tensor_parallel_size(self.sglang_args)
 
     @property
-    def served_adapter(self) -> str:
-        """The name of SGLang's own adapters, which requests say; empty: it has none."""
-        return SERVED_ADAPTER if self.contract.serves_adapter else ""
-
-    @property
     def more_adapters(self) -> int:
-        """Sets of adapters in its memory beside one: those of further names, or SGLang's own, which it
-        keeps as they were loaded and copies into its places for a batch."""
-        return SERVED_PLACES if self.served_adapter else len(self.adapter_names[1:])
+        """Sets of adapters in its memory beside one: those of further names."""
+        return len(self.adapter_names[1:])
 
     @property
     def needed_tokens(self) -> int:
@@ -167,8 +156,6 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
         flags += ["--context-length", str(spec.contract.context)]
     if spec.adapter_names:
         flags.append("--skip-server-warmup")  # whose request has no name
-    if spec.contract.adapter is not None and spec.served_adapter:
-        flags += _adapter_flags(spec.contract.adapter, spec.contract.device)
     if spec.returns_routed_experts:
         flags.append("--enable-return-routed-experts")
     if spec.contract.shares_model:
@@ -177,18 +164,6 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
     if spec.contract.aligns("log_probs", OUTSIDE):
         flags += ["--enable-deterministic-inference", "--sampling-backend", "pytorch"]
     return [*flags, *secrets.split(spec.sglang_args)[0]]
-
-
-def _adapter_flags(adapter: AdapterShape, device: str) -> list[str]:
-    """What SGLang needs to know of its own adapters before any is loaded."""
-    return [
-        "--enable-lora",
-        "--max-lora-rank", str(adapter.rank),
-        "--lora-target-modules", *adapter.targets,
-        "--max-loras-per-batch", str(SERVED_PLACES),
-        "--lora-strict-loading",
-        *(["--lora-backend", "torch_native"] if device == "cpu" else []),
-    ]  # fmt: skip
 
 
 def secret_flags(spec: EngineSpec) -> list[str]:

@@ -29,7 +29,7 @@ _HEALTH_PAUSE = 0.5
 
 KINDS: frozenset[MemoryKind] = frozenset(get_args(MemoryKind))
 
-MakeClient = Callable[[str, str, float, float, str, str, str], EngineClient]
+MakeClient = Callable[[str, str, float, float, str, str], EngineClient]
 
 
 class SglangGroup(RolloutGroup):
@@ -68,7 +68,6 @@ class SglangGroup(RolloutGroup):
                 config.rollout_health_timeout,
                 spec.admin_api_key,
                 spec.adapter_name,
-                spec.served_adapter,
             )
             for url in urls
         ]

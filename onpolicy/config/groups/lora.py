@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from fallback_correction.ranges import ReadBy
 from onpolicy.config.kinds import CountOrZero, Positive
@@ -110,27 +110,6 @@ class LoraConfig(AdapterShapeConfig):
     """Begin with an adapter in PEFT's format, such as step_N/hf of another run: the directory. It says
     rank, alpha, rsLoRA, DoRA and targets, so --lora-rank and the others are left out."""
 
-    rollout_lora: Annotated[
-        Literal["merged", "sglang"],
-        BY_LORA,
-        Against(lambda run: run.plan.may_align or run.plan.aligned_by,
-            "aligned servers have the trainer's own, or are given merged weights with --align",
-            "Leave {run.plan.aligned_by} or the flag out."),
-        Against(lambda run: run.lora_dora,
-            "SGLang has no DoRA", "Use --rollout-lora merged, or leave --lora-dora out."),
-        Against(lambda run: run.rollout_server_url,
-            "servers that run already were started for merged weights (--rollout-server-url)",
-            "Let the run start its servers, or use --rollout-lora merged."),
-        Against(lambda run: run.colocate,
-            "a server that gave its memory back (--colocate) needs the base again, and gets adapters "
-            "alone", "Use --rollout-lora merged."),
-        Against(lambda run: run.weight_sync not in ("auto", "tensor"),
-            "adapters alone travel in memory, and not by --weight-sync={run.weight_sync}",
-            "Leave --weight-sync out, or use --rollout-lora merged."),
-    ] = "merged"  # fmt: skip
-    """What servers without --true-on-policy-mode get: weights that adapters are merged into, or adapters
-    alone, which SGLang's own kernels compute beside the base (--enable-lora)."""
-
     lora_name: Annotated[
         str,
         BY_LORA,
@@ -177,4 +156,3 @@ class ServedLoraConfig(AdapterShapeConfig):
     """Rank of the adapters of --lora-names, of one shape for all."""
 
     lora_adapter: ClassVar[str] = ""
-    rollout_lora: ClassVar[str] = "merged"

@@ -196,8 +196,7 @@ class RunMemory:
         the server; and those that are gathered meanwhile. Where adapters are merged, all of them too."""
         itemsize, size = getattr(torch, self.config.model.dtype).itemsize, self.size
         most = min(self.config.sync.update_weight_buffer_size * MIB, itemsize * size.parameters)
-        at_once = size.adapters if self.spec.served_adapter else size.largest_parameter
-        bucket = max(most, itemsize * at_once)
+        bucket = max(most, itemsize * size.largest_parameter)
         parts = {"4 copies of a bucket": 4 * bucket}
         if size.adapters and (self.config.plan.is_governed or self.spec.contract.adapter is None):
             parts["merging"] = bucket + itemsize * size.adapters + FLOAT32 * size.merging

@@ -3,11 +3,10 @@
 import asyncio
 from unittest.mock import MagicMock
 
-import aiohttp
 import pytest
 
 from onpolicy.errors import ConfigError
-from onpolicy.rollout.client import EngineClient, EngineLostError, _payload
+from onpolicy.rollout.client import EngineClient, _payload
 from onpolicy.types import Request, SamplingParams
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=2, stop_token_ids=())
@@ -34,15 +33,6 @@ def test_what_is_pushed_and_asked_under_a_name_says_it(monkeypatch):
     assert said == [{"weight_version": "math:3"}]
     assert _payload(REQUEST, "math")["lora_path"] == "math" and "lora_path" not in _payload(REQUEST)
     assert client.patience(0) == 1860 and client_named("").patience(0) == 60
-
-
-def test_requests_say_the_one_adapter_of_a_stock_server_and_pushes_do_not(monkeypatch):
-    session, client = MagicMock(), EngineClient("http://e", "", 1.0, 1.0, served_adapter="mine")
-    session.post.side_effect = aiohttp.ClientConnectorError(MagicMock(), OSError())
-    with pytest.raises(EngineLostError):
-        asyncio.run(client.generate(session, REQUEST))
-    assert session.post.call_args.kwargs["json"]["lora_path"] == "mine"
-    assert client.adapter_name == "" and client.patience(0) == 1
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from onpolicy.contract import (
     CONTRACT_VARIABLE,
     NAMES_VARIABLE,
     PORTABLE_KERNELS,
-    AdapterShape,
     NumericsContract,
     OperatorShapes,
 )
@@ -51,22 +50,6 @@ def test_an_engine_of_portable_operators_starts_on_their_kernels():
     portable = dataclasses.replace(ALIGNED, backend="portable")
     assert engine_environment(spec_of(portable)).items() >= PORTABLE_KERNELS.items()
     assert not engine_environment(spec_of(ALIGNED)).keys() & PORTABLE_KERNELS.keys()
-
-
-@pytest.mark.parametrize("contract", [STOCK, ON_GPU])
-def test_an_engine_with_sglangs_own_adapters_starts_with_places_for_them(contract):
-    shape = AdapterShape(rank=8, scale=2.0, targets=("k_proj", "q_proj"), of_sglang=True)
-    spec = spec_of(dataclasses.replace(contract, adapter=shape))
-    flags = engine_flags(spec, 1)
-    targets = flags.index("--lora-target-modules")
-    assert flags[targets + 1 : targets + 3] == ["k_proj", "q_proj"]
-    assert value_of(flags, "--max-lora-rank") == "8" and "--lora-strict-loading" in flags
-    assert ("--lora-backend" in flags) == (contract.device == "cpu")
-    assert spec.served_adapter and spec.more_adapters == 2
-    beside = spec_of(
-        dataclasses.replace(ALIGNED, adapter=dataclasses.replace(shape, of_sglang=False))
-    )
-    assert not beside.served_adapter and "--enable-lora" not in engine_flags(beside, 1)
 
 
 def test_an_engine_of_names_gets_them_and_no_first_request_without_one():

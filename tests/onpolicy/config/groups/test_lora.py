@@ -152,32 +152,3 @@ def test_a_server_of_names_is_refused_with(argv, rule):
     validate(parse(ServeConfig, served, "onpolicy serve"))
     with pytest.raises(ConfigError, match=rule):
         validate(parse(ServeConfig, argv, "onpolicy serve"))
-
-
-SGLANGS = [*LORA, "--rollout-lora", "sglang"]
-
-
-def test_stock_servers_have_adapters_of_sglangs_own_where_it_is_asked_for():
-    check(*SGLANGS, "--use-tis", "--lora-rslora", "--sglang-tp-size", "2")
-    check(*SGLANGS, "--train-backend", "megatron", "--rollout-schedule", "free", "--use-tis")
-    validate(parse(VerifyConfig, [*SGLANGS, "--no-true-on-policy-mode"], "onpolicy verify"))
-
-
-@pytest.mark.parametrize(
-    ("argv", "rule"),
-    [
-        (MODE, "aligned servers have the trainer's own"),
-        (["--align", "linear"], "aligned servers have the trainer's own"),
-        (["--mismatch-governor"], "aligned servers have the trainer's own"),
-        (["--lora-dora"], "SGLang has no DoRA"),
-        (["--rollout-server-url", "http://127.0.0.1:1"], "were started for merged weights"),
-        (["--colocate"], "needs the base again"),
-        (["--weight-sync", "disk"], "not by --weight-sync=disk"),
-    ],
-)
-def test_what_sglangs_own_cannot_have_is_refused(argv, rule):
-    check(*LORA, *argv)
-    with pytest.raises(ConfigError, match=f"--rollout-lora=sglang: .*{rule}"):
-        check(*SGLANGS, *argv)
-    with pytest.raises(ConfigError, match="--rollout-lora"):
-        check("--rollout-lora", "sglang")  # without adapters
