@@ -24,13 +24,6 @@ PACKED_VARIABLE = "ONPOLICY_PACKED_WEIGHTS"
 """Set where an engine is to keep its weights packed (`sglang_patches/packed_weights.py`); changes no
 bits."""
 
-NAMES_VARIABLE = "ONPOLICY_ADAPTER_NAMES"
-"""Environment variable with the names, spaces between, under which an engine holds adapters beside one
-base; each name's rows have the bits that they have alone."""
-
-ALL_OF = "/"
-"""Before such a name in the place of a request's id: all requests that are asked under it."""
-
 EXTENSIONS_VARIABLE = "ONPOLICY_EXTENSIONS"
 """Environment variable with what a command puts into an engine beside its contract, as a JSON object: of
 each class "module:name" the text that it is made from. It changes no bits."""

@@ -15,14 +15,12 @@ import torch
 from onpolicy.contract import NumericsContract
 from onpolicy.models.adapters import adapters, add_adapters
 from onpolicy.ops import Operators
-from sglang_patches import named_adapters
 from sglang_patches.tensor_parallel import rank, shard
 
 
 def put_in(model: Any, operators: Operators, contract: NumericsContract) -> None:
     """Those of the contract, if it has any, beside the linears of a model that is loaded."""
     add_adapters(model, operators, contract.adapter)
-    named_adapters.put_in(model, operators, contract.adapter)
     for adapter in adapters(model):
         for factor in (*adapter.parameters(), *adapter.buffers()):
             factor.weight_loader = _load_part  # type: ignore[attr-defined]

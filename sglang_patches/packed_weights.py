@@ -31,7 +31,7 @@ from onpolicy.models.joint_linears import JointLinear
 from onpolicy.weights.digest import WeightBucket
 from onpolicy.weights.packing import PackedWeight, pack, unpack
 from onpolicy.weights.rounding import FORMATS, is_rounded, round_weight
-from sglang_patches import named_adapters, registry
+from sglang_patches import registry
 from sglang_patches.experts import held_tensors
 from sglang_patches.fusion import weights_memory
 from sglang_patches.tensor_parallel import num_ranks
@@ -54,7 +54,7 @@ def are_asked_for() -> bool:
 
 def install(contract: NumericsContract) -> None:
     """Hook SGLang, if an engine has its weights rounded before anyone pushes some."""
-    if contract.weight_format and (named_adapters.names() or are_asked_for()):
+    if contract.weight_format and are_asked_for():
         registry.hook(LOAD_TARGET, rounding(contract), "around")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pkgutil
-from collections.abc import Callable
 
 from onpolicy.compat.process import prepare_process
 from onpolicy.contract import (
@@ -33,8 +32,6 @@ from sglang_patches import (
     memory_release,
     model,
     model_names,
-    named_adapters,
-    named_weights,
     neutral_values,
     packed_weights,
     prefill_once,
@@ -69,9 +66,7 @@ def load() -> None:
     neutral_values.install()
     status.install()
     compressed.install()
-    weights.install(contract, _watch(contract))
-    named_weights.install(contract)
-    named_adapters.install()
+    weights.install(contract)
     if contract.device == "cpu":
         cpu.install()
     else:
@@ -85,11 +80,6 @@ def load() -> None:
     for extension in asked:
         extension.install(contract)
     registry.started(contract)
-
-
-def _watch(contract: NumericsContract) -> Callable[..., None]:
-    """What checks the weights that an engine is given."""
-    return named_weights.watch_loads if named_adapters.names() else weights.watch_loads
 
 
 def _share_model(contract: NumericsContract, operators: Operators, *, fuses: bool) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from onpolicy.errors import ConfigError
 
+_NAMES = "Leave it out: each run with adapters starts servers of its own."
+
 _CLASSIFIER = "Serve it by SGLang itself, and use --rm-type remote_rm (examples/reward_model)."
 
 GONE: dict[str, str] = {
@@ -15,6 +17,8 @@ GONE: dict[str, str] = {
     "--reward-server-url": _CLASSIFIER,
     "--reward-api-key": _CLASSIFIER,
     "--reward-input": _CLASSIFIER,
+    "--lora-name": _NAMES,
+    "--lora-names": _NAMES,
     "--rollout-lora": "Leave it out: stock servers get adapters merged into their weights.",
 }
 """What to use instead, by `--flag`, by `--flag value`, or by a command's name."""

@@ -97,19 +97,12 @@ def add_adapters(model: nn.Module, operators: Operators, shape: AdapterShape | N
             "adapted there. Name linears that it has."
         )
     for module in chosen:
-        beside = adapter_beside(module, operators, shape)
         if isinstance(module, AlignedExperts):
-            module.lora = beside
+            like = module.down_proj.detach()
+            module.lora = ExpertLowRank(like, expert_sizes(module), shape)
         else:
-            module.add_module(CHILD, beside)
+            module.add_module(CHILD, LowRank(module, operators, shape))
             module.register_forward_hook(_add)
-
-
-def adapter_beside(module: Any, operators: Operators, shape: AdapterShape) -> LowRankModule:
-    """One for a linear, or for the experts of a layer, which are not changed: zeros."""
-    if isinstance(module, AlignedExperts):
-        return ExpertLowRank(module.down_proj.detach(), expert_sizes(module), shape)
-    return LowRank(module, operators, shape)
 
 
 def _add(linear: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import (
     CONTRACT_VARIABLE,
     EXTENSIONS_VARIABLE,
-    NAMES_VARIABLE,
     OUTSIDE,
     PACKED_VARIABLE,
     THREADS_VARIABLE,
@@ -91,13 +90,6 @@ class EngineSpec:
     extensions: Mapping[str, str] = field(default_factory=dict)
     """What a command puts into the engine's processes (`sglang_patches/extensions.py`)."""
 
-    adapter_names: tuple[str, ...] = ()
-    """The names under which it holds adapters (`sglang_patches/named_adapters.py`); none: it has one set
-    of weights."""
-
-    adapter_name: str = ""
-    """The name of those that a run pushes to it and samples with; empty: the only ones, or none."""
-
     serves_text: bool = False
     """Whether clients may send text, as those of the OpenAI API do; a run sends tokens."""
 
@@ -115,11 +107,6 @@ class EngineSpec:
     def tp_size(self) -> int:
         """Tensor-parallel ranks of the server."""
         return tensor_parallel_size(self.sglang_args)
-
-    @property
-    def more_adapters(self) -> int:
-        """Sets of adapters in its memory beside one: those of further names."""
-        return len(self.adapter_names[1:])
 
     @property
     def needed_tokens(self) -> int:
@@ -154,8 +141,6 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
         flags.append("--trust-remote-code")
     if spec.contract.context is not None:
         flags += ["--context-length", str(spec.contract.context)]
-    if spec.adapter_names:
-        flags.append("--skip-server-warmup")  # whose request has no name
     if spec.returns_routed_experts:
         flags.append("--enable-return-routed-experts")
     if spec.contract.shares_model:
@@ -192,8 +177,6 @@ def _gpu_flags(spec: EngineSpec) -> list[str]:
     if spec.contract.aligns("attention"):
         # Its bookkeeping for pages and CUDA graphs serves both backends (see sglang_patches/).
         flags += ["--attention-backend", "fa3", "--page-size", "1"]
-    if spec.adapter_names:
-        flags.append("--disable-cuda-graph")  # a captured one has the rows of one batch for ever
     if spec.memory_fraction:
         flags += ["--mem-fraction-static", str(spec.memory_fraction), "--enable-memory-saver"]
     return [*flags, "--quantization", "fp8"] if spec.weight_format == "fp8_e4m3" else flags
@@ -212,8 +195,6 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
         **proxy_exceptions(os.environ, spec.host),
         **spec.contract.variables,
     }
-    if spec.adapter_names:
-        variables[NAMES_VARIABLE] = " ".join(spec.adapter_names)
     if spec.packs_weights:
         variables[PACKED_VARIABLE] = "1"
     if spec.extensions:

@@ -29,7 +29,7 @@ _HEALTH_PAUSE = 0.5
 
 KINDS: frozenset[MemoryKind] = frozenset(get_args(MemoryKind))
 
-MakeClient = Callable[[str, str, float, float, str, str], EngineClient]
+MakeClient = Callable[[str, str, float, float, str], EngineClient]
 
 
 class SglangGroup(RolloutGroup):
@@ -67,7 +67,6 @@ class SglangGroup(RolloutGroup):
                 config.rollout_request_timeout,
                 config.rollout_health_timeout,
                 spec.admin_api_key,
-                spec.adapter_name,
             )
             for url in urls
         ]

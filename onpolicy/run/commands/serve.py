@@ -188,8 +188,6 @@ def _print_how_to_use(
         )
     if sessions is not None:
         print(f"sessions: POST {sessions.gateway.url}/sessions with the same key as Bearer token")
-    if spec.adapter_names:
-        print(f"one run for each of --lora-name {', '.join(spec.adapter_names)}")
     print(f"--rollout-server-url {' '.join(urls)} --rollout-api-key @{keys.of_runs}", flush=True)
 
 

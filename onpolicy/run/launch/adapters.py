@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from onpolicy.config import TrainConfig
-from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
 from onpolicy.models.adapters import target_names
@@ -14,8 +13,8 @@ from onpolicy.models.peft_experts import FUSED_NAMES
 from onpolicy.models.peft_format import require_adapter_fits
 
 
-def adapter_of(config: TrainConfig | ServeConfig, facts: ModelFacts) -> AdapterShape | None:
-    """The adapters that a run trains, or that a server holds for runs; None: all weights are trained.
+def adapter_of(config: TrainConfig, facts: ModelFacts) -> AdapterShape | None:
+    """Returns the adapters that a run trains; None: all weights are trained.
 
     Raises ConfigError for linears that the model does not have, or that cannot be adapted.
     """

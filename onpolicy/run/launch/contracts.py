@@ -50,7 +50,8 @@ def contract_for(
     if aligned_by:
         require_alignable(facts, context, aligned_by)
         require_exact(os.environ, aligned_by)
-    adapter, shapes = adapter_of(config, facts), operator_shapes(facts, blocks)
+    adapter = adapter_of(config, facts) if isinstance(config, TrainConfig) else None
+    shapes = operator_shapes(facts, blocks)
     if aligned:
         shapes = with_adapters(shapes, facts.model, adapter, blocks)
     kinds = () if aligned else config.operators.kinds

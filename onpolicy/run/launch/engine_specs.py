@@ -83,7 +83,6 @@ def rollout_spec(
         _spec(config, engine, hf_config, contract, longest_sequence, requests),
         weight_format="" if contract.is_aligned else engine.rollout_weight_format,
         returns_routed_experts=replays_routing(config, contract),
-        adapter_name=config.lora.lora_name,
         serves_text=has_agent(config.agent),  # a stop string needs a tokenizer
     )
     if not engine.colocate:
@@ -116,7 +115,6 @@ def serve_spec(
     return replace(
         spec,
         client_api_key="" if spec.admin_api_key else given or secrets.token_hex(24),
-        adapter_names=config.lora.lora_names,
         serves_text=config.serves_text,
     )
 

@@ -132,8 +132,7 @@ def server_memory(
     tokens = spec.cache_tokens or spec.needed_tokens
     each = itemsize + backend_of(spec.contract.backend).multiplies_bytes
     packed_format = spec.contract.weight_format * spec.packs_weights
-    beside = itemsize * spec.more_adapters * size.adapters
-    beside += itemsize * size.largest_layer * bool(packed_format)
+    beside = itemsize * size.largest_layer * bool(packed_format)
     parts = {
         "weights": (size.stored_bytes(each, packed_format) + beside) // ranks,
         f"cache of {tokens} tokens": tokens * token_bytes(hf_config, spec.contract) // ranks,

@@ -6,7 +6,6 @@ import pytest
 
 from onpolicy.contract import (
     CONTRACT_VARIABLE,
-    NAMES_VARIABLE,
     PORTABLE_KERNELS,
     NumericsContract,
     OperatorShapes,
@@ -50,14 +49,6 @@ def test_an_engine_of_portable_operators_starts_on_their_kernels():
     portable = dataclasses.replace(ALIGNED, backend="portable")
     assert engine_environment(spec_of(portable)).items() >= PORTABLE_KERNELS.items()
     assert not engine_environment(spec_of(ALIGNED)).keys() & PORTABLE_KERNELS.keys()
-
-
-def test_an_engine_of_names_gets_them_and_no_first_request_without_one():
-    named = spec_of(ALIGNED, adapter_names=("a", "b"))
-    assert engine_environment(named)[NAMES_VARIABLE] == "a b"
-    assert "--skip-server-warmup" in engine_flags(named, 1)
-    assert NAMES_VARIABLE not in engine_environment(spec_of(ALIGNED))
-    assert "--skip-server-warmup" not in engine_flags(spec_of(ALIGNED), 1)
 
 
 def test_only_an_aligned_engine_runs_deterministically_on_the_hugging_face_model():

@@ -6,7 +6,7 @@ from onpolicy.cli.parse import parse
 from onpolicy.config.explain import ExplainConfig
 from onpolicy.config.groups import LoraConfig
 from onpolicy.config.rules import validate
-from onpolicy.config.tools import ServeConfig, VerifyConfig
+from onpolicy.config.tools import VerifyConfig
 from onpolicy.errors import ConfigError
 from tests.onpolicy.config.test_validate import MODE, check
 
@@ -103,52 +103,3 @@ def test_without_adapters_nothing_reads_their_flags(argv):
 def test_the_scale_is_over_the_rank_or_over_its_root():
     assert LoraConfig(lora_rank=16, lora_alpha=32).scale == 2
     assert LoraConfig(lora_rank=16, lora_alpha=32, lora_rslora=True).scale == 8
-
-
-SHARED = [*MODE, *LORA, "--lora-name", "math", "--rollout-server-url", "http://127.0.0.1:1"]
-
-
-def test_adapters_on_servers_of_others_have_a_name():
-    check(*SHARED)
-    check(*SHARED, "--weight-sync", "tensor")
-    check(*SHARED, "--train-backend", "megatron")
-    check(*SHARED, "--rollout-weight-format", "int4")
-    check(*SHARED, "--lora-dora")
-    check(*SHARED, "--rollout-lag", "1")
-    check(*SHARED, "--rollout-schedule", "free", "--max-staleness", "1")
-    with pytest.raises(ConfigError, match=r"--lora-name=math: .*Add --rollout-server-url"):
-        check(*MODE, *LORA, "--lora-name", "math")
-
-
-@pytest.mark.parametrize(
-    ("argv", "rule"),
-    [
-        (["--weight-sync", "disk"], "--weight-sync=disk has no place for a name"),
-    ],
-)
-def test_what_has_no_names_yet_is_refused(argv, rule):
-    with pytest.raises(ConfigError, match=f"--lora-name=math: .*{rule}"):
-        check(*SHARED, *argv)
-
-
-def test_a_name_is_a_word():
-    with pytest.raises(ConfigError, match="--lora-name: 'a b': a name has"):
-        check(*SHARED[:4], "a b", *SHARED[5:])
-
-
-@pytest.mark.parametrize(
-    ("argv", "rule"),
-    [
-        (["--lora-names", "a"], "--lora-names=a: says no rank"),
-        (["--lora-rank", "8"], "--lora-rank=8: only --lora-names reads it"),
-        ([*LORA, "--lora-names", "a", "a"], "--lora-names: 'a': is there twice"),
-        ([*LORA, "--lora-names", "a:1"], "--lora-names: 'a:1': a name has"),
-        ([*LORA, "--lora-names", "a", "--no-true-on-policy-mode"], "kernels have no adapters here"),
-        ([*LORA, "--lora-names", "a", "--sessions"], "a session says no name"),
-    ],
-)
-def test_a_server_of_names_is_refused_with(argv, rule):
-    served = [*LORA, "--lora-dora", "--lora-names", "a", "b-2"]
-    validate(parse(ServeConfig, served, "onpolicy serve"))
-    with pytest.raises(ConfigError, match=rule):
-        validate(parse(ServeConfig, argv, "onpolicy serve"))
