@@ -120,9 +120,6 @@ class AdapterShape:
     targets: tuple[str, ...]
     """The last parts of the names of the linears that have one, sorted. Example: ("q_proj", "v_proj")"""
 
-    dora: bool = False
-    """Whether the lengths of adapted rows are trained too (`onpolicy/models/magnitude.py`)."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericsContract:

@@ -17,6 +17,7 @@ GONE: dict[str, str] = {
     "--reward-server-url": _CLASSIFIER,
     "--reward-api-key": _CLASSIFIER,
     "--reward-input": _CLASSIFIER,
+    "--lora-dora": "Leave it out: adapters are two factors without magnitudes.",
     "--lora-name": _NAMES,
     "--lora-names": _NAMES,
     "--rollout-lora": "Leave it out: stock servers get adapters merged into their weights.",

@@ -30,7 +30,6 @@ from onpolicy.errors import ConfigError
 from onpolicy.models.expert_adapters import ExpertLowRank, expert_adapter_size
 from onpolicy.models.experts import AlignedExperts, choosers, expert_sizes, has_usual_experts
 from onpolicy.models.low_rank import LowRankModule
-from onpolicy.models.magnitude import Magnitude
 from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops.base import Operators
 from onpolicy.ops.low_rank import Factors, add_low_rank
@@ -56,19 +55,17 @@ class LowRank(LowRankModule):
         like = linear.weight.detach()
         self.A = nn.Parameter(like.new_zeros(shape.rank, in_features))
         self.B = nn.Parameter(like.new_zeros(out_features, shape.rank))
-        self.magnitude = Magnitude(self.B) if shape.dora else None
 
-    def forward(self, x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
-        """[..., K], what the linear gives, [..., N], and its bias [N] -> [..., N] in its dtype."""
+    def forward(self, x: Tensor, out: Tensor) -> Tensor:
+        """[..., K] and what the linear gives, [..., N] -> [..., N] in its dtype."""
         if not self.is_on:
             return out
         x = self.row_parallel.own_part(x, self.A.shape[1])
-        return add_low_rank(self.operators, x, out, self.factors, self.row_parallel, bias)
+        return add_low_rank(self.operators, x, out, self.factors, self.row_parallel)
 
     @property
     def factors(self) -> Factors:
-        gain = None if self.magnitude is None else self.magnitude(None)
-        return Factors(self.A, self.B, self.scale, gain)
+        return Factors(self.A, self.B, self.scale)
 
 
 def _features(linear: Any) -> tuple[int, int]:
@@ -107,7 +104,7 @@ def add_adapters(model: nn.Module, operators: Operators, shape: AdapterShape | N
 
 def _add(linear: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
     adapter: LowRank = linear._modules[CHILD]
-    added: Tensor = adapter(args[0], out, linear.bias)
+    added: Tensor = adapter(args[0], out)
     return added
 
 
@@ -231,7 +228,6 @@ def adapter_size(model: nn.Module, adapter: AdapterShape) -> int:
     """Numbers in all adapters of a model, which has none yet."""
     linears = adapted_linears(model, adapter)
     size = adapter.rank * sum(m.in_features + m.out_features for m in linears)
-    size += adapter.dora * sum(m.out_features for m in linears)
     return size + sum(expert_adapter_size(m, adapter) for m in _adapted_experts(model, adapter))
 
 

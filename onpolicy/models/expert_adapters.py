@@ -6,13 +6,12 @@ Gate and up, which transformers holds in one matrix, have one pair together, as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from onpolicy.contract import AdapterShape
-from onpolicy.models.experts import AlignedExperts, expert_sizes
+from onpolicy.models.experts import expert_sizes
 from onpolicy.models.low_rank import LowRankModule, Pair
 from onpolicy.ops.experts import ExpertFactors
 from onpolicy.ops.low_rank import Factors
@@ -21,8 +20,7 @@ from onpolicy.ops.low_rank import Factors
 class ExpertLowRank(LowRankModule):
     """What is added to the products of a layer's experts, or to a tensor-parallel rank's part of them.
 
-    gate_up.A: [E, r, H]; gate_up.B: [E, 2, I / P, r]; down.A: [E, r, I / P]; down.B: [E, H, r]. With
-    DoRA each has magnitudes, of the shape of its B but for r.
+    gate_up.A: [E, r, H]; gate_up.B: [E, 2, I / P, r]; down.A: [E, r, I / P]; down.B: [E, H, r].
     """
 
     def __init__(self, like: Tensor, sizes: tuple[int, int, int], shape: AdapterShape):
@@ -30,32 +28,19 @@ class ExpertLowRank(LowRankModule):
         super().__init__(shape.scale)
         (count, inner, hidden), rank = sizes, shape.rank
         # Gate and up stand apart, so that a rank's part of both is one block of B.
-        new, dora = like.new_zeros, shape.dora
-        self.gate_up = Pair(new(count, rank, hidden), new(count, 2, inner, rank), dora=dora)
-        self.down = Pair(new(count, rank, inner), new(count, hidden, rank), dora=dora)
+        new = like.new_zeros
+        self.gate_up = Pair(new(count, rank, hidden), new(count, 2, inner, rank))
+        self.down = Pair(new(count, rank, inner), new(count, hidden, rank))
 
     @property
     def factors(self) -> ExpertFactors:
-        down = self._factors(self.down)
-        return ExpertFactors(self._factors(self.gate_up), down, down.gain)
+        return ExpertFactors(self._factors(self.gate_up), self._factors(self.down))
 
     def _factors(self, pair: Pair) -> Factors:
-        gain = pair.gain
-        gain = None if gain is None else gain.flatten(1)
-        return Factors(pair.A, pair.B.flatten(1, -2), self.scale, gain)
-
-
-def adapted_matrices(model: nn.Module) -> Iterator[tuple[AlignedExperts, Tensor, Pair]]:
-    """Experts of a model that have adapters, and with each their two matrices and the pairs beside
-    them, in its order."""
-    for module in model.modules():
-        if isinstance(module, AlignedExperts) and module.lora is not None:
-            yield module, module.gate_up_proj, module.lora.gate_up
-            yield module, module.down_proj, module.lora.down
+        return Factors(pair.A, pair.B.flatten(1, -2), self.scale)
 
 
 def expert_adapter_size(experts: Any, adapter: AdapterShape) -> int:
     """Numbers in the adapters of a layer's experts."""
     count, inner, hidden = expert_sizes(experts)
-    magnitudes = adapter.dora * (hidden + 2 * inner)
-    return count * (adapter.rank * (2 * hidden + 3 * inner) + magnitudes)
+    return count * adapter.rank * (2 * hidden + 3 * inner)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from onpolicy.models.magnitude import Magnitude
-
 
 class LowRankModule(nn.Module):
     """Adds to a product of a model, or to several, while it is on."""
@@ -16,14 +14,8 @@ class LowRankModule(nn.Module):
 
 
 class Pair(nn.Module):
-    """The two factors of one adapter, where a module has several, and its magnitudes, if it has any."""
+    """The two factors of one adapter, where a module has several."""
 
-    def __init__(self, a: Tensor, b: Tensor, *, dora: bool):
+    def __init__(self, a: Tensor, b: Tensor):
         super().__init__()
         self.A, self.B = nn.Parameter(a), nn.Parameter(b)
-        self.magnitude = Magnitude(b) if dora else None
-
-    @property
-    def gain(self) -> Tensor | None:
-        """float32, one number for each row of B."""
-        return None if self.magnitude is None else self.magnitude(None)

@@ -75,7 +75,7 @@ def commands(inputs: Path, folder: Path) -> dict[str, list[str]]:
         "verify_fp8": verify(real, "hopper_fp8", *IN_BYTES),
         "verify_packed": verify(real, "triton", *PACKED),
         "lora_hopper": verify(real, "hopper", "--lora-rank", "16"),
-        "dora_triton": verify(small, "triton", "--lora-rank", "16", "--lora-dora"),
+        "lora_triton": verify(small, "triton", "--lora-rank", "16"),
         "train": quickstart,
         "train_again": quickstart,
         "train_shared": [*quickstart, "--share-prefixes", "on"],

@@ -18,7 +18,6 @@ OF_KINDS = {
         "layers.quantization.unquant.UnquantizedLinearMethod.apply",
         "layers.linear.RowParallelLinear.forward",
         "layers.logits_processor.LogitsProcessor._compute_lm_head",
-        "models.transformers.EmbeddingMixin.__init__",
     },
     "attention": {
         "attention",
@@ -77,7 +76,6 @@ def test_every_kind_has_the_patches_of_the_whole_contract(installed):
 
 OF_NO_LAYER = OF_KINDS["log_probs"] | {
     "layers.logits_processor.LogitsProcessor._compute_lm_head",
-    "models.transformers.EmbeddingMixin.__init__",
 }
 
 

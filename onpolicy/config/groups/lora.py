@@ -44,14 +44,6 @@ class LoraConfig:
     """Linears that are adapted: all-linear, which is every one and all experts, but no router and not
     the output projection, or the last parts of their names, as in q_proj,experts,lm_head."""
 
-    lora_dora: Annotated[bool, BY_LORA,
-        Against(lambda run: run.train_backend == "megatron" and run.dtype == "bfloat16"
-                and not run.megatron_distributed_optimizer,
-            "Megatron's whole optimizer writes no checkpoint of float32 magnitudes beside bfloat16",
-            "Leave --no-megatron-distributed-optimizer out."),
-    ] = False  # fmt: skip
-    """Train the length of each row of an adapted weight too, beside its direction (DoRA)."""
-
     train_pack_weights: Annotated[
         bool,
         NO_RESULT,
@@ -71,7 +63,7 @@ class LoraConfig:
 
     lora_adapter: Annotated[str, BY_LORA] = ""
     """Begin with an adapter in PEFT's format, such as step_N/hf of another run: the directory. It says
-    rank, alpha, rsLoRA, DoRA and targets, so --lora-rank and the others are left out."""
+    rank, alpha, rsLoRA and targets, so --lora-rank and the others are left out."""
 
     @property
     def scale(self) -> float:

@@ -32,6 +32,4 @@ def adapter_of(config: TrainConfig, facts: ModelFacts) -> AdapterShape | None:
     if given := config.lora.lora_adapter:
         adapter = read_peft_adapter(given, "--lora-adapter")
         require_adapter_fits(adapter, facts.model, config.model.hf_checkpoint, "--lora-adapter")
-    return AdapterShape(
-        rank=rank, scale=config.lora.scale, targets=targets, dora=config.lora.lora_dora
-    )
+    return AdapterShape(rank=rank, scale=config.lora.scale, targets=targets)

@@ -30,7 +30,6 @@ from onpolicy.train import distributed
 from onpolicy.train.batch import WeighedBatch
 from onpolicy.train.engine import Check, Loss, ShardedModel, recomputes_activations
 from onpolicy.train.fsdp.gradients import sum_gradients
-from onpolicy.train.fsdp.magnitudes import take_norms
 from onpolicy.train.fsdp.masters import Masters
 from onpolicy.train.fsdp.optimizer import clip_gradients, make_optimizer, take_step
 from onpolicy.train.fsdp.sharding import fill_adapters, gather_buckets, load_sharded_policy
@@ -66,8 +65,6 @@ class FsdpModel(ShardedModel):
         self.masters = Masters(self.module, contract.weight_format, self.dtype)
         if self.adapter is not None:
             self.fill_adapters(first_factors(config.lora.lora_adapter, config.seed))
-            if not config.lora.lora_adapter:
-                take_norms(self.module, self.dtype, begins=True)
         self.turn = sum_gradients(self.module, in_order=config.plan.is_rank_invariant)
         self.optimizer: torch.optim.AdamW | None = None
         if trained:
@@ -100,7 +97,6 @@ class FsdpModel(ShardedModel):
 
     def use(self, operators: Operators) -> None:
         self.module.use(operators)
-        take_norms(self.module, self.dtype)
 
     def score(self, batches: Sequence[PackedTokens]) -> list[Any]:
         with torch.no_grad(), self.as_it_is():
@@ -110,7 +106,6 @@ class FsdpModel(ShardedModel):
 
     def fill_adapters(self, values: FactorValues) -> None:
         fill_adapters(self.module, values)
-        take_norms(self.module, self.dtype)
 
     def head(self) -> Head:
         head = self.module.head()
@@ -152,7 +147,6 @@ class FsdpModel(ShardedModel):
         take_step(self.optimizer, self.module.operators, rate)
         self._forget_gradients()
         self.masters.round()
-        take_norms(self.module, self.dtype)
 
     def _forget_gradients(self) -> None:
         self.module.zero_grad(set_to_none=True)
@@ -186,7 +180,6 @@ class FsdpModel(ShardedModel):
         dcp.load(tensors, storage_reader=IndexReader(directory))
         torch.set_rng_state(tensors["random_state"])
         self.masters.round()
-        take_norms(self.module, self.dtype)
 
     def _tensors(self) -> dict[str, Tensor]:
         """Everything that is saved, under flat names: weights, moments and random state."""

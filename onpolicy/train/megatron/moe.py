@@ -240,11 +240,10 @@ class AlignedExperts(nn.Module):
     def _factors(self) -> ExpertFactors | None:
         if self.lora is None or not self.lora.is_on:
             return None
-        gate_up, down, gain = self.lora.factors
+        gate_up, down = self.lora.factors
         # Each rank has its rows of B, and its blocks, and so its part of the gradients of what is whole.
         shared = partial(copy_to_tensor_model_parallel_region, group=self.tensor_group)
-        gain = None if gain is None else shared(gain)
-        return ExpertFactors(gate_up._replace(a=shared(gate_up.a)), down, gain)
+        return ExpertFactors(gate_up._replace(a=shared(gate_up.a)), down)
 
     def _results(self, x: Tensor, chosen: Tensor) -> Sequence[Tensor]:
         """The results of every token's k choices: float32 [T * k, H] for each of this rank's blocks, and

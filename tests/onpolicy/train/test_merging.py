@@ -20,15 +20,8 @@ BUCKET_BYTES = 20_000
 CASES = {
     "LoRA": ("qwen3", "float32", {"lora_target_modules": "q_proj,down_proj,lm_head"}),
     "LoRA in bfloat16": ("qwen3", "bfloat16", {"lora_rslora": True}),
-    "DoRA": (
-        "qwen3",
-        "float32",
-        {"lora_dora": True, "lora_target_modules": "q_proj,down_proj,lm_head"},
-    ),
     "experts": ("glm4-moe", "float32", {}),
     "experts whose matrices are transposed": ("gpt-oss", "float32", {}),
-    "DoRA of experts": ("glm4-moe", "float32", {"lora_dora": True}),
-    "DoRA of experts whose matrices are transposed": ("gpt-oss", "float32", {"lora_dora": True}),
 }
 
 

@@ -19,9 +19,9 @@ def test_adapters_are_for_aligned_runs_and_stock_ones():
     check(*MODE, *LORA, "--rollout-weight-format", "int4")
     check(*MODE, *LORA, "--train-backend", "megatron")
     check(*MODE, *LORA, "--sglang-tp-size", "2", "--row-parallel-blocks", "4")
-    check(*LORA, "--use-tis", "--lora-dora")
-    check(*LORA, "--mismatch-governor", "--lora-dora")
-    check(*LORA, "--align", "linear", "--lora-dora")
+    check(*LORA, "--use-tis")
+    check(*LORA, "--mismatch-governor")
+    check(*LORA, "--align", "linear")
     check(*MODE, *LORA, "--mismatch-governor", "--train-backend", "megatron")
     check(*LORA, "--train-backend", "megatron")
     check(*LORA, "--rollout-server-url", "http://127.0.0.1:1")
@@ -59,7 +59,7 @@ def test_a_base_is_packed_that_fsdp_holds_rounded(argv, rule):
 @pytest.mark.parametrize(
     ("argv", "rule"),
     [
-        (["--rollout-server-url", "http://127.0.0.1:1"], "hold adapters by their names alone"),
+        (["--rollout-server-url", "http://127.0.0.1:1"], "were started without adapters"),
     ],
 )
 def test_what_has_no_adapters_yet_is_refused(argv, rule):
@@ -84,17 +84,7 @@ def test_verify_and_explain_take_them():
             validate(parse(ExplainConfig, [*LORA, *argv], "onpolicy explain"))
 
 
-def test_magnitudes_are_in_megatrons_checkpoints_but_for_its_whole_optimizers():
-    check(*MODE, *LORA, "--lora-dora", "--train-backend", "megatron")
-    whole = ["--train-backend", "megatron", "--no-megatron-distributed-optimizer"]
-    check(*MODE, *LORA, "--lora-dora", *whole, "--dtype", "float32")
-    with pytest.raises(
-        ConfigError, match="Megatron's whole optimizer writes no checkpoint of float32"
-    ):
-        check(*MODE, *LORA, "--lora-dora", *whole, "--dtype", "bfloat16")
-
-
-@pytest.mark.parametrize("argv", [["--lora-alpha", "16"], ["--lora-rslora"], ["--lora-dora"]])
+@pytest.mark.parametrize("argv", [["--lora-alpha", "16"], ["--lora-rslora"]])
 def test_without_adapters_nothing_reads_their_flags(argv):
     with pytest.raises(ConfigError, match="only --lora-rank reads it"):
         check(*MODE, *argv)

@@ -210,14 +210,8 @@ def test_a_push_holds_as_many_buckets_as_ranks_that_send(tmp_path, way, senders)
 
 MERGED = {
     "LoRA": ("qwen3", {}),
-    "DoRA": ("qwen3", {"lora_dora": True}),
     "experts": ("qwen3-moe", {"lora_target_modules": "experts"}),
     "experts whose matrices are transposed": ("gpt-oss", {"lora_target_modules": "experts"}),
-    "DoRA of experts": ("qwen3-moe", {"lora_target_modules": "experts", "lora_dora": True}),
-    "DoRA of experts whose matrices are transposed": (
-        "gpt-oss",
-        {"lora_target_modules": "experts", "lora_dora": True},
-    ),
 }
 
 

@@ -55,7 +55,7 @@ def test_steps_have_the_bits_of_a_base_that_is_not_packed(wide, weight_format):
     require_the_same(wide, weight_format)
 
 
-@pytest.mark.parametrize("lora", [{}, {"lora_dora": True}], ids=["plain", "dora"])
+@pytest.mark.parametrize("lora", [{}, {"lora_rslora": True}], ids=["plain", "rslora"])
 def test_so_have_those_of_experts(mixture, lora):
     require_the_same(mixture, "int8", **lora)
 
