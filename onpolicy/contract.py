@@ -110,7 +110,7 @@ class OperatorShapes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterShape:
-    """Low-rank adapters beside frozen linears (`onpolicy/models/adapters.py`)."""
+    """Low-rank adapters beside frozen linears (`onpolicy/models/lora/adapters.py`)."""
 
     rank: int
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from onpolicy.contract import NumericsContract
-from onpolicy.models.adapters import adapters, add_adapters
+from onpolicy.models.lora.adapters import adapters, add_adapters
 from onpolicy.ops import Operators
 from sglang_patches.tensor_parallel import rank, shard
 

@@ -17,8 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 from onpolicy.errors import ContractError
-from onpolicy.models.adapters import CHILD
 from onpolicy.models.logits import logits_rule
+from onpolicy.models.lora.adapters import CHILD
 from onpolicy.ops import Operators
 from sglang_patches import registry
 

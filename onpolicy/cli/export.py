@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     require_directory("--output", str(Path(config.output).absolute().parent))
 
     if config.merge:
-        from onpolicy.models.merged import export_merged
+        from onpolicy.models.lora.merged import export_merged
 
         given = Path(config.hf_checkpoint), config.merge, Path(config.output), config.dtype
         print(f"{config.output}: {export_merged(*given)}, in {config.dtype}")

@@ -19,7 +19,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import WeightSyncError
 from onpolicy.models.export import export_checkpoint
-from onpolicy.models.peft_format import export_adapter
+from onpolicy.models.lora.peft_format import export_adapter
 from onpolicy.train import distributed
 from onpolicy.train.merging import MergedPush
 from onpolicy.weights.digest import WeightBucket, WeightDigest, WeightPart

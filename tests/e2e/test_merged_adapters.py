@@ -7,7 +7,7 @@ import torch
 
 from onpolicy.config import groups
 from onpolicy.contract import KINDS
-from onpolicy.models.merged import Updates
+from onpolicy.models.lora.merged import Updates
 from onpolicy.parity import compare_log_probs
 from onpolicy.run.commands.verify import fill_with_drawn
 from onpolicy.run.launch.contracts import contract_for

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from onpolicy.config import groups
-from onpolicy.models.adapters import adapters
-from onpolicy.models.expert_adapters import ExpertLowRank
+from onpolicy.models.lora.adapters import adapters
+from onpolicy.models.lora.modules import ExpertLowRank
 from onpolicy.weights.packed_tensor import memory_of
 from onpolicy.weights.rounding import round_weight
 from tests.parity.test_negative_controls import TEMPERATURE, count_mismatches

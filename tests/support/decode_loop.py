@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onpolicy.models.adapters import CHILD
+from onpolicy.models.lora.adapters import CHILD
 from onpolicy.models.policy import PolicyModel
 from onpolicy.ops import Operators, PagedLayout
 

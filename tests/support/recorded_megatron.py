@@ -19,7 +19,7 @@ from onpolicy.explain.taps.recorder import Call, Recorder
 from onpolicy.explain.taps.recording import Recording
 from onpolicy.explain.taps.rows import prefix_keys
 from onpolicy.explain.trainer import Recorded, evidence_in, recordings
-from onpolicy.models.adapters import (
+from onpolicy.models.lora.adapters import (
     add_adapters,
     drawn_values,
     is_adapters,

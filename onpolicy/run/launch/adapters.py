@@ -5,12 +5,12 @@ from __future__ import annotations
 from onpolicy.config import TrainConfig
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
-from onpolicy.models.adapters import target_names
 from onpolicy.models.experts import expert_names
 from onpolicy.models.facts import ModelFacts
-from onpolicy.models.peft_adapter import read_peft_adapter
-from onpolicy.models.peft_experts import FUSED_NAMES
-from onpolicy.models.peft_format import require_adapter_fits
+from onpolicy.models.lora.adapters import target_names
+from onpolicy.models.lora.peft_adapter import read_peft_adapter
+from onpolicy.models.lora.peft_experts import FUSED_NAMES
+from onpolicy.models.lora.peft_format import require_adapter_fits
 
 
 def adapter_of(config: TrainConfig, facts: ModelFacts) -> AdapterShape | None:

@@ -17,10 +17,10 @@ from onpolicy.config.sglang_flags import context_length, tensor_parallel_size
 from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import NumericsContract, OperatorShapes
 from onpolicy.errors import ConfigError
-from onpolicy.models.adapters import with_adapters
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import require_alignable
 from onpolicy.models.llama4 import require_context
+from onpolicy.models.lora.adapters import with_adapters
 from onpolicy.models.operator_shapes import operator_shapes
 from onpolicy.models.rotary_factors import choose_factors, follows_context
 from onpolicy.models.stored import stored_tensors

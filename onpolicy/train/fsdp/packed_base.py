@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from onpolicy.errors import ConfigError
-from onpolicy.models.adapters import is_adapters
+from onpolicy.models.lora.adapters import is_adapters
 from onpolicy.models.policy import PolicyModel
 from onpolicy.models.stored import stored_tensors
 from onpolicy.train import distributed

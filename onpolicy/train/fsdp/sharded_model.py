@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
-from onpolicy.models.adapters import FactorValues
 from onpolicy.models.align import AlignedLinear
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.peft_format import first_factors
+from onpolicy.models.lora.adapters import FactorValues
+from onpolicy.models.lora.peft_format import first_factors
 from onpolicy.models.policy import PackedTokens, PolicyModel
 from onpolicy.models.rounded_inputs import round_inputs
 from onpolicy.models.value_head import ValueModel

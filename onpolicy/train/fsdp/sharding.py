@@ -21,8 +21,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
-from onpolicy.models.adapters import FactorValues, is_adapters
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.lora.adapters import FactorValues, is_adapters
 from onpolicy.models.policy import PolicyModel, empty_policy
 from onpolicy.models.stored import stored_tensors
 from onpolicy.models.value_head import ValueHead, ValueModel

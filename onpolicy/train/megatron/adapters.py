@@ -23,9 +23,8 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 from torch import Tensor, nn
 
 from onpolicy.contract import AdapterShape
-from onpolicy.models.adapters import CHILD, is_adapters
-from onpolicy.models.expert_adapters import ExpertLowRank
-from onpolicy.models.low_rank import LowRankModule, Pair
+from onpolicy.models.lora.adapters import CHILD, is_adapters
+from onpolicy.models.lora.modules import ExpertLowRank, LowRankModule, Pair
 from onpolicy.ops.low_rank import Factors, add_low_rank
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 from onpolicy.train.megatron.adapter_map import EXPERTS, JOINED

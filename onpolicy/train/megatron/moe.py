@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from onpolicy.models.by_operators import ByOperators, Choice
-from onpolicy.models.expert_adapters import ExpertLowRank
+from onpolicy.models.lora.modules import ExpertLowRank
 from onpolicy.models.rounded_inputs import InputRounding
 from onpolicy.models.routing_replay import RoutingReplay
 from onpolicy.ops.experts import ExpertFactors, expert_outputs, gated_halves, mix_outputs

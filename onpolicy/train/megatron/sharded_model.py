@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
-from onpolicy.models.adapters import FactorValues
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.lora.adapters import FactorValues
+from onpolicy.models.lora.peft_format import first_factors
 from onpolicy.models.operator_shapes import operator_shapes
-from onpolicy.models.peft_format import first_factors
 from onpolicy.models.policy import PackedTokens
 from onpolicy.models.value_head import Values
 from onpolicy.ops import Operators

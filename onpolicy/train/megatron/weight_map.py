@@ -14,7 +14,7 @@ from functools import partial
 from transformers import PretrainedConfig
 
 from onpolicy.contract import AdapterShape
-from onpolicy.models.adapters import is_adapters
+from onpolicy.models.lora.adapters import is_adapters
 from onpolicy.models.operator_shapes import head_dim
 from onpolicy.models.weight_files import VALUE_HEAD
 from onpolicy.train.megatron.adapter_map import (

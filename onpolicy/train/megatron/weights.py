@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from onpolicy.models.adapters import FactorValues, is_adapters
+from onpolicy.models.lora.adapters import FactorValues, is_adapters
 from onpolicy.models.weight_files import VALUE_HEAD, CheckpointReader
 from onpolicy.train import distributed
 from onpolicy.train.megatron.layout import MegatronLayout

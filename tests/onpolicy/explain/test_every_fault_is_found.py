@@ -14,7 +14,7 @@ from onpolicy.explain.source import count_sites, first_source
 from onpolicy.explain.taps.recorder import CHOSEN_EXPERTS, HEAD_ADAPTER
 from onpolicy.explain.taps.recording import Recording
 from onpolicy.explain.taps.rows import prefix_keys
-from onpolicy.models.adapters import adapters, add_adapters
+from onpolicy.models.lora.adapters import adapters, add_adapters
 from onpolicy.ops.cpu import CpuOperators
 from tests.onpolicy.models.test_policy import load_policy, random_sequences
 from tests.support import faults

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onpolicy.models.merged import Merged, merge_push
+from onpolicy.models.lora.merged import Merged, merge_push
 from onpolicy.models.weight_files import matched_model
 from onpolicy.run.commands.verify import fill_with_drawn
 from onpolicy.run.launch.contracts import contract_for

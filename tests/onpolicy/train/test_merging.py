@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from onpolicy.cli.main import main
 from onpolicy.errors import WeightSyncError
-from onpolicy.models.adapters import is_adapters
-from onpolicy.models.merged import Merged, merge_push
+from onpolicy.models.lora.adapters import is_adapters
+from onpolicy.models.lora.merged import Merged, merge_push
 from onpolicy.run.commands.verify import fill_with_drawn
 from tests.onpolicy.train.fsdp.test_trainer import maker_of
 from tests.support.tiny import make_checkpoint

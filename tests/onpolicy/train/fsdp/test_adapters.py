@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from onpolicy.models.adapters import adapters
+from onpolicy.models.lora.adapters import adapters
 from onpolicy.models.trainable import trainable_parameters
 from tests.onpolicy.train.fsdp.test_trainer import RATES, make, make_samples, maker_of, weights
 from tests.support.tiny import make_checkpoint

@@ -12,7 +12,7 @@ from onpolicy.cli.main import main
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig
 from onpolicy.errors import ConfigError
-from onpolicy.models.adapters import adapters
+from onpolicy.models.lora.adapters import adapters
 from tests.onpolicy.train.fsdp.test_trainer import make, make_samples, maker_of, weights
 from tests.support.tiny import make_checkpoint
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
-from onpolicy.models.adapters import is_adapters
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.lora.adapters import is_adapters
 from onpolicy.run.commands.verify import fill_with_drawn
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.merging import MergedPush

@@ -9,7 +9,10 @@ import torch
 from onpolicy.config import TrainConfig, groups
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
-from onpolicy.models.adapters import (
+from onpolicy.models.align import align_modules
+from onpolicy.models.facts import ModelFacts
+from onpolicy.models.hf_config import load_config
+from onpolicy.models.lora.adapters import (
     ALL_LINEAR,
     adapter_size,
     adapters,
@@ -17,9 +20,6 @@ from onpolicy.models.adapters import (
     target_names,
     without_adapters,
 )
-from onpolicy.models.align import align_modules
-from onpolicy.models.facts import ModelFacts
-from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import empty_policy
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.row_parallel import RowParallel

@@ -1,20 +1,35 @@
-"""Low-rank adapters of all experts of a layer: a pair of factors for each expert and matrix.
+"""The modules of low-rank adapters: what all have in common, and those of all experts of a layer.
 
-Gate and up, which transformers holds in one matrix, have one pair together, as PEFT's
-`target_parameters` gives them.
+Experts have a pair of factors for each expert and matrix. Gate and up, which transformers holds in one
+matrix, have one pair together, as PEFT's `target_parameters` gives them.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from onpolicy.contract import AdapterShape
 from onpolicy.models.experts import expert_sizes
-from onpolicy.models.low_rank import LowRankModule, Pair
 from onpolicy.ops.experts import ExpertFactors
 from onpolicy.ops.low_rank import Factors
+
+
+class LowRankModule(nn.Module):
+    """Adds to a product of a model, or to several, while it is on."""
+
+    def __init__(self, scale: float):
+        super().__init__()
+        self.scale, self.is_on = scale, True
+
+
+class Pair(nn.Module):
+    """The two factors of one adapter, where a module has several."""
+
+    def __init__(self, a: Tensor, b: Tensor):
+        super().__init__()
+        self.A, self.B = nn.Parameter(a), nn.Parameter(b)
 
 
 class ExpertLowRank(LowRankModule):

@@ -27,9 +27,8 @@ from transformers import PreTrainedModel
 
 from onpolicy.contract import AdapterShape, OperatorShapes
 from onpolicy.errors import ConfigError
-from onpolicy.models.expert_adapters import ExpertLowRank, expert_adapter_size
 from onpolicy.models.experts import AlignedExperts, choosers, expert_sizes, has_usual_experts
-from onpolicy.models.low_rank import LowRankModule
+from onpolicy.models.lora.modules import ExpertLowRank, LowRankModule, expert_adapter_size
 from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops.base import Operators
 from onpolicy.ops.low_rank import Factors, add_low_rank
@@ -233,7 +232,7 @@ def adapter_size(model: nn.Module, adapter: AdapterShape) -> int:
 
 def merging_size(model: nn.Module, adapter: AdapterShape) -> int:
     """The most float32 numbers that are held while adapters are merged into a model, which has none yet
-    (`models/merged.py`).
+    (`models/lora/merged.py`).
 
     A parameter's update is made from two factors beside that of the last one; sums, and what is counted
     of them, are of a tensor that a checkpoint has, which is one expert's unless matrices are transposed.

@@ -8,7 +8,10 @@ import torch
 from onpolicy.config import TrainConfig, groups
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
-from onpolicy.models.adapters import (
+from onpolicy.models.align import AlignedLinear
+from onpolicy.models.facts import ModelFacts
+from onpolicy.models.hf_config import load_config
+from onpolicy.models.lora.adapters import (
     ALL_LINEAR,
     LowRank,
     adapter_size,
@@ -17,9 +20,6 @@ from onpolicy.models.adapters import (
     target_names,
     with_adapters,
 )
-from onpolicy.models.align import AlignedLinear
-from onpolicy.models.facts import ModelFacts
-from onpolicy.models.hf_config import load_config
 from onpolicy.models.operator_shapes import operator_shapes
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.row_parallel import WHOLE, RowParallel

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from onpolicy.models.experts import expert_sizes
-from onpolicy.models.peft_adapter import NESTED
+from onpolicy.models.lora.peft_adapter import NESTED
 
 _IN_MODEL = {"gate_up": "gate_up_proj", "down": "down_proj"}
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from onpolicy.config.groups import LoraConfig
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
-from onpolicy.models.adapters import FactorValues, first_values, is_adapters
 from onpolicy.models.experts import has_usual_experts
-from onpolicy.models.peft_adapter import (
+from onpolicy.models.lora.adapters import FactorValues, first_values, is_adapters
+from onpolicy.models.lora.peft_adapter import (
     CONFIG,
     NESTED,
     WEIGHTS,
@@ -26,7 +26,7 @@ from onpolicy.models.peft_adapter import (
     linear_of,
     read_peft_adapter,
 )
-from onpolicy.models.peft_experts import (
+from onpolicy.models.lora.peft_experts import (
     from_peft,
     of_experts,
     peft_shapes,

@@ -12,8 +12,8 @@ from onpolicy.config import TrainConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.peft_adapter import read_peft_adapter
-from onpolicy.models.peft_format import read_factors, require_adapter_fits
+from onpolicy.models.lora.peft_adapter import read_peft_adapter
+from onpolicy.models.lora.peft_format import read_factors, require_adapter_fits
 
 TOLD = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "megatron_core": "megatron.core"}
 
