@@ -20,16 +20,6 @@ CONTRACT_VARIABLE = "ONPOLICY_CONTRACT"
 THREADS_VARIABLE = "ONPOLICY_CPU_THREADS"
 """Environment variable with the number of threads of an engine's operators; changes no bits."""
 
-NAMES_VARIABLE = "ONPOLICY_ADAPTER_NAMES"
-"""Environment variable with the names, spaces between, under which an engine holds adapters beside one
-base; each name's rows have the bits that they have alone."""
-
-SERVED_ADAPTER = "trained"
-"""The name under which a stock engine holds a run's adapters (`AdapterShape.of_sglang`)."""
-
-ALL_OF = "/"
-"""Before such a name in the place of a request's id: all requests that are asked under it."""
-
 EXTENSIONS_VARIABLE = "ONPOLICY_EXTENSIONS"
 """Environment variable with what a command puts into an engine beside its contract, as a JSON object: of
 each class "module:name" the text that it is made from. It changes no bits."""
@@ -99,7 +89,7 @@ class OperatorShapes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterShape:
-    """Low-rank adapters beside frozen linears (`onpolicy/models/adapters.py`)."""
+    """Low-rank adapters beside frozen linears (`onpolicy/models/lora/adapters.py`)."""
 
     rank: int
 
@@ -108,12 +98,6 @@ class AdapterShape:
 
     targets: tuple[str, ...]
     """The last parts of the names of the linears that have one, sorted. Example: ("q_proj", "v_proj")"""
-
-    dora: bool = False
-    """Whether the lengths of adapted rows are trained too (`onpolicy/models/magnitude.py`)."""
-
-    of_sglang: bool = False
-    """Whether a stock engine has it beside its weights, where SGLang's own kernels compute it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,12 +159,7 @@ class NumericsContract:
     @property
     def merges_adapter(self) -> bool:
         """Whether an engine holds what the trainer's adapters make of the weights: it has none."""
-        return self.adapter is not None and not (self.is_aligned or self.adapter.of_sglang)
-
-    @property
-    def serves_adapter(self) -> bool:
-        """Whether a stock engine has the trainer's adapters beside its weights, by SGLang's own way."""
-        return self.adapter is not None and self.adapter.of_sglang
+        return self.adapter is not None and not self.is_aligned
 
     @property
     def of_engine(self) -> NumericsContract:

@@ -57,9 +57,6 @@ class Completion:
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache."""
 
-    drafts: tuple[int, int] = (0, 0)
-    """Tokens that the engine proposed beforehand, and those of them that were drawn."""
-
     routed_experts: NDArray[np.int32] | None = None
     """int32 [T - 1, layers x k]: experts that computed each token of prompt and response but the
     last; None if they were not asked for, or are not those that the response was sampled with."""
@@ -138,9 +135,6 @@ class Trajectory:
     num_prefix_tokens: int = field(default=0, compare=False)
     """Tokens that those requests began with; not compared, since rounds make requests."""
 
-    drafts: tuple[int, int] = field(default=(0, 0), compare=False)
-    """Those of all requests; not compared, since they depend on what else an engine served."""
-
     forks: Forks = ()
     """How it came to be a branch of an episode: (key of a fork, tokens at which it left the branch
     before), from the first branch on. Example: (("0", 12), ("2", 40))"""
@@ -172,7 +166,6 @@ class Trajectory:
             weight_version=answer.weight_version,
             num_cached_tokens=self.num_cached_tokens + answer.num_cached_tokens,
             num_prefix_tokens=self.num_prefix_tokens + len(self.token_ids),
-            drafts=(self.drafts[0] + answer.drafts[0], self.drafts[1] + answer.drafts[1]),
         )
 
     def given(self, token_ids: Sequence[int]) -> Trajectory:
@@ -206,7 +199,7 @@ class Trajectory:
 
     def forked(self, length: int, key: str) -> Trajectory:
         """A branch that shares its first tokens."""
-        anew = replace(self.until(length), num_cached_tokens=0, num_prefix_tokens=0, drafts=(0, 0))
+        anew = replace(self.until(length), num_cached_tokens=0, num_prefix_tokens=0)
         return replace(anew, forks=(*self.forks, (key, length)))
 
     def as_given(self, length: int) -> Trajectory:

@@ -1,7 +1,7 @@
 """Puts the trainer's adapters beside the linears of SGLang's model, and loads them.
 
-A tensor-parallel rank has the rows of B, or the columns of A, that go with its part of the weight, and
-the magnitudes of its rows. The last rows of an output projection may be padding.
+A tensor-parallel rank has the rows of B, or the columns of A, that go with its part of the weight.
+The last rows of an output projection may be padding.
 Source: replace_linear_class, sglang/srt/models/transformers.py; AutoWeightsLoader._load_param,
 sglang/srt/models/utils.py, which asks a parameter for its `weight_loader`.
 """
@@ -13,18 +13,16 @@ from typing import Any
 import torch
 
 from onpolicy.contract import NumericsContract
-from onpolicy.models.adapters import adapters, add_adapters
+from onpolicy.models.lora.adapters import adapters, add_adapters
 from onpolicy.ops import Operators
-from sglang_patches import named_adapters
 from sglang_patches.tensor_parallel import rank, shard
 
 
 def put_in(model: Any, operators: Operators, contract: NumericsContract) -> None:
     """Those of the contract, if it has any, beside the linears of a model that is loaded."""
     add_adapters(model, operators, contract.adapter)
-    named_adapters.put_in(model, operators, contract.adapter)
     for adapter in adapters(model):
-        for factor in (*adapter.parameters(), *adapter.buffers()):
+        for factor in adapter.parameters():
             factor.weight_loader = _load_part  # type: ignore[attr-defined]
 
 

@@ -46,13 +46,7 @@ def as_wide_as(store: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def _layout(forward_batch: Any, slots: torch.Tensor) -> PagedLayout:
     """Where the keys of a batch lie; slots: [requests, tokens], the slot of the cache of each token."""
     key_lens, mode = forward_batch.seq_lens.int(), forward_batch.forward_mode
-    if mode.is_target_verify():  # drafts are beyond the lengths
-        query_lens = torch.full_like(key_lens, forward_batch.spec_info.draft_token_num)
-        key_lens = key_lens + query_lens
-    else:
-        query_lens = (
-            torch.ones_like(key_lens) if mode.is_decode() else forward_batch.extend_seq_lens
-        )
+    query_lens = torch.ones_like(key_lens) if mode.is_decode() else forward_batch.extend_seq_lens
     return PagedLayout(
         page_table=slots[forward_batch.req_pool_indices, : int(key_lens.max())],
         page_size=1,

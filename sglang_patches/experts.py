@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from onpolicy.models.adapters import is_adapters
 from onpolicy.models.experts import (
     expert_blocks,
     expert_sizes,
@@ -26,6 +25,7 @@ from onpolicy.models.experts import (
     routers_of,
 )
 from onpolicy.models.llama4 import use_usual_form
+from onpolicy.models.lora.adapters import is_adapters
 from onpolicy.models.stored import stored_tensors
 from sglang_patches import registry
 from sglang_patches.tensor_parallel import rank, shard

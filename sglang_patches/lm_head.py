@@ -17,8 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 from onpolicy.errors import ContractError
-from onpolicy.models.adapters import CHILD
 from onpolicy.models.logits import logits_rule
+from onpolicy.models.lora.adapters import CHILD
 from onpolicy.ops import Operators
 from sglang_patches import registry
 
@@ -40,7 +40,7 @@ def install(operators: Operators) -> None:
         hidden_states = hidden_states.to(weight.dtype)
         logits = operators.linear(hidden_states, weight, bias)
         if (adapter := lm_head._modules.get(CHILD)) is not None:
-            logits = adapter(hidden_states, logits, bias)
+            logits = adapter(hidden_states, logits)
         finished: torch.Tensor = self.logits_rule.apply(operators, logits)
         return finished
 

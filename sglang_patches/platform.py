@@ -47,12 +47,10 @@ class OnPolicyCpuPlatform(CpuSRTPlatform):
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
         class Pool(MHATokenToKVPool):
-            """SGLang tells an out-of-tree platform's pool the size of keys, and not of values. No row
-            is moved, which Triton would do for drafts (`speculation.py`)."""
+            """SGLang tells an out-of-tree platform's pool the size of keys, and not of values."""
 
             def __init__(self, *args: Any, **kwargs: Any):
                 contract = registry.contract()
-                kwargs |= {"enable_kv_cache_copy": False}
                 if contract.is_aligned:
                     kwargs = {"v_head_dim": head_sizes(contract)[1], **kwargs}
                 super().__init__(*args, **kwargs)

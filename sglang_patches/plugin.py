@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pkgutil
-from collections.abc import Callable
 
 from onpolicy.compat.process import prepare_process
 from onpolicy.contract import (
@@ -16,7 +15,6 @@ from onpolicy.ops import Operators, make_operators
 from onpolicy.ops.backends import backend_of
 from sglang_patches import (
     chats,
-    classifier,
     configurations,
     cpu,
     determinism,
@@ -32,8 +30,6 @@ from sglang_patches import (
     memory_release,
     model,
     model_names,
-    named_adapters,
-    named_weights,
     neutral_values,
     prefill_once,
     prompt_answers,
@@ -42,9 +38,7 @@ from sglang_patches import (
     request_seeds,
     requests,
     sampler,
-    served_adapters,
     shared_names,
-    speculation,
     status,
     trainers_model,
     versions,
@@ -68,10 +62,7 @@ def load() -> None:
     chats.install()
     neutral_values.install()
     status.install()
-    weights.install(contract, _watch(contract))
-    named_weights.install(contract)
-    named_adapters.install()
-    served_adapters.install(contract)
+    weights.install(contract)
     if contract.device == "cpu":
         cpu.install()
     else:
@@ -87,13 +78,6 @@ def load() -> None:
     registry.started(contract)
 
 
-def _watch(contract: NumericsContract) -> Callable[..., None]:
-    """What checks the weights that an engine is given."""
-    if contract.serves_adapter:
-        return served_adapters.watch_loads
-    return named_weights.watch_loads if named_adapters.names() else weights.watch_loads
-
-
 def _share_model(contract: NumericsContract, operators: Operators, *, fuses: bool) -> None:
     """Have the engine run the trainer's modelling code by the aligned operators.
 
@@ -105,7 +89,6 @@ def _share_model(contract: NumericsContract, operators: Operators, *, fuses: boo
     embedding.install()
     head_sizes.install(contract)
     lm_head.install(operators)
-    classifier.install(operators)
     pkgutil.resolve_name(backend_of(contract.backend).engine_attention)(operators)
     prefill_once.install()
     if contract.device == "cpu":
@@ -118,7 +101,5 @@ def _share_model(contract: NumericsContract, operators: Operators, *, fuses: boo
     requests.install()
     prompt_answers.install()
     request_seeds.install()
-    speculation.install(contract)
-    named_weights.round_base(contract)
     trainers_model.install()
     model.install(operators, contract, fuses=fuses)

@@ -10,7 +10,7 @@ and leave it empty (Qwen3MoeForCausalLM).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,12 +29,10 @@ FLAT_TARGET = (
 )
 
 
-def install(contract: NumericsContract, watch: Callable[..., None]) -> None:
-    """`watch`: `watch_loads`, or what stands in its place."""
-
+def install(contract: NumericsContract) -> None:
     def after_load(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
         require_tied(runner.model)
-        watch(runner.model, rounds=not contract.is_aligned)
+        watch_loads(runner.model, rounds=not contract.is_aligned)
         return result
 
     registry.hook(TARGET, after_load, "after")
@@ -79,9 +77,8 @@ class HeldWeights:
     hashed again where it lies whenever a push is proved.
     """
 
-    def __init__(self, model: Any, *, rounds: bool, place: Callable[[str], str] = str):
-        """`place`: the model's name of what was pushed under one."""
-        self._model, self._rounds, self._place = model, rounds, place
+    def __init__(self, model: Any, *, rounds: bool):
+        self._model, self._rounds = model, rounds
         self.arrived, self._shards = WeightDigest(), WeightDigest()
         self._whole: dict[str, torch.Tensor] = {}
         """Tensors without memory: the dtype and the shape of what was pushed."""
@@ -107,12 +104,6 @@ class HeldWeights:
             self._proof = said if changed else self.arrived.hexdigest()
         return self._proof
 
-    def unlike(self, tensors: dict[str, torch.Tensor]) -> list[str]:
-        """The names of those whose bits the model does not hold, or does not show."""
-        pairs = self._pairs(tensors)
-        same = {n for n, stored, x in pairs if stored.dtype == x.dtype and _same_bits(stored, x)}
-        return sorted(tensors.keys() - same)
-
     def _changed(self, names: Iterable[str]) -> list[str]:
         """Those of earlier pushes whose bits are not what they were."""
         before, now = {**self.arrived.hashes(), **self._shards.hashes()}, WeightDigest()
@@ -135,10 +126,10 @@ class HeldWeights:
         in and holds other bits by design.
         """
         parameters = held_tensors(self._model)
-        if not {self._place(name) for name in tensors} <= parameters.keys():
+        if not tensors.keys() <= parameters.keys():
             parameters = {**dict(self._model.named_parameters()), **parameters}
         for name, tensor in tensors.items():
-            parameter = parameters.get(self._place(name))
+            parameter = parameters.get(name)
             if parameter is None or parameter.dim() != tensor.dim() or parameter.itemsize == 1:
                 continue
             expected = shard(tensor, parameter, rank())

@@ -1,7 +1,7 @@
 """An agent that runs Python before it answers, in the form of ReTool (arXiv 2504.11536).
 
 It writes a block of ```python, reads what the program prints, and ends with a \\boxed answer, which
-math-verify compares with the label. Programs run in processes that can hurt nothing (docs/agents.md).
+math-verify compares with the label. Programs run in bubblewrap's sandbox (`bwrap`, docs/agents.md).
 """
 
 from __future__ import annotations

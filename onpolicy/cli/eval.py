@@ -61,8 +61,7 @@ def main(argv: Sequence[str]) -> int:
     train_config = fit_run(train_config)
     inputs = read_inputs(train_config, Scorer(train_config.reward))
     result = evaluate(train_config, inputs, found.rollouts_done)
-    name = {"lora_name": config.lora.lora_name} if config.lora.lora_name else {}
-    put_out({"checkpoint": config.checkpoint, **name, **result}, config.json)
+    put_out({"checkpoint": config.checkpoint, **result}, config.json)
     return 0
 
 
@@ -93,8 +92,6 @@ def _of_the_run(recorded: Mapping[str, Any], given: EvaluateConfig) -> Iterator[
 
 def _is_taken(flag: Flag, own: Sequence[Flag]) -> bool:
     group, groups = flag.path[0], {each.path[0] for each in own}
-    if group == "lora":  # which says what servers hold, and not what a checkpoint is
-        return False
     if flag.name in OF_THE_COMMAND or (group in ("reward", "agent") and group in groups):
         return False
     if flag.name in ("eval_prompt_data", "eval_config") and {each.name for each in own} & {

@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--output={config.output}: is there already. Give another directory.")
     require_directory("--output", str(Path(config.output).absolute().parent))
 
-    from onpolicy.models.merged import export_merged
+    from onpolicy.models.lora.merged import export_merged
 
     given = Path(config.hf_checkpoint), config.merge, Path(config.output), config.dtype
     print(f"{config.output}: {export_merged(*given)}, in {config.dtype}")

@@ -38,7 +38,7 @@ from onpolicy.config.groups import AlgorithmConfig, OperatorsConfig
 from onpolicy.config.groups.recipes import RECIPES
 from onpolicy.config.rules import require_ranges
 from onpolicy.errors import ConfigError
-from onpolicy.models.peft_adapter import read_peft_adapter
+from onpolicy.models.lora.peft_adapter import read_peft_adapter
 
 Config = TypeVar("Config")
 

@@ -52,7 +52,7 @@ def _train(config: TrainConfig) -> int:
     inputs = read_inputs(config, Scorer(config.reward))
     _say_what_runs(config)
     with on_cluster(config, inputs.ladder.contract) as cluster:
-        make_run = partial(Run, make_engines=cluster.make_engines, make_scorer=cluster.make_scorer)
+        make_run = partial(Run, make_engines=cluster.make_engines)
         summary = train_through_losses(config, inputs, make_run)
     print_summary(summary)
     return 0

@@ -34,8 +34,6 @@ class Places:
         """`cpu_threads`: of each process, in place of its slot's share of the cores; 0: that share."""
         self.placement = placement
         self._cpu_threads, self._colocate, self.hosts = cpu_threads, colocate, hosts
-        self.beside: list[Places] = []
-        """Those of other servers of the command, whose GPUs these leave alone."""
         self._require_room = require_room
         self._lost: set[str] = set()
 
@@ -61,8 +59,7 @@ class Places:
         self._lost.add(spec.node)
         left = [host for host in self.hosts() if host.name not in self._lost]
         try:
-            taken = [slot for others in self.beside for slot in others.placement.slots]
-            placement = place_again(self.placement, spec.tp_size, left, self._colocate, taken)
+            placement = place_again(self.placement, spec.tp_size, left, self._colocate)
             if self._require_room is not None:
                 self._require_room(self.placement, placement)
         except ConfigError as reason:

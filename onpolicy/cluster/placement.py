@@ -73,12 +73,12 @@ class Placement:
         ranks, engines = (sum(slot.host == host for slot in slots) for slots in sides)
         return ranks, engines
 
-    def describe(self, engine: str = "engine") -> list[str]:
-        """What is on each host, in a line for each. `engine`: what its engines are called."""
-        return [f"{host}: {'; '.join(self._on(host, engine))}" for host in self.hosts]
+    def describe(self) -> list[str]:
+        """Returns what is on each host, in a line for each."""
+        return [f"{host}: {'; '.join(self._on(host))}" for host in self.hosts]
 
-    def _on(self, host: Host, engine: str) -> Iterator[str]:
-        for kind, slots in (("trainer rank", self.trainer), (engine, self.engines)):
+    def _on(self, host: Host) -> Iterator[str]:
+        for kind, slots in (("trainer rank", self.trainer), ("engine", self.engines)):
             for number, slot in enumerate(slots):
                 if slot.host == host:
                     yield f"{kind} {number} ({_resources(slot)})"
@@ -127,12 +127,10 @@ def place_engines(
     hosts: Sequence[Host],
     placement: Placement = NOTHING,
     colocate: bool = False,
-    taken: Sequence[Slot] = (),
 ) -> Placement:
-    """`placement` and so many engines more, on `hosts`, and on no GPU that is taken by others. Raises
-    ConfigError as `place` does."""
+    """Returns `placement` and so many engines more, on `hosts`. Raises ConfigError as `place` does."""
     if device == "cuda":
-        places = _free_gpus(placement, gpus_per_engine, colocate, hosts, taken)
+        places = _free_gpus(placement, gpus_per_engine, colocate, hosts)
     else:
         places = _least_used(placement, gpus_per_engine, hosts)
     found = list(islice(places, number))
@@ -149,7 +147,6 @@ def place_again(
     gpus_per_engine: int,
     hosts: Sequence[Host],
     colocate: bool = False,
-    taken: Sequence[Slot] = (),
 ) -> Placement:
     """`placement` when `hosts` are left: engines of others take new slots there, and keep their numbers.
 
@@ -162,7 +159,7 @@ def place_again(
     kept = tuple(slot for slot in placement.engines if slot.host.name in left)
     number, whole = len(placement.engines) - len(kept), Placement(placement.trainer, kept)
     device = placement.device
-    placed = place_engines(number, gpus_per_engine, device, hosts, whole, colocate, taken)
+    placed = place_engines(number, gpus_per_engine, device, hosts, whole, colocate)
     new = iter(placed.engines[len(kept) :])
     engines = (slot if slot.host.name in left else next(new) for slot in placement.engines)
     return Placement(placement.trainer, tuple(engines))
@@ -195,11 +192,10 @@ def _free_gpus(
     per_engine: int,
     colocate: bool,
     hosts: Sequence[Host],
-    others: Sequence[Slot],
 ) -> Iterator[Place]:
     """GPUs for engines, one after another: neighbours on one host that nobody has."""
     ranks = () if colocate else placement.trainer
-    takers = (*ranks, *placement.engines, *others)
+    takers = (*ranks, *placement.engines)
     taken = {(slot.host.name, gpu) for slot in takers for gpu in slot.devices}
     for host in hosts:
         free: list[int] = []

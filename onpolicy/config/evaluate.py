@@ -18,8 +18,7 @@ class EvaluateConfig:
     """Evaluate a checkpoint alone, to the numbers that its run would have recorded for it.
 
     Starts servers and no trainer. Samples the evaluation sets with the seeds of a run, and scores them
-    by its rewards. Flags that are not given are those of the run that wrote the checkpoint. With
-    --lora-name evaluates what servers hold under a name; starts and pushes nothing.
+    by its rewards. Flags that are not given are those of the run that wrote the checkpoint.
     """
 
     checkpoint: Annotated[
@@ -34,9 +33,8 @@ class EvaluateConfig:
     agent: groups.AgentConfig = field(default_factory=groups.AgentConfig)
     reward: groups.RewardConfig = field(default_factory=groups.RewardConfig)
     operators: groups.OperatorsConfig = field(default_factory=groups.OperatorsConfig)
-    lora: groups.EvaluatedLoraConfig = field(default_factory=groups.EvaluatedLoraConfig)
-    engines: Annotated[groups.EvaluatedConfig, NO_RESULT] = field(
-        default_factory=groups.EvaluatedConfig
+    engines: Annotated[groups.SamplersConfig, NO_RESULT] = field(
+        default_factory=groups.SamplersConfig
     )
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -65,14 +63,13 @@ class EvaluateConfig:
     """SGLang's own flags, collected from --sglang-*."""
 
     def train_config(self, hf_checkpoint: str) -> TrainConfig:
-        """A run of no rollouts, whose evaluations are these. Raises ConfigError if there is no set, and
-        for adapters or servers without --lora-name."""
+        """Returns a run of no rollouts, whose evaluations are these. Raises ConfigError if there is no
+        set."""
         if not (self.sets.eval_prompt_data or self.sets.eval_config):
             raise ConfigError(
                 "--eval-prompt-data, --eval-config: neither is given, so there is nothing to evaluate. "
                 "Give one."
             )
-        self._require_name()
         return TrainConfig(
             model=groups.ModelConfig(
                 hf_checkpoint=hf_checkpoint,
@@ -82,7 +79,6 @@ class EvaluateConfig:
             data=groups.DataConfig(**flag_values(self.rows)),
             rollout=groups.RolloutConfig(num_rollout=0, **flag_values(self.sampling)),
             engine=groups.EngineConfig(**flag_values(self.engines)),
-            lora=groups.LoraConfig(**flag_values(self.lora)),
             agent=self.agent,
             reward=self.reward,
             parity=groups.ParityConfig(true_on_policy_mode=self.true_on_policy_mode),
@@ -93,19 +89,3 @@ class EvaluateConfig:
             seed=self.seed,
             sglang_args=self.sglang_args,
         )
-
-    def _require_name(self) -> None:
-        """Raise ConfigError for what is read of servers that hold adapters by names alone."""
-        if self.lora.lora_name:
-            return
-        if self.engines.rollout_server_url:
-            raise ConfigError(
-                "--rollout-server-url: a server that holds no adapters by names belongs to the run that "
-                "pushes to it, and a checkpoint is evaluated on servers of its own. Add --lora-name, or "
-                "leave the flag out."
-            )
-        if self.lora.lora_rank:
-            raise ConfigError(
-                f"--lora-rank={self.lora.lora_rank}: a checkpoint has no adapters beside it, and those "
-                "of servers have names. Add --lora-name and --rollout-server-url, or leave it out."
-            )

@@ -49,14 +49,6 @@ _BREAKS_A_CONTRACT = {
     "cached keys and values must keep the bits that training computes": "kv-cache-dtype",
     "the engine must hold the weights that are trained, bit for bit":
         "quantization torchao-config modelopt-quant quantize-and-serve rl-quant-profile",
-    "draft models are not part of the contract":
-        "speculative-draft-model-path speculative-draft-model",
-    "a drafted token is taken if its seed draws it, and for no other reason":
-        "speculative-accept-threshold-single speculative-accept-threshold-acc "
-        "speculative-use-rejection-sampling speculative-use-block-verification",
-    "drafts are one chain for each sequence":
-        "speculative-num-steps speculative-eagle-topk speculative-ngram-min-bfs-breadth "
-        "speculative-ngram-max-bfs-breadth",
     "adapters are not part of the model that is trained": "enable-lora lora-paths",
     _COMPILED:
         "enable-torch-compile cuda-graph-tc-compiler piecewise-cuda-graph-compiler "
@@ -81,8 +73,10 @@ _KEYLESS = ("tokenizer-worker-num", "grpc-mode", "smg-grpc-mode", "grpc-port")
 
 TENSOR_PARALLEL = ("--tp-size", "--tensor-parallel-size", "--tp")
 
-DRAFT_ROWS = 12
-"""SGLang's own --speculative-num-draft-tokens for NGRAM."""
+_SPECULATIVE = "speculative-"
+"""What SGLang's flags of engines that draft begin with."""
+
+_DRAFTS = "SGLang takes a drafted token by its probability, and not because its seed draws it"
 
 _COMPILED_GRAPH = "tc_piecewise"
 """A kind of CUDA graph, given to --cuda-graph-backend-prefill or inside --cuda-graph-config."""
@@ -135,21 +129,6 @@ def memory_fraction(sglang_args: Sequence[str]) -> float | None:
         rule = "must be above 0 and below 1, a share of a GPU's memory. Give one, such as 0.4."
         raise ConfigError(f"{flag}={fraction}: {rule}")
     return fraction
-
-
-def speculative_algorithm(sglang_args: Sequence[str]) -> str:
-    """Where drafts come from, as --sglang-speculative-algorithm says, in capitals; empty: nowhere."""
-    names, remedy = ("--speculative-algorithm",), "Give NGRAM."
-    return (_value(sglang_args, names, str, remedy)[1] or "").upper()
-
-
-def draft_rows(sglang_args: Sequence[str]) -> int:
-    """Rows that a pass computes of each sequence that goes on: its last token and a draft; 0: none."""
-    if not speculative_algorithm(sglang_args):
-        return 0
-    names = ("--speculative-num-draft-tokens",)
-    remedy = "Give a number of tokens, such as 8."
-    return _count(sglang_args, names, remedy) or DRAFT_ROWS
 
 
 def chunked_prefill_size(sglang_args: Sequence[str]) -> int | None:
@@ -207,24 +186,9 @@ def validate(sglang_args: Sequence[str], aligned_by: str) -> None:
                 f"{PREFIX}{name}: SGLang asks for no key then, and whoever reaches the server could "
                 "change its weights. Leave it out."
             )
-        if aligned_by and (reason := _UNALIGNED.get(name)):
+        reason = _DRAFTS if name.startswith(_SPECULATIVE) else _UNALIGNED.get(name)
+        if aligned_by and reason:
             raise ConfigError(
                 f"{PREFIX}{name}: not with {aligned_by}, because {reason}. Leave it out, or run "
                 f"without {aligned_by}."
             )
-    if aligned_by and (algorithm := speculative_algorithm(sglang_args)):
-        _require_exact_drafts(sglang_args, f"{PREFIX}speculative-algorithm={algorithm}", aligned_by)
-
-
-def _require_exact_drafts(sglang_args: Sequence[str], given: str, aligned_by: str) -> None:
-    """Refuse drafts of which an engine would not take just those that token by token would be drawn."""
-    if not given.endswith("=NGRAM"):
-        raise ConfigError(
-            f"{given}: with {aligned_by} drafts come from NGRAM, since draft models are not part of the "
-            "contract. Give that, or leave it out."
-        )
-    if (ranks := tensor_parallel_size(sglang_args)) > 1:
-        raise ConfigError(
-            f"{given}: not with {PREFIX}tp-size={ranks}, since every rank would draft from a corpus of "
-            "its own. Use several engines of one rank, or leave one of the two out."
-        )

@@ -201,7 +201,6 @@ class ServeConfig:
 
     model: groups.ModelConfig = field(default_factory=groups.ModelConfig)
     operators: groups.OperatorsConfig = field(default_factory=groups.OperatorsConfig)
-    lora: groups.ServedLoraConfig = field(default_factory=groups.ServedLoraConfig)
     server: groups.ServerConfig = field(default_factory=groups.ServerConfig)
     engines: groups.EngineCountConfig = field(default_factory=groups.EngineCountConfig)
     cluster: groups.HostsConfig = field(default_factory=groups.HostsConfig)

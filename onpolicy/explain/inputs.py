@@ -23,7 +23,7 @@ from onpolicy.errors import ConfigError
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.experts import expert_names
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.peft_adapter import CONFIG, read_peft_adapter
+from onpolicy.models.lora.peft_adapter import CONFIG, read_peft_adapter
 from onpolicy.outputs.directory import versions
 from onpolicy.run.cases import read_case
 from onpolicy.run.commands.verify import requests_of

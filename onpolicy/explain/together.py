@@ -47,15 +47,13 @@ class Axes:
 ALL = Axes()
 
 _WEIGHT, _WITH_BIAS = slice(1, 2), slice(1, 3)
-HELD = {"add_scaled": slice(3, 5)}
-"""Arguments that are shared as a weight is; of other operators its weight, and the bias of its rows."""
 
 _HEADS_FIRST = -3
 """The axis of heads in [1, H, T, D]."""
 
 COLUMNS = {"linear": Axes(made=-1, held=0)}
 GATE_AND_UP = {"linear": Axes(made=-1, held=0, pieces=2)}
-ADDED = {**COLUMNS, "add_scaled": Axes(given=-1, made=-1, held=0)}
+ADDED = {**COLUMNS, "add_scaled": Axes(given=-1, made=-1)}
 """What an adapter adds to columns, of the rows of B that each rank has; all have the product with A."""
 
 HEADS = {"rms_norm": Axes(given=-2, made=-2)}
@@ -131,7 +129,7 @@ class OverTensorRanks(Together):
         rows = [_alone(argument) for argument in args]
         if axes.held is None:
             return tuple(rows)
-        for number in range(len(rows))[HELD.get(name, _WEIGHT if axes.held else _WITH_BIAS)]:
+        for number in range(len(rows))[_WEIGHT if axes.held else _WITH_BIAS]:
             if rows[number] is not None:
                 whole = self._together(rows[number], axes.held, axes.pieces)
                 rows[number] = whole[: self.columns]

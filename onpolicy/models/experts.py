@@ -51,7 +51,7 @@ class AlignedExperts(nn.Module):
         self.rounding: InputRounding | None = None
         """What their products read goes through it, if it is rounded (`rounded_inputs.py`)."""
         self.lora: Any = None
-        """Their adapters, if they have any (`expert_adapters.py`)."""
+        """Their adapters, if they have any (`lora/modules.py`)."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H], int64 [T, k], [T, k] -> [T, H]."""

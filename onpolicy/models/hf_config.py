@@ -22,7 +22,7 @@ from onpolicy.models.experts import expert_blocks, has_usual_experts, routers_of
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.llama4 import is_llama4
 from onpolicy.models.logits import logits_rule
-from onpolicy.models.peft_adapter import CONFIG as ADAPTER
+from onpolicy.models.lora.peft_adapter import CONFIG as ADAPTER
 from onpolicy.models.published import own_class, read_config
 from onpolicy.models.rotary_factors import choose_factors, context_limit
 from onpolicy.models.weight_files import quantised_by, stored_shapes

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from onpolicy.contract import AdapterShape
-from onpolicy.models.adapters import add_adapters, factors_of
 from onpolicy.models.align import align_modules, replace_operators
 from onpolicy.models.attention import ATTENTION_NAME
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.layers import decoder_layers
 from onpolicy.models.logits import LogitsRule, logits_rule
+from onpolicy.models.lora.adapters import add_adapters, factors_of
 from onpolicy.models.routing_replay import OWN_CHOICE, RoutingReplay, replay_routing
 from onpolicy.models.scoring import HiddenScores, TaughtScores, rows_asked, score_rows
 from onpolicy.ops import AttentionLayout, Operators, ScoreRule

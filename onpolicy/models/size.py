@@ -9,9 +9,9 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from onpolicy.contract import AdapterShape, NumericsContract
-from onpolicy.models.adapters import adapter_size, merging_size
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.layers import decoder_layers
+from onpolicy.models.lora.adapters import adapter_size, merging_size
 from onpolicy.models.trainable import trainable_parameters
 
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from onpolicy.ops.gains import gained
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.logit_chunks import CPU_LOGITS, rows_of_logits
 from onpolicy.ops.rotary import rotate
@@ -89,22 +88,10 @@ class Operators(ABC):
         total = row_parallel.sum([self.blockwise_linear(x, weight, blocks)])
         return (total if bias is None else total + bias.float()).to(x.dtype)
 
-    def add_scaled(
-        self,
-        out: Tensor,
-        added: Tensor,
-        scale: float,
-        gain: Tensor | None = None,
-        bias: Tensor | None = None,
-        experts: Tensor | None = None,
-    ) -> Tensor:
-        """`out + scale * added` in float32, rounded to the dtype of out: [..., N] each.
-
-        gain: float32 [N], which multiplies the sum but for the `bias` in it: [N] (`ops/low_rank.py`).
-        experts: int64 [...]; gain and bias are [E, N] then, and a row has those of its expert.
-        """
-        total = out.float() + added.float() * scale
-        return gained(total, gain, bias, experts).to(out.dtype)
+    def add_scaled(self, out: Tensor, added: Tensor, scale: float) -> Tensor:
+        """Returns `out + scale * added`, summed in float32 and rounded to the dtype of out: [..., N]
+        each."""
+        return (out.float() + added.float() * scale).to(out.dtype)
 
     @abstractmethod
     def grouped_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

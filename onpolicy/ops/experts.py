@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from onpolicy.ops.base import Operators
-from onpolicy.ops.gains import gained, of_experts
 from onpolicy.ops.low_rank import Factors
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
@@ -27,13 +27,16 @@ class ExpertFactors(NamedTuple):
     """Adapters of all experts of a layer, in the layout of their weights: an axis of E first."""
 
     gate_up: Factors
-    """a: [E, r, H]; b: [E, 2 I / P, r]; gain: [E, 2 I / P]"""
+    """a: [E, r, H]; b: [E, 2 I / P, r]"""
 
     down: Factors
-    """a: [E, r, I / P]; b: [E, H, r]; gain: [E, H]"""
+    """a: [E, r, I / P]; b: [E, H, r]"""
 
-    gain_of_blocks: Tensor | None = None
-    """`down.gain` for this rank's blocks of the sum over I, of whose gradient it has its part alone"""
+
+def of_experts(numbers: Tensor, experts: Tensor) -> Tensor:
+    """Returns those of each row's expert: [E, N], int64 [S] -> float32 [S, N], the dtype in which
+    gradients are summed."""
+    return F.embedding(experts, numbers.float())
 
 
 def gated_halves(operators: Operators, activation: Callable[[Tensor], Tensor]) -> Gate:
@@ -75,7 +78,7 @@ def mix_experts(
     rows, chosen = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1), experts.reshape(-1)
     sorted_rows = SortedRows.of(chosen, len(gate_up))
     hidden = _gated(operators, rows, sorted_rows, gate_up, gate, gate_up_bias, adapter)
-    outputs = _down(operators, hidden, sorted_rows, down, row_parallel, adapter)
+    outputs = _down(operators, hidden, sorted_rows, down, row_parallel)
     mixed = mix_outputs(outputs, weights, row_parallel)
     once = []  # and not on every rank
     if adapter is not None:
@@ -104,7 +107,7 @@ def expert_outputs(
     """
     sorted_rows = SortedRows.of(experts, len(gate_up))
     hidden = _gated(operators, rows, sorted_rows, gate_up, gate, None, adapter)
-    outputs = _down(operators, hidden, sorted_rows, down, row_parallel, adapter)
+    outputs = _down(operators, hidden, sorted_rows, down, row_parallel)
     if adapter is None:
         return outputs
     return [*outputs, _added_to_down(operators, hidden, sorted_rows, adapter.down, row_parallel)]
@@ -147,7 +150,7 @@ def _gated(
         sums = operators.grouped_partial_linear(rows, gate_up, offsets)
         product = (sums + of_experts(bias, by_expert.experts)).to(rows.dtype)
     if adapter is not None:
-        product = _with_added(operators, rows, product, by_expert, adapter.gate_up, bias)
+        product = _with_added(operators, rows, product, by_expert, adapter.gate_up)
     return gate(product)
 
 
@@ -157,13 +160,11 @@ def _with_added(
     product: Tensor,
     by_expert: SortedRows,
     factors: Factors,
-    bias: Tensor | None,
 ) -> Tensor:
     """As `add_low_rank`: [S, K] and their products [S, N], the rows sorted, -> [S, N]."""
     inner = operators.grouped_linear(rows, factors.a, by_expert.offsets)
     added = operators.grouped_linear(inner, factors.b, by_expert.offsets)
-    of_rows = () if factors.gain is None else (factors.gain, bias, by_expert.experts)
-    return operators.add_scaled(product, added, factors.scale, *of_rows)
+    return operators.add_scaled(product, added, factors.scale)
 
 
 def _down(
@@ -172,13 +173,9 @@ def _down(
     by_expert: SortedRows,
     down: Tensor,
     row_parallel: RowParallel,
-    adapter: ExpertFactors | None,
 ) -> list[Tensor]:
     pairs = zip(row_parallel.split(hidden), row_parallel.split(down), strict=True)
     products = [operators.grouped_partial_linear(*pair, by_expert.offsets) for pair in pairs]
-    if adapter is not None:
-        gain = adapter.gain_of_blocks
-        products = [gained(x, gain, None, by_expert.experts) for x in products]
     return [product[by_expert.back] for product in products]
 
 
@@ -194,7 +191,7 @@ def _added_to_down(
     parts = [operators.grouped_partial_linear(*pair, by_expert.offsets) for pair in pairs]
     inner = row_parallel.sum(parts).to(hidden.dtype)
     added = operators.grouped_linear(inner, factors.b, by_expert.offsets).float() * factors.scale
-    return gained(added, factors.gain, None, by_expert.experts)[by_expert.back]
+    return added[by_expert.back]
 
 
 def mix_outputs(outputs: Sequence[Tensor], weights: Tensor, row_parallel: RowParallel) -> Tensor:

@@ -88,24 +88,23 @@ class Head:
     """Maps every logit by itself, before anything else is done with it (`models/logits.py`)."""
 
     adapter: Factors | None = None
-    """What is trained in the place of weight and bias, if anything: b is [V, r], or likewise its rows,
-    and so is the gain"""
+    """What is trained in the place of weight and bias, if anything: b is [V, r], or likewise its rows"""
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Weight and bias; an adapter's a, b and gain: what `gradients` are of."""
+        """Weight and bias; an adapter's a and b: what `gradients` are of."""
         adapter = self.adapter
-        of_adapter = (adapter.a, adapter.b, adapter.gain) if adapter else (None, None, None)
+        of_adapter = (adapter.a, adapter.b) if adapter else (None, None)
         return self.weight, self.bias, *of_adapter
 
     def holding(self, tensors: Sequence[Tensor | None]) -> Head:
         """The same head of other `tensors`."""
-        weight, bias, a, b, gain = tensors
+        weight, bias, a, b = tensors
         assert weight is not None
         adapter = self.adapter
         if adapter is not None:
             assert a is not None and b is not None
-            adapter = adapter._replace(a=a, b=b, gain=gain)
+            adapter = adapter._replace(a=a, b=b)
         return replace(self, weight=weight, bias=bias, adapter=adapter)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -116,7 +115,7 @@ class Head:
         product = self.operators.linear(hidden, self.weight, self.bias)
         if self.adapter is None:
             return product
-        return add_low_rank(self.operators, hidden, product, self.adapter, bias=self.bias)
+        return add_low_rank(self.operators, hidden, product, self.adapter)
 
     def chunks(self, hidden: Tensor) -> list[slice]:
         """The rows whose logits are alive at a time."""

@@ -21,9 +21,6 @@ class Factors(NamedTuple):
 
     scale: float
 
-    gain: Tensor | None = None
-    """float32 [N]: of the rows of W + s B A (DoRA, `onpolicy/models/magnitude.py`)"""
-
 
 def add_low_rank(
     operators: Operators,
@@ -31,14 +28,12 @@ def add_low_rank(
     out: Tensor,
     factors: Factors,
     row_parallel: RowParallel = WHOLE,
-    bias: Tensor | None = None,
 ) -> Tensor:
     """`out + scale * (x @ a.T) @ b.T`, rounded once: [..., K], [..., N] -> [..., N] in the dtype of out.
 
-    Each product is rounded to the dtype of x; the sum is taken in float32, and a gain multiplies all of
-    it but the `bias` of the linear, [N]. `row_parallel`: how the first product is summed over K.
+    Each product is rounded to the dtype of x; the sum is taken in float32. `row_parallel`: how the first
+    product is summed over K.
     """
     inner = operators.row_parallel_linear(x, factors.a, None, row_parallel)
     added = operators.linear(inner, factors.b)
-    gained = () if factors.gain is None else (factors.gain, bias)
-    return operators.add_scaled(out, added, factors.scale, *gained)
+    return operators.add_scaled(out, added, factors.scale)

@@ -44,8 +44,8 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 PACKAGES = ("onpolicy", "torch", "sglang", "transformers", "numpy", "safetensors")
 
 READ = (
-    "hf_checkpoint", "ref_checkpoint", "critic_load", "teacher_checkpoint", "reward_checkpoint",
-    "prompt_data", "eval_prompt_data", "eval_config", "replay",
+    "hf_checkpoint", "ref_checkpoint", "critic_load", "teacher_checkpoint", "prompt_data",
+    "eval_prompt_data", "eval_config", "replay",
 )  # fmt: skip
 """Flags with a path that a run reads from."""
 

@@ -22,7 +22,6 @@ MEANINGS = {
     "rollout/log_probs": "mean log-probability of the sampled tokens, from the rollout engine",
     "rollout/num_cached_tokens": "tokens before answers that were found in the engines' prefix caches",
     "rollout/prefix_cache_hit_rate": "share of all tokens before answers that were found there",
-    "rollout/draft_acceptance_rate": "share of the tokens drafted in engines that were then drawn",
     "rollout/num_filtered_groups": "groups left out: all rewards are equal, or there is none",
     "rollout/num_resampled_groups": "groups with equal rewards that others were drawn in the place of",
     "rollout/num_surplus_groups": "complete groups that were more than the rollout needed, and dropped",
@@ -171,7 +170,6 @@ BY_THE_CLOCK = (
     "perf/",
     "rollout/num_cached_tokens",
     "rollout/prefix_cache_hit_rate",
-    "rollout/draft_acceptance_rate",
 )
 """How the names of those metrics begin in which equal runs may differ."""
 

@@ -64,8 +64,6 @@ class TrajectoryRecord(TypedDict):
     num_cached_tokens: Count
     num_prefix_tokens: NotRequired[Count]
     """Earlier versions did not count them."""
-    drafts: NotRequired[Annotated[list[Count], Len(2, 2)]]
-    """Where something was drafted."""
     forks: list[Annotated[list[str | Count], Len(2, 2)]]
 
 
@@ -90,8 +88,6 @@ def write(trajectory: Trajectory) -> TrajectoryRecord:
         record["kept_tokens"] = _write_kept(trajectory.kept_tokens)
     if trajectory.entropy:
         record["entropy"] = trajectory.entropy
-    if any(trajectory.drafts):
-        record["drafts"] = [*trajectory.drafts]
     if trajectory.grammars:
         record["grammars"] = [_write_grammar(span) for span in trajectory.grammars]
     return record
@@ -116,7 +112,6 @@ def read(record: TrajectoryRecord) -> Trajectory:
     entropy = record.get("entropy", [])
     if entropy and len(entropy) != len(log_probs):
         raise ValueError(f"sampled tokens are {len(log_probs)} and entropy {len(entropy)}")
-    drafts = record.get("drafts", [0, 0])
     return Trajectory(
         token_ids=record["token_ids"],
         sampled=sampled,
@@ -131,7 +126,6 @@ def read(record: TrajectoryRecord) -> Trajectory:
         weight_version=record["weight_version"],
         num_cached_tokens=record["num_cached_tokens"],
         num_prefix_tokens=record.get("num_prefix_tokens", 0),
-        drafts=(drafts[0], drafts[1]),
         forks=tuple((str(key), int(length)) for key, length in record["forks"]),
     )
 

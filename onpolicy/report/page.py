@@ -44,7 +44,6 @@ PANELS = (
     Panel("Truncated responses", ("rollout/truncated_ratio",)),
     Panel("Turns and trajectories of an episode", ("episodes/num_turns", "episodes/num_trajectories")),
     Panel("Tokens before answers that were cached (share)", ("rollout/prefix_cache_hit_rate",)),
-    Panel("Drafted tokens that were taken (share)", ("rollout/draft_acceptance_rate",)),
     Panel("Learning rate", ("train/lr",)),
     Panel("Learning-rate decay", ("lr_decay/scale",)),
     Panel("Lambda", ("dc/lambda",)),

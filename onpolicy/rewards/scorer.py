@@ -11,7 +11,6 @@ from onpolicy.config.groups import RewardConfig
 from onpolicy.config.groups.reward import REMOTE, is_function, name_of
 from onpolicy.errors import ConfigError, RewardError
 from onpolicy.rewards import ANSWER, Answers, Failure, Numbers
-from onpolicy.rewards.classifier import Classifier
 from onpolicy.rewards.failures import Failures
 from onpolicy.rewards.judge import Judge
 from onpolicy.rewards.labels import Refused, refused_labels, told
@@ -25,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 Groups = Sequence[Sequence[Sample]]
 
-Asked = RemoteReward | Judge | Classifier
-ASKED: dict[str, type[Asked]] = {"remote_rm": RemoteReward, "judge": Judge, "model": Classifier}
+Asked = RemoteReward | Judge
+ASKED: dict[str, type[Asked]] = {"remote_rm": RemoteReward, "judge": Judge}
 
 
 class Scorer:
@@ -74,8 +73,6 @@ class Scorer:
         """
         given: dict[str, Numbers] = {}
         tried = [source for source in self._sources_of(prompt) if not _is_ours(source)]
-        if not self.config.reward_server_url:  # a run starts them later, and checks them then
-            tried = [source for source in tried if source != "model"]
         functions = list(filter(is_function, tried))
         workers = Workers(self.config, functions, count=1, is_trial=True) if functions else None
         try:
@@ -229,9 +226,6 @@ class Scorer:
     def _name(self, source: str) -> str:
         """The flag that asks for it, for messages."""
         return f"{self.config.flag}={source}" if source in self.sources else f"the reward {source}"
-
-    def connect(self) -> None:
-        """Wait until all that was started to score can be asked."""
 
     def close(self) -> None:
         """End all that was started to score."""

@@ -38,14 +38,12 @@ def completion_of(answer: Any, status: int, request: Request, url: str) -> Compl
             f"{url}: log_prob={log_probs[bad]} at response position {bad}. The weights have likely "
             "diverged; resume from an earlier checkpoint with a lower --lr."
         )
-    drafts = [int(meta.get(f"spec_num_{kind}_drafts") or 0) for kind in ("proposed", "correct")]
     completion = Completion(
         response_ids=response_ids,
         rollout_log_probs=log_probs,
         finish_reason=FinishReason(meta["finish_reason"]["type"]),
         weight_version=_version(meta.get("weight_version")),
         num_cached_tokens=int(meta.get("cached_tokens") or 0),
-        drafts=(drafts[0], drafts[1]),
         routed_experts=_routed_experts(meta, request, url) if response_ids else None,
         kept_tokens=_kept_tokens(meta, request, len(response_ids), url),
         entropy=_entropy(meta, request, len(response_ids), url),

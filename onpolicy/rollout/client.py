@@ -10,8 +10,7 @@ from typing import Any
 import aiohttp
 import requests
 
-from onpolicy.contract import ALL_OF
-from onpolicy.errors import ConfigError, ContractError, EngineError
+from onpolicy.errors import ContractError, EngineError
 from onpolicy.rollout.answers import completion_of, was_aborted
 from onpolicy.rollout.direct_http import ask
 from onpolicy.trajectory import Completion
@@ -32,12 +31,7 @@ _BYTES_PER_SECOND = 100 << 20
 
 
 class EngineClient:
-    """The server at one URL.
-
-    `adapter_name`: what its requests are answered by, and what is pushed to it, where a server holds
-    adapters of several names (`sglang_patches/named_adapters.py`). `served_adapter`: what its requests
-    are answered by where a server has SGLang's own (`sglang_patches/served_adapters.py`).
-    """
+    """The server at one URL."""
 
     def __init__(
         self,
@@ -46,11 +40,8 @@ class EngineClient:
         request_timeout: float,
         health_timeout: float,
         admin_api_key: str = "",
-        adapter_name: str = "",
-        served_adapter: str = "",
     ):
         self.url, self.request_timeout = url.rstrip("/"), request_timeout
-        self.adapter_name, self.served_adapter = adapter_name, served_adapter
         self.health_timeout = health_timeout
         self.headers = _authorization(api_key)
         self.admin_headers = _authorization(admin_api_key or api_key)
@@ -69,7 +60,7 @@ class EngineClient:
             try:
                 async with session.post(
                     f"{self.url}/generate",
-                    json=_payload(request, self.adapter_name or self.served_adapter),
+                    json=_payload(request),
                     headers=self.headers,
                     timeout=aiohttp.ClientTimeout(total=self.request_timeout),
                 ) as response:
@@ -84,16 +75,14 @@ class EngineClient:
         raise EngineLostError(f"{self.url}: no answer after {_RETRIES} attempts.")
 
     async def abort(self, session: aiohttp.ClientSession) -> None:
-        """Have the server answer everything that it samples now, with what it has; under a name, what it
-        samples for that.
+        """Have the server answer everything that it samples now, with what it has.
 
         Says nothing of a server that does not answer: who waits for a response learns of that.
         """
-        name = self.adapter_name
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with session.post(
                 f"{self.url}/abort_request",
-                json={"rid": ALL_OF + name} if name else {"rid": "", "abort_all": True},
+                json={"rid": "", "abort_all": True},
                 headers=self.admin_headers,
                 timeout=aiohttp.ClientTimeout(total=self.health_timeout / 3),
             ):
@@ -126,15 +115,11 @@ class EngineClient:
             return False
 
     def patience(self, num_bytes: int) -> float:
-        """Seconds that a control call which moves so many bytes of weights may take; with names it waits
-        for the samples of other runs."""
-        others = self.request_timeout if self.adapter_name else 0.0
-        return others + self.health_timeout + num_bytes / _BYTES_PER_SECOND
+        """Returns the seconds that a control call which moves so many bytes of weights may take."""
+        return self.health_timeout + num_bytes / _BYTES_PER_SECOND
 
     def post(self, path: str, body: dict[str, Any], num_bytes: int = 0) -> dict[str, Any]:
-        """A control call that must succeed. A version of weights gets the name before it."""
-        if self.adapter_name and "weight_version" in body:
-            body = {**body, "weight_version": f"{self.adapter_name}:{body['weight_version']}"}
+        """A control call that must succeed."""
         response = self._call("POST", path, num_bytes, json=body)
         answer = _json(response)
         if not response.ok or answer.get("success") is False:
@@ -142,11 +127,10 @@ class EngineClient:
         return answer
 
     def report(self) -> dict[str, Any]:
-        """What the engine's plug-in says of itself: contract, self_check, patches, weights; whether it
-        has a tokenizer ("serves_text"); and what was "pushed" under this name, None for nothing.
+        """Returns what the engine's plug-in says of itself: contract, self_check, patches, weights; and
+        whether it has a tokenizer ("serves_text").
 
-        Raises ContractError if the server carries no plug-in, ConfigError if it has no weights of this
-        name.
+        Raises ContractError if the server carries no plug-in.
         """
         response = self._call("GET", "/server_info")
         answer = _json(response)
@@ -159,32 +143,11 @@ class EngineClient:
                 "contract. Start it with `onpolicy serve`; if it was, look for 'Failed to load "
                 "plugin' in its log."
             )
-        weights = self._own_weights(report.get("weights"))
         serves_text = not answer.get("skip_tokenizer_init")
-        pushed = report.get("pushed")
-        if isinstance(pushed, dict):
-            pushed = pushed.get(self.adapter_name)
-        return {**report, "weights": weights, "pushed": pushed, "serves_text": serves_text}
-
-    def _own_weights(self, held: Any) -> Any:
-        """The digest of the weights that are this client's."""
-        names = held if isinstance(held, dict) else {}
-        if self.adapter_name in names or not (self.adapter_name or names):
-            return names.get(self.adapter_name, held)
-        given = f"--lora-name={self.adapter_name}" if self.adapter_name else "without --lora-name"
-        has = f"adapters named {', '.join(names)}" if names else "one set of weights without a name"
-        raise ConfigError(
-            f"{self.url}: has {has}, and the run is {given}. Start the server by `onpolicy serve "
-            "--lora-names` with the names of all runs, and give each run its own as --lora-name."
-        )
+        return {"weights": None, **report, "serves_text": serves_text}
 
     def flush_cache(self) -> None:
-        """Drop every cached prefix, as soon as the server is idle: a health check may be under way.
-
-        With names nothing is dropped: an engine keeps the prefixes of every push apart.
-        """
-        if self.adapter_name:
-            return
+        """Drop every cached prefix, as soon as the server is idle: a health check may be under way."""
         response = self._call("POST", f"/flush_cache?timeout={_IDLE_SECONDS}")
         if not response.ok:
             raise EngineError(
@@ -217,10 +180,9 @@ def _json(response: requests.Response) -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {"text": response.text[:500]}
 
 
-def _payload(request: Request, adapter_name: str = "") -> dict[str, Any]:
+def _payload(request: Request) -> dict[str, Any]:
     params = request.params
     return {
-        **({"lora_path": adapter_name} if adapter_name else {}),
         "input_ids": request.prompt_ids,
         "sampling_params": {
             "temperature": params.temperature,

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from onpolicy.config import secrets
-from onpolicy.config.sglang_flags import draft_rows, tensor_parallel_size
+from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import (
     CONTRACT_VARIABLE,
     EXTENSIONS_VARIABLE,
-    NAMES_VARIABLE,
-    SERVED_ADAPTER,
     THREADS_VARIABLE,
-    AdapterShape,
     NumericsContract,
 )
 from onpolicy.system.network import (
@@ -35,9 +32,6 @@ MAX_CONCURRENCY = 256
 
 CONTEXT_MARGIN = 2
 """Tokens that SGLang keeps free at the end of the context."""
-
-SERVED_PLACES = 2
-"""What a batch may have of SGLang's own adapters: the run's, and for a health check beside it none."""
 
 CACHE_MARGIN = 8
 """Tokens of the cache that SGLang keeps free beside a sequence (tp_worker.get_worker_info)."""
@@ -90,18 +84,8 @@ class EngineSpec:
     extensions: Mapping[str, str] = field(default_factory=dict)
     """What a command puts into the engine's processes (`sglang_patches/extensions.py`)."""
 
-    adapter_names: tuple[str, ...] = ()
-    """The names under which it holds adapters (`sglang_patches/named_adapters.py`); none: it has one set
-    of weights."""
-
-    adapter_name: str = ""
-    """The name of those that a run pushes to it and samples with; empty: the only ones, or none."""
-
     serves_text: bool = False
     """Whether clients may send text, as those of the OpenAI API do; a run sends tokens."""
-
-    is_classifier: bool = False
-    """Whether it is a sequence classifier, which answers /classify and samples nothing."""
 
     trust_remote_code: bool
     sglang_args: tuple[str, ...]
@@ -119,30 +103,14 @@ class EngineSpec:
         return tensor_parallel_size(self.sglang_args)
 
     @property
-    def served_adapter(self) -> str:
-        """The name of SGLang's own adapters, which requests say; empty: it has none."""
-        return SERVED_ADAPTER if self.contract.serves_adapter else ""
-
-    @property
-    def more_adapters(self) -> int:
-        """Sets of adapters in its memory beside one: those of further names, or SGLang's own, which it
-        keeps as they were loaded and copies into its places for a batch."""
-        return SERVED_PLACES if self.served_adapter else len(self.adapter_names[1:])
-
-    @property
     def needed_tokens(self) -> int:
         """What the cache of any engine must hold, whoever started it: one sequence."""
-        return self.longest_sequence and self.longest_sequence + cache_margin(self.sglang_args)
+        return self.longest_sequence and self.longest_sequence + CACHE_MARGIN
 
     @property
     def admin_api_key(self) -> str:
         """What SGLang wants for weights and other control calls, if it was given one."""
         return self.sglang_secrets.get(secrets.ADMIN_KEY, "")
-
-
-def cache_margin(sglang_args: Sequence[str]) -> int:
-    """Tokens of the cache beside a sequence; SGLang reserves two drafts for each that goes on."""
-    return CACHE_MARGIN + 2 * draft_rows(sglang_args)
 
 
 def engine_flags(spec: EngineSpec, port: int) -> list[str]:
@@ -167,21 +135,8 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
         flags.append("--trust-remote-code")
     if spec.contract.context is not None:
         flags += ["--context-length", str(spec.contract.context)]
-    if spec.adapter_names:
-        flags.append("--skip-server-warmup")  # whose request has no name
-    if spec.contract.adapter is not None and spec.served_adapter:
-        flags += _adapter_flags(spec.contract.adapter, spec.contract.device)
-    if spec.is_classifier:
-        flags.append("--is-embedding")
     if spec.returns_routed_experts:
         flags.append("--enable-return-routed-experts")
-    if spec.contract.is_aligned and draft_rows(spec.sglang_args):
-        # A chain: GPU backends mask trees, by a way of theirs. An overlapped pass was never tried.
-        flags += [
-            "--speculative-ngram-min-bfs-breadth", "1",
-            "--speculative-ngram-max-bfs-breadth", "1",
-            "--disable-overlap-schedule",
-        ]  # fmt: skip
     if spec.contract.is_aligned:
         flags += [
             "--model-impl", "transformers",
@@ -190,18 +145,6 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
             "--sampling-backend", "pytorch",
         ]  # fmt: skip
     return [*flags, *secrets.split(spec.sglang_args)[0]]
-
-
-def _adapter_flags(adapter: AdapterShape, device: str) -> list[str]:
-    """What SGLang needs to know of its own adapters before any is loaded."""
-    return [
-        "--enable-lora",
-        "--max-lora-rank", str(adapter.rank),
-        "--lora-target-modules", *adapter.targets,
-        "--max-loras-per-batch", str(SERVED_PLACES),
-        "--lora-strict-loading",
-        *(["--lora-backend", "torch_native"] if device == "cpu" else []),
-    ]  # fmt: skip
 
 
 def secret_flags(spec: EngineSpec) -> list[str]:
@@ -230,8 +173,6 @@ def _gpu_flags(spec: EngineSpec) -> list[str]:
     if spec.contract.is_aligned:
         # Its bookkeeping for pages and CUDA graphs serves both backends (see sglang_patches/).
         flags += ["--attention-backend", "fa3", "--page-size", "1"]
-    if spec.adapter_names:
-        flags.append("--disable-cuda-graph")  # a captured one has the rows of one batch for ever
     if spec.memory_fraction:
         flags += ["--mem-fraction-static", str(spec.memory_fraction), "--enable-memory-saver"]
     return [*flags, "--quantization", "fp8"] if spec.weight_format == "fp8_e4m3" else flags
@@ -250,8 +191,6 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
         **proxy_exceptions(os.environ, spec.host),
         **spec.contract.variables,
     }
-    if spec.adapter_names:
-        variables[NAMES_VARIABLE] = " ".join(spec.adapter_names)
     if spec.extensions:
         variables[EXTENSIONS_VARIABLE] = json.dumps(dict(spec.extensions))
     if spec.contract.device == "cpu":

@@ -157,12 +157,10 @@ def make_servers(
     base_port: int,
     logs: Path,
     make_server: MakeServer,
-    name: str = "engine",
 ) -> list[EngineServer]:
-    """A server for each spec, not started yet; `base_port`: of the first, 0 takes free ones. `name`: of
-    their logs."""
+    """Returns a server for each spec, not started yet; `base_port`: of the first, 0 takes free ones."""
     return [
-        make_server(spec, base_port and base_port + i, logs / f"{name}_{i}.log")
+        make_server(spec, base_port and base_port + i, logs / f"engine_{i}.log")
         for i, spec in enumerate(specs)
     ]
 

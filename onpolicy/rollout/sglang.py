@@ -29,14 +29,14 @@ _HEALTH_PAUSE = 0.5
 
 KINDS: frozenset[MemoryKind] = frozenset(get_args(MemoryKind))
 
-MakeClient = Callable[[str, str, float, float, str, str, str], EngineClient]
+MakeClient = Callable[[str, str, float, float, str], EngineClient]
 
 
 class SglangGroup(RolloutGroup):
     """Spreads requests over servers; starts the dead ones again.
 
     `specs`: one for each server that it starts; with --rollout-server-url the first says what those
-    servers must be. `name`: of the servers' logs.
+    servers must be.
     """
 
     def __init__(
@@ -47,7 +47,6 @@ class SglangGroup(RolloutGroup):
         *,
         make_server: MakeServer = EngineServer,
         make_client: MakeClient = EngineClient,
-        name: str = "engine",
     ):
         spec = self._spec = specs[0]
         self.config, self.contract = config, spec.contract
@@ -59,7 +58,7 @@ class SglangGroup(RolloutGroup):
         self._end_sampling: Callable[[], object] = lambda: None
         if not config.rollout_server_url:
             port = config.rollout_base_port
-            self.servers = make_servers(specs, port, log_directory, make_server, name)
+            self.servers = make_servers(specs, port, log_directory, make_server)
         urls = config.rollout_server_url or [server.url for server in self.servers]
         self.clients = [
             make_client(
@@ -68,8 +67,6 @@ class SglangGroup(RolloutGroup):
                 config.rollout_request_timeout,
                 config.rollout_health_timeout,
                 spec.admin_api_key,
-                spec.adapter_name,
-                spec.served_adapter,
             )
             for url in urls
         ]

@@ -37,7 +37,6 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
         "rollout/truncated_ratio": truncated_ratio(groups),
         "rollout/log_probs": fmean(x for sample in samples for x in sample.rollout_log_probs),
         **_cache_metrics([sample.trajectory for sample in samples]),
-        **_draft_metrics([sample.trajectory for sample in samples]),
         **reward_parts(groups, "rollout/reward"),
         **metrics,
         **_episode_metrics(episodes),
@@ -70,12 +69,6 @@ def _cache_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     asked = sum(trajectory.num_prefix_tokens for trajectory in trajectories)
     rate = {"rollout/prefix_cache_hit_rate": cached / asked} if asked else {}
     return {"rollout/num_cached_tokens": float(cached), **rate}
-
-
-def _draft_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Nothing, where no engine drafts."""
-    drafted, taken = map(sum, zip(*(trajectory.drafts for trajectory in trajectories), strict=True))
-    return {"rollout/draft_acceptance_rate": taken / drafted} if drafted else {}
 
 
 def _episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:

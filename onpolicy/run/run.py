@@ -14,6 +14,7 @@ from typing import Any, Self
 from rich.console import Console
 
 from onpolicy.config import TrainConfig
+from onpolicy.config.groups import RewardConfig
 from onpolicy.errors import ParityError
 from onpolicy.outputs.directory import RunDirectory
 from onpolicy.outputs.lock import locked
@@ -35,7 +36,6 @@ from onpolicy.run.learning_rate import LearningRate
 from onpolicy.run.probe import Probe
 from onpolicy.run.sampler import Sampler
 from onpolicy.run.saving.rollouts import is_the_same_run, read_rollouts, write_rollouts
-from onpolicy.run.served_rewards import make_scorer
 from onpolicy.run.teacher_servers import TeacherServers
 from onpolicy.trajectory import UNPUSHED
 from onpolicy.types import ParityFindings, SampleGroup, TrainSample
@@ -60,7 +60,7 @@ class Run:
         inputs: Inputs,
         *,
         make_engines: Callable[..., EnginePair] = EnginePair,
-        make_scorer: Callable[[TrainConfig], Scorer] = make_scorer,
+        make_scorer: Callable[[RewardConfig], Scorer] = Scorer,
         rollouter: Rollouter | None = None,
         console: Console | None = None,
     ):
@@ -99,7 +99,7 @@ class Run:
         self._open_directory(resumed)
         logger.debug("starts after %d rollouts; %s", self.first_step, config.batch_equation())
         self._on_exit.callback(self.engines.stop)
-        self._scorer = self._on_exit.enter_context(closing(self._make_scorer(config)))
+        self._scorer = self._on_exit.enter_context(closing(self._make_scorer(config.reward)))
         self.engines.start()
         self._use_ladder()
         if resumed is not None:
@@ -137,7 +137,6 @@ class Run:
     def _open_outputs(self) -> None:
         """The journal, and what asks the engines for samples."""
         config = self.config
-        self._scorer.connect()
         text: Any = self.inputs.tokenizer.decode  # special tokens can be seen in it
         opened = Journal.opened(config, self._directory, text, self.first_step, self._console)
         self.journal = self._on_exit.enter_context(opened)

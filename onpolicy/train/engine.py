@@ -14,8 +14,8 @@ from transformers import PretrainedConfig
 
 from onpolicy.config.groups import TrainerConfig
 from onpolicy.contract import AdapterShape
-from onpolicy.models.adapters import FactorValues, without_adapters
 from onpolicy.models.hf_config import has_experts
+from onpolicy.models.lora.adapters import FactorValues, without_adapters
 from onpolicy.models.policy import PackedTokens
 from onpolicy.models.trainable import frozen_digest
 from onpolicy.ops import Operators

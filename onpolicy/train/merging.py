@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from onpolicy.config.groups import ModelConfig
 from onpolicy.contract import AdapterShape
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.merged import Merged, merge_push
+from onpolicy.models.lora.merged import Merged, merge_push
 from onpolicy.models.weight_files import matched_model
 from onpolicy.weights.digest import WeightBucket, WeightPart
 

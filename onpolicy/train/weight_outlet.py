@@ -2,8 +2,7 @@
 
 The ranks gather them together, a bucket at a time. Each sends them to engines of its own
 (`weights/senders.py`) and has those prove it; then all ranks compare what was proved. Those that are not
-trained go to engines that do not hold them yet; engines that have no adapters get all weights, merged,
-and those that have SGLang's own get adapters alone.
+trained go to engines that do not hold them yet; engines that have no adapters get all weights, merged.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import WeightSyncError
 from onpolicy.models.export import export_checkpoint
-from onpolicy.models.peft_format import export_adapter, named_for_peft
+from onpolicy.models.lora.peft_format import export_adapter
 from onpolicy.train import distributed
 from onpolicy.train.merging import MergedPush
 from onpolicy.weights.digest import WeightBucket, WeightDigest, WeightPart
@@ -29,7 +28,6 @@ from onpolicy.weights.push import Engine, push_weights
 from onpolicy.weights.rounding import format_of_push, rounded
 from onpolicy.weights.senders import share_out
 from onpolicy.weights.transports import make_transport, shares_gpus
-from onpolicy.weights.transports.adapters import AdapterTransport
 
 MIB = 1 << 20
 
@@ -61,8 +59,6 @@ class WeightOutlet:
         }  # fmt: skip
         self._keepers = {0} if config.plan.may_lag else set()
         self._adapter = contract.adapter
-        if self._adapter is not None and contract.serves_adapter:
-            self.transport = AdapterTransport(self._adapter)
         self._merging: MergedPush | None = None
         if self._adapter is not None:
             self._merging = MergedPush(config.model, self._adapter)
@@ -150,10 +146,7 @@ class WeightOutlet:
 
     def _hold_the_last_push(self, engines: Sequence[Engine], contract: NumericsContract) -> bool:
         """Whether engines have what is not trained, and prove it (`sglang_patches/weights.py`): they
-        hold the last push, which this rank knows, are aligned, and do not give its memory back. Those
-        with SGLang's own adapters keep what they loaded, and take nothing else."""
-        if contract.serves_adapter:
-            return True
+        hold the last push, which this rank knows, are aligned, and do not give its memory back."""
         if self.config.engine.colocate or not contract.is_aligned:
             return False
         if engines and self._pushed.hexdigest() != self._digest:
@@ -169,7 +162,6 @@ class WeightOutlet:
     ) -> Iterator[WeightBucket]:
         """The buckets of a part as engines get them; rank 0 keeps them for those started again."""
         sent = rounded(buckets, self._weight_format(contract))
-        sent = named_for_peft(sent) if contract.serves_adapter else sent
         keeps = distributed.rank() in self._keepers
         return self._kept[part].keep(sent, version) if keeps else sent
 

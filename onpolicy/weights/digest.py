@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -76,10 +76,9 @@ class WeightDigest:
         self._on_device.finish()
         return self._hashes
 
-    def hexdigest(self, of: Callable[[str], bool] = bool) -> str:
-        """16 hex digits over all names, shapes, dtypes and bits; `of`: which names."""
-        hashes = sorted(self.hashes().items())
-        lines = "\n".join(f"{name} {value:016x}" for name, value in hashes if of(name))
+    def hexdigest(self) -> str:
+        """Returns 16 hex digits over all names, shapes, dtypes and bits."""
+        lines = "\n".join(f"{name} {value:016x}" for name, value in sorted(self.hashes().items()))
         return xxhash.xxh3_64_hexdigest(lines.encode())
 
 

@@ -70,16 +70,12 @@ def test_three_ranks_that_lose_an_engine_and_one_of_them_have_the_bits_of_one_un
     assert adapters_of(tmp_path / "save") == adapters_of(save)
 
 
-@pytest.mark.parametrize(
-    ("backend", "ranks", "more"),
-    [("megatron", 2, ("--lora-dora",)), ("fsdp", 2, ("--lora-dora",))],
-    ids=["DoRA under Megatron-core", "DoRA"],
-)
-def test_a_resumed_run_ends_as_the_undisturbed_one(start, run, tmp_path, backend, ranks, more):
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_a_resumed_run_ends_as_the_undisturbed_one(start, run, tmp_path, backend):
     """On other ranks, too."""
-    save, (before, expected) = tmp_path / "save", run(backend, 1, *more)
+    save, (before, expected) = tmp_path / "save", run(backend)
     argv = ["--load", str(before / "step_000002"), "--save", str(save), "--save-interval", "2"]
-    output = finish(start(tmp_path, *LORA, *under(backend, ranks), *more, *argv))
+    output = finish(start(tmp_path, *LORA, *under(backend, 2), *argv))
     assert "resumed from" in output
     assert run_hash(output) == expected
     assert adapters_of(save) == adapters_of(before) != adapters_of(before, 2)
@@ -97,9 +93,8 @@ def test_a_run_killed_in_the_middle_of_a_checkpoint_resumes_to_the_same_bits(
     assert adapters_of(save) == adapters_of(plain[0])
 
 
-def test_with_another_scale_or_with_magnitudes_a_run_has_other_bits(start, run, plain, tmp_path):
-    output = finish(start(tmp_path, *LORA, "--lora-alpha", "16"))
-    assert len({run_hash(output), plain[1], run("fsdp", 1, "--lora-dora")[1]}) == 3
+def test_with_another_scale_a_run_has_other_bits(start, plain, tmp_path):
+    assert run_hash(finish(start(tmp_path, *LORA, "--lora-alpha", "16"))) != plain[1]
 
 
 def test_a_merged_checkpoint_is_served_and_both_engines_agree_on_it(

@@ -159,7 +159,7 @@ def test_megatron_with_adapters_and_two_ranks_of_a_rollout_are_explained_by_a_co
             "--hf-checkpoint", str(make_checkpoint(tmp_path / "model", "qwen3-moe")),
             "--sglang-tp-size", "2", "--row-parallel-blocks", "2", "--num-prompts", "4",
             "--max-new-tokens", "8", "--json", str(file), "--run-dir", str(tmp_path / "run"),
-            "--lora-rank", "4", "--lora-dora", "--lora-target-modules", "q_proj,v_proj,o_proj",
+            "--lora-rank", "4", "--lora-target-modules", "q_proj,v_proj,o_proj",
         ],
         capture_output=True,
         text=True,

@@ -1,13 +1,12 @@
 """Adapters whose rollout is a stock server: it has none, and gets weights that they are merged into."""
 
-import dataclasses
 import json
 
 import pytest
 import torch
 
 from onpolicy.config import groups
-from onpolicy.models.merged import Updates
+from onpolicy.models.lora.merged import Updates
 from onpolicy.parity import compare_log_probs
 from onpolicy.run.commands.verify import fill_with_drawn
 from onpolicy.run.launch.contracts import contract_for
@@ -31,13 +30,11 @@ def pair(checkpoint, tmp_path_factory):
         yield pair
 
 
-def k3_of(pair, monkeypatch, **lora):
+def k3_of(pair, monkeypatch):
     """Of answers to a push of adapters that are drawn, B too."""
-    flags = dataclasses.replace(pair.config.lora, **lora)
-    config = dataclasses.replace(pair.config, lora=flags)
-    contract = contract_for(config, pair.hf_config, aligned=False)
+    contract = contract_for(pair.config, pair.hf_config, aligned=False)
     assert contract.of_engine == pair.contract.of_engine
-    trainer = make_trainer(config, contract, 1)
+    trainer = make_trainer(pair.config, contract, 1)
     fill_with_drawn(trainer, 0)
     monkeypatch.setattr(pair, "trainer", trainer)
     pair.push_weights(pair.weight_version + 1)
@@ -55,9 +52,8 @@ def scored(pair):
     return compare_log_probs(torch.cat(scores), rollout)[0]
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
-def test_a_stock_server_samples_from_the_merged_weights(pair, monkeypatch, dora):
-    k3, metrics = k3_of(pair, monkeypatch, lora_dora=dora)
+def test_a_stock_server_samples_from_the_merged_weights(pair, monkeypatch):
+    k3, metrics = k3_of(pair, monkeypatch)
     assert k3 < CLOSE
     assert metrics["lora/merged_changed"] > 0.9 and metrics["lora/merged_rounding"] < 1e-3
 
@@ -94,7 +90,7 @@ def test_under_megatron_too_and_a_governed_run_goes_to_aligned_servers_and_back(
     pytest.importorskip("megatron.core")
     save = str(tmp_path / "save")
     argv = [
-        *LORA, "--train-backend", "megatron", "--lora-dora", "--use-rs", "--mismatch-governor",
+        *LORA, "--train-backend", "megatron", "--use-rs", "--mismatch-governor",
         "--governor-k3", "1e-9", "--governor-rise-after", "1", "--governor-fall-after", "1",
         "--save", save, "--load", save, "--save-interval", "2",
     ]  # fmt: skip

@@ -35,7 +35,7 @@ def pair(checkpoint, tmp_path_factory):
     """
     directory = tmp_path_factory.mktemp("faults")
     flags = {"rollout_max_restarts": 1000, "rollout_health_timeout": 300.0}
-    lora = groups.LoraConfig(lora_rank=8, lora_dora=True)
+    lora = groups.LoraConfig(lora_rank=8)
     flags |= {"lora": lora, "rollout_num_engines": 2}
     with running(make_engines(checkpoint, directory, **flags)) as engines:
         draw_adapters(engines, VerifyConfig(lora=lora))

@@ -128,21 +128,6 @@ def test_a_checkpoint_that_is_evaluated_alone_has_the_numbers_of_its_run(
 
 
 @pytest.mark.runs
-def test_engines_that_draft_give_the_bits_of_one_that_does_not(start, plain, tmp_path):
-    drafting = (
-        "--sglang-speculative-algorithm",
-        "NGRAM",
-        "--sglang-speculative-num-draft-tokens",
-        "4",
-    )
-    output = finish(start(tmp_path, "--rollout-num-engines", "2", *drafting))
-    assert run_hash(output) == plain[2]
-    rates = [record["rollout/draft_acceptance_rate"] for record in metrics_of(tmp_path)]
-    assert len(rates) == ROLLOUTS and all(0 <= rate < 1 for rate in rates)
-    assert not any("rollout/draft_acceptance_rate" in record for record in metrics_of(plain[0]))
-
-
-@pytest.mark.runs
 def test_two_engines_of_which_one_is_killed_give_the_same_bits(start, plain, data, tmp_path):
     """Weights go by another way too. The lost requests are sent again, and nothing comes twice.
 

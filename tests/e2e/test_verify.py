@@ -9,7 +9,7 @@ import pytest
 from onpolicy.cli.main import main
 from onpolicy.config.groups import ModelConfig, OperatorsConfig, ServersConfig
 from onpolicy.config.tools import VerifyConfig
-from onpolicy.models.adapters import without_adapters
+from onpolicy.models.lora.adapters import without_adapters
 from onpolicy.run.commands.verify import passes, verify
 from onpolicy.train.policy_trainer import PolicyTrainer
 from tests.onpolicy.train.fsdp.test_peft import drawn

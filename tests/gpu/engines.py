@@ -29,8 +29,6 @@ ONPOLICY = (sys.executable, "-m", "onpolicy.cli")
 SHARED = ("--colocate", "--sglang-mem-fraction-static", "0.2", "--sglang-max-total-tokens", "40000")
 """All are on one GPU: a server has a part of what was free when it started, and fills little of it."""
 
-DRAFTS = ("--sglang-speculative-algorithm", "NGRAM")
-
 IN_BYTES = (
     *("--rollout-weight-format", "fp8_e4m3_block128"),
     *("--rollout-activation-format", "fp8_e4m3"),
@@ -38,7 +36,7 @@ IN_BYTES = (
 
 INT4 = ("--rollout-weight-format", "int4_group128")
 
-SAME = ("train", "train_again", "train_drafts")
+SAME = ("train", "train_again")
 """Runs that have one hash."""
 
 RUN_HASH = re.compile(r"run hash\W+(\w+)")
@@ -47,7 +45,7 @@ LAST_LINES = 8
 
 
 def commands(inputs: Path, folder: Path) -> dict[str, list[str]]:
-    """What is run, by name. A short context and long answers let drafts reach beyond its end."""
+    """What is run, by name."""
     small, real = str(inputs / "quickstart" / "model"), str(inputs / "qwen3-0.6b")
     data, held_out = (str(inputs / "quickstart" / name) for name in ("data.jsonl", "eval.jsonl"))
 
@@ -74,11 +72,9 @@ def commands(inputs: Path, folder: Path) -> dict[str, list[str]]:
         "verify_fp8": verify(real, "hopper_fp8", *IN_BYTES),
         "verify_int4": verify(real, "triton", *INT4, "--lora-rank", "16"),
         "lora_hopper": verify(real, "hopper", "--lora-rank", "16"),
-        "dora_triton": verify(small, "triton", "--lora-rank", "16", "--lora-dora"),
-        "verify_drafts": verify(small, "triton", *DRAFTS),
+        "lora_triton": verify(small, "triton", "--lora-rank", "16"),
         "train": quickstart,
         "train_again": quickstart,
-        "train_drafts": [*quickstart, *DRAFTS],
         "train_shared": [*quickstart, "--share-prefixes", "on"],
     }
     return {

@@ -22,17 +22,13 @@ def test_a_prompt_has_no_sampled_token_and_goes_on():
 
 
 def test_an_answer_is_sampled_after_what_was_given():
-    answered = EMPTY.plus(
-        make_completion([5, 6], [-1.0, -2.0], num_cached_tokens=1, drafts=(4, 1)), 0.7
-    )
+    answered = EMPTY.plus(make_completion([5, 6], [-1.0, -2.0], num_cached_tokens=1), 0.7)
     more = answered.plus(make_completion([7], [-3.0], num_cached_tokens=4, weight_version=3), 0.7)
     assert more.token_ids == [2, 3, 5, 6, 7]
     assert more.sampled == [False, False, True, True, True]
     assert (more.prompt_ids, more.response_ids) == ([2, 3], [5, 6, 7])
     assert more.rollout_log_probs == [-1.0, -2.0, -3.0]
     assert (more.num_cached_tokens, more.weight_version) == (5, 3)
-    assert answered.plus(make_completion([7], [-1.0], drafts=(4, 3)), 0.7).drafts == (8, 4)
-    assert answered.forked(3, "0").drafts == (0, 0)
     assert more.num_prefix_tokens == 2 + 4, "what each of the two requests began with"
     assert answered.num_sampled == 2, "the one before is as it was"
 

@@ -4,9 +4,8 @@ import dataclasses
 
 import pytest
 
-from onpolicy.contract import NAMES_VARIABLE
 from onpolicy.ops.cpu import CpuOperators
-from sglang_patches import attention, determinism, experts, plugin, registry, sampler
+from sglang_patches import attention, determinism, plugin, registry, sampler
 from tests.support.tiny_contract import CONTRACT, LATENT
 
 WHOLE = dataclasses.replace(
@@ -43,7 +42,6 @@ OF_AN_ALIGNED_ENGINE = {
     "sampler",
     "sampling.sampling_batch_info.SamplingBatchInfo.update_regex_vocab_mask",
     "sampling.sampling_params.SamplingParams.verify",
-    "speculative.spec_info.SpeculativeAlgorithm.create_worker",
 }
 
 
@@ -69,16 +67,3 @@ def installed(monkeypatch):
 
 def test_an_aligned_engine_has_every_patch(installed):
     assert installed(WHOLE) >= OF_AN_ALIGNED_ENGINE
-
-
-def test_whole_tensors_are_rounded_before_experts_take_theirs(installed, monkeypatch):
-    """SGLang calls the hook that was registered last first."""
-    monkeypatch.setenv(NAMES_VARIABLE, "math")
-    registered = []
-    installed(WHOLE)
-    monkeypatch.setattr(registry, "hook", lambda *given: registered.append(given))
-    plugin._share_model(
-        dataclasses.replace(WHOLE, weight_format="int4"), CpuOperators(1), fuses=True
-    )
-    around = [function for target, function, _ in registered if target == experts.LOAD_TARGET]
-    assert len(around) == 2 and around[0] is experts._load

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onpolicy.models.adapters import CHILD
+from onpolicy.models.lora.adapters import CHILD
 from onpolicy.models.policy import PolicyModel
 from onpolicy.ops import Operators, PagedLayout
 
@@ -118,7 +118,7 @@ def _log_probs(
     head = policy.causal_lm.get_output_embeddings()
     product = operators.linear(hidden, head.weight, head.bias)
     if (adapter := head._modules.get(CHILD)) is not None:
-        product = adapter(hidden, product, head.bias)
+        product = adapter(hidden, product)
     logits = policy.logits_rule.apply(operators, product)
     log_probs = operators.log_softmax(logits, torch.full((len(logits), 1), temperature))
     return log_probs.gather(1, targets[:, None])[:, 0]

@@ -71,7 +71,6 @@ class Memory:
         self.aborts = 0
         self.loaded: list[str] = []
         """Names of all that was pushed, in order."""
-        self.served: set[str] = set()
         """Names of SGLang's own adapters."""
         self.given_back: set[str] = set()
         self._num_proved, self._digest = 0, WeightDigest().hexdigest()
@@ -113,22 +112,8 @@ class Memory:
         elif path == "/update_weights_from_disk":
             for file in sorted(Path(body["model_path"]).glob("*.safetensors")):
                 self._load(load_file(file), int(body["weight_version"]))
-        elif path == "/unload_lora_adapter":
-            if not self.served:
-                raise EngineError(f"{path}: HTTP 400: does not exist")
-            for name in self.served:
-                del self.weights[name]
-            self.served = set()
-        elif path == "/load_lora_adapter_from_tensors":
-            assert self.contract.serves_adapter and not self.served
-            weights = opened(body)
-            self.served = set(weights)
-            self._load(weights, self.version)
-        elif path == "/update_weight_version":
-            assert body["abort_all_requests"] is False
-            self.version = int(body["new_version"])
         else:
-            assert path == "/update_weights_from_tensor" and not self.contract.serves_adapter
+            assert path == "/update_weights_from_tensor"
             self._load(opened(body), int(body["weight_version"]))
 
     def give_back(self, kinds: set[str]) -> None:
@@ -251,8 +236,6 @@ class Engine:
         with self._call(waits=True) as memory:
             prefix = (request.params.temperature, *request.prompt_ids)
             assert not memory.given_back
-            if memory.contract.serves_adapter and not memory.served:
-                raise ContractError(f"{self.url}/generate refused a request (HTTP 400)")
             num_cached = len(request.prompt_ids) * (prefix in memory.prefixes)
             aborts, aborted = memory.aborts, False
         response: list[int] = []

@@ -32,7 +32,6 @@ TESTS = (
     "--ignore=tests/onpolicy/ops/hopper",  # calls that are recorded
     "tests/onpolicy/models/test_policy.py",
     "tests/parity",
-    "--ignore=tests/parity/test_named_adapters.py",  # which rows are whose
     "tests/e2e/test_verify.py::test_no_token_differs_in_float32[qwen3-moe]",
 )
 VERIFIED = "test_negative_controls and (experts or router)"

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.peft_format import PREFIX
 from onpolicy.models.policy import PolicyModel, empty_policy
 from onpolicy.ops import AttentionLayout, make_operators
 from onpolicy.ops.cuts import Cut, left, within
@@ -54,9 +51,6 @@ class PolicyMemory(Memory):
     def __init__(self, contract: NumericsContract, policy: PolicyModel):
         super().__init__(contract)
         self.weights, self._policy, self._num_in_policy = {}, policy, 0
-        if contract.serves_adapter:
-            (file,) = Path(policy.causal_lm.config.name_or_path).glob("*.safetensors")
-            self.weights = load_file(file)
 
     def self_check(self) -> dict[str, str]:
         return digests_of(self.contract, 1)
@@ -89,8 +83,7 @@ class PolicyMemory(Memory):
         """[1, V] of the token after `context`."""
         policy, operators = self._policy, self._policy.operators
         if self._num_in_policy != len(self.loaded):
-            weights = {_name_here(name): tensor for name, tensor in self.weights.items()}
-            policy.causal_lm.load_state_dict(weights, strict=False, assign=True)
+            policy.causal_lm.load_state_dict(self.weights, strict=False, assign=True)
             policy.causal_lm.tie_weights()
             self._num_in_policy = len(self.loaded)
         layout = AttentionLayout.packed((len(context),), "cpu")
@@ -106,11 +99,6 @@ class PolicyMemory(Memory):
         )[0][0, -1:]
         logits = policy.head().logits(hidden)
         return logits if self.contract.is_aligned else logits.float() * STOCK_SCALE
-
-
-def _name_here(name: str) -> str:
-    """A parameter's, of an adapter by its name in PEFT."""
-    return re.sub(r"\.lora_([AB])\.weight$", r".lora.\1", name.removeprefix(PREFIX))
 
 
 class PolicyHost(Host):

@@ -18,13 +18,11 @@ from onpolicy.explain.taps.recorder import Call, Recorder
 from onpolicy.explain.taps.recording import Recording
 from onpolicy.explain.taps.rows import prefix_keys
 from onpolicy.explain.trainer import Recorded, evidence_in, recordings
-from onpolicy.models.adapters import (
-    adapters_of_linears,
+from onpolicy.models.lora.adapters import (
     add_adapters,
     drawn_values,
     is_adapters,
 )
-from onpolicy.models.magnitude import row_norms
 from onpolicy.models.policy import PolicyModel
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.train import distributed
@@ -69,19 +67,14 @@ def sources_of_faults(job: Job, cases: list[tuple[str, str, str]]) -> list[Any]:
 
 @torch.no_grad()
 def draw_adapters(model: Any, policy: PolicyModel, shape: AdapterShape) -> None:
-    """Give Megatron's model and Hugging Face's the same numbers, B too, and the norms of their rows."""
-    from onpolicy.train.megatron.magnitudes import take_norms
+    """Give Megatron's model and Hugging Face's the same numbers, B too."""
     from onpolicy.train.megatron.weights import fill_adapters
 
     fill_adapters(model, partial(drawn_values, seed=0))
-    take_norms(model, CpuOperators(1))
     add_adapters(policy.causal_lm, policy.operators, shape)
     for name, factor in policy.causal_lm.named_parameters():
         if is_adapters(name):
             factor.copy_(drawn_values(name, factor.shape, seed=0))
-    for linear, adapter in adapters_of_linears(policy.causal_lm):
-        if adapter.magnitude is not None:
-            adapter.magnitude.norm.copy_(row_norms(CpuOperators(1), linear.weight, adapter.factors))
 
 
 def unchanged(right: Callable[..., Any]) -> Callable[..., Any]:

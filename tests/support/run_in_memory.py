@@ -135,7 +135,7 @@ def run_in_memory(
     reward: Reward = even_tokens,
     make_run: Callable[..., Run] = Run,
     eval_sets: dict[str, list[Prompt]] = EVAL_SETS,
-    make_scorer: Callable[[TrainConfig], Scorer] | None = None,
+    make_scorer: Callable[[groups.RewardConfig], Scorer] | None = None,
     **values: Any,
 ) -> RunSummary:
     """What a run ends with. `make_scorer`: in place of `reward`. `values`: of the configuration."""

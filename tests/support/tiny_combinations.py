@@ -29,7 +29,6 @@ NOT_HERE = {
 NOT_THESE = {
     "num_rollout": "two steps",
     "seed": "any other is as good",
-    "rollout_lora": "how adapters travel",
     "train_backend": "megatron needs a process of its own",
     "use_rollout_routing_replay": "the tiny model has no experts",
     "dynamic_sampling_limit": "a smaller one may end a run",

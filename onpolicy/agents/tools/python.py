@@ -1,50 +1,54 @@
-"""Python programs that a policy writes, each in a process that can hurt nothing and leaves nothing."""
+"""Python programs that a policy writes, each in a sandbox of bubblewrap's (`bwrap`).
+
+A program sees Python's libraries read-only, a directory in memory to write to, two devices, and no
+network, no other process, no /proc and no environment variable of ours. `_BEGIN` is the first code in
+the sandbox: it limits its own process and becomes the program. A run is answered when every process
+of the sandbox has ended.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
+import resource
+import select
+import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
-from pathlib import Path
-from typing import Literal
+from typing import IO
 from weakref import WeakKeyDictionary
 
 from onpolicy.agents.tools.observation import Observation, counted
 from onpolicy.errors import ConfigError
-from onpolicy.system import private_directory
 
-Isolation = Literal["namespaces", "rlimits"]
+WORK = "/work"
+"""Where the program begins, and the one place where it may write."""
 
 _LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64")
-_END_SECONDS = 10.0
-"""How long Linux may take to end what was killed."""
+_NOBODY = 65534
+_USER = "1000"
 
-_START = (
-    "import sys; sys.path.insert(0, {root!r});"
-    "from onpolicy.agents.tools.jail.start import main; main()"
-)
+_BEGIN = """
+import os, resource, sys
+for kind, most in {limits!r}.items():
+    resource.setrlimit(kind, (most, most))
+os.write({status}, b"ready")
+os.close({status})
+os.execv(sys.executable, [sys.executable, "-I", "-B", "-u", "main.py"])
+"""
 
 
 @dataclass(frozen=True)
 class PythonTool:
-    """Runs programs. One object serves any number of episodes at once.
-
-    `isolation` is what is required, and nothing less is ever used: with "namespaces" a program sees no
-    file but Python's own, no other process and no network. "rlimits" is for hosts without namespaces and
-    programs that you trust (`trusts_programs`): they may read and write what this process may, its
-    memory too, and may signal it.
-    """
+    """Runs programs. One object serves any number of episodes at once."""
 
     _: KW_ONLY
-    isolation: Isolation = "namespaces"
-    trusts_programs: bool = False
-    """Whether programs are known to mean no harm, so that "rlimits" is enough for them."""
-
     time_limit: float = 10.0
     """Seconds of the whole, by the clock."""
 
@@ -52,16 +56,13 @@ class PythonTool:
     """Bytes of addresses that a process may have."""
 
     num_processes: int = 8
-    """Processes and threads at a time, with namespaces."""
+    """Processes and threads at a time."""
 
     file_size: int = 16 << 20
     """Bytes of one file."""
 
     files_size: int = 64 << 20
-    """Bytes of all files together, which lie in memory; with namespaces."""
-
-    num_files: int = 256
-    """Files and directories; with namespaces."""
+    """Bytes of all files together, which lie in memory."""
 
     output: int = 16 << 10
     """Bytes of standard output and error together."""
@@ -70,91 +71,105 @@ class PythonTool:
     """Programs that run at a time; others wait, and their time does not begin."""
 
     readable: tuple[str, ...] = ()
-    """Further directories that a program may read, at the same paths; with namespaces."""
+    """Further directories that a program may read, at the same paths; root's programs are nobody's, and
+    read what everyone may."""
+
+    python: str = sys.executable
+    """What runs them; as root one that everyone may read, such as /usr/bin/python3."""
 
     _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(
         default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
     )
 
-    def __post_init__(self) -> None:
-        if self.isolation not in ("namespaces", "rlimits"):
-            raise ConfigError(
-                f"isolation={self.isolation!r}: must be 'namespaces' or 'rlimits'. Give one of them."
-            )
-        if self.isolation == "rlimits" and not self.trusts_programs:
-            raise ConfigError(
-                "isolation='rlimits': a program can rewrite the memory of the process that runs it "
-                "(/proc/PID/mem), rewards included, and signal it. Use isolation='namespaces', or, for "
-                "programs that mean no harm, say trusts_programs=True."
-            )
-
     async def run(self, code: str) -> Observation:
-        """What the program printed, the trace of its error included; and what ended it, as a fault:
-        'time', 'output', 'died' (by a signal). Raises ConfigError if it cannot be isolated so.
-        """
-        parent = private_directory.of_this_process().path
+        """Returns what the program printed, the trace of its error included; and what ended it, as a
+        fault: 'time', 'output', 'died' (by a signal). Raises ConfigError if there is no sandbox."""
         async with self._slots():
-            with tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True) as directory:
-                return counted("python", await self._run(code.encode(), directory))
+            return counted("python", await self._run(code.encode()))
 
     def _slots(self) -> asyncio.Semaphore:
-        """Those of the event loop under way."""
+        """Returns those of the event loop under way."""
         return self._of_loops.setdefault(
             asyncio.get_running_loop(), asyncio.Semaphore(self.at_once)
         )
 
-    async def _run(self, code: bytes, directory: str) -> Observation:
-        status, status_end = os.pipe()
-        root = str(Path(__file__).parents[3])
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", "-B", "-c", _START.format(root=root)),
-                *(str(status_end), str(os.getpid())),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                pass_fds=(status_end,),
-                env={},
-                start_new_session=True,
-            )
-        finally:
-            os.close(status_end)
-        with os.fdopen(status, "rb") as said:
+    async def _run(self, code: bytes) -> Observation:
+        (begun, begin), (told, tell) = os.pipe(), os.pipe()
+        with (
+            tempfile.TemporaryFile() as program,
+            os.fdopen(begun, "rb") as status,
+            os.fdopen(told, "rb") as info,
+        ):
+            program.write(code)
+            program.seek(0)
+            given = (begin, tell, program.fileno())
+            # Linux limits no processes of root's, so root's programs are nobody's.
+            user = _NOBODY if os.getuid() == 0 else None
             try:
-                output, fault = await self._attend(process, self._settings(directory) + code)
+                process = await asyncio.create_subprocess_exec(
+                    *self._command(*given),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.STDOUT,
+                    pass_fds=given,
+                    env={},
+                    start_new_session=True,
+                    user=user,
+                    group=user,
+                    extra_groups=None if user is None else [],
+                )
             finally:
-                await _end(process)
-            return self._observation(output, fault, said.read().decode().splitlines())
+                os.close(begin)
+                os.close(tell)
+            try:
+                output, fault = await self._attend(process)
+            finally:
+                await _end(process, info)
+            return self._observation(output, fault, process.returncode, status.read() == b"ready")
 
-    def _settings(self, directory: str) -> bytes:
-        python = Path(sys.base_prefix)
+    def _command(self, status: int, info: int, program: int) -> list[str]:
+        """Returns the command that makes the sandbox; the arguments are file descriptors: written to
+        when the program begins, written to by bubblewrap, and read from."""
+        if (bwrap := shutil.which("bwrap")) is None:
+            raise ConfigError(
+                "PythonTool: bwrap is not installed, and a program runs in nothing less than its "
+                "sandbox. Install bubblewrap (apt-get install bubblewrap, dnf install bubblewrap)."
+            )
         libraries = [path for path in _LIBRARIES if os.path.lexists(path)]
-        settings = {
-            "isolation": self.isolation,
-            "seconds": self.time_limit,
-            "memory": self.memory,
-            "file_size": self.file_size,
-            "files_size": self.files_size,
-            "num_files": self.num_files,
-            "num_processes": self.num_processes,
-            "directory": directory,
-            "readable": [*libraries, str(python), *self.readable],
-            "python": os.path.realpath(sys.executable),
-        }
-        return json.dumps(settings).encode() + b"\n"
+        python = os.path.realpath(self.python)
+        prefix = os.path.dirname(os.path.dirname(python))
+        return [
+            *(bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL"),
+            *("--die-with-parent", "--new-session", "--uid", _USER, "--gid", _USER),
+            *("--setenv", "HOME", WORK, "--setenv", "TMPDIR", WORK, "--setenv", "LANG", "C.UTF-8"),
+            *_shown((*libraries, prefix, *self.readable)),
+            *("--dev-bind", "/dev/null", "/dev/null", "--dev-bind", "/dev/urandom", "/dev/urandom"),
+            *("--size", str(self.files_size), "--perms", "0700", "--tmpfs", WORK),
+            *("--perms", "0600", "--file", str(program), f"{WORK}/main.py"),
+            *("--remount-ro", "/", "--chdir", WORK, "--info-fd", str(info), "--"),
+            *(python, "-I", "-S", "-B", "-c", _BEGIN.format(limits=self._limits(), status=status)),
+        ]
 
-    async def _attend(
-        self, process: asyncio.subprocess.Process, given: bytes
-    ) -> tuple[bytes, str | None]:
-        """Its output, and why it has to be ended, if it has."""
-        assert process.stdin is not None and process.stdout is not None
+    def _limits(self) -> dict[int, int]:
+        return {
+            resource.RLIMIT_AS: self.memory,
+            resource.RLIMIT_CPU: math.ceil(self.time_limit) + 1,
+            resource.RLIMIT_FSIZE: self.file_size,
+            resource.RLIMIT_NPROC: self.num_processes
+            + 1,  # bubblewrap's first process is beside it
+            resource.RLIMIT_NOFILE: 64,
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_MEMLOCK: 0,
+            resource.RLIMIT_MSGQUEUE: 0,
+            resource.RLIMIT_SIGPENDING: 64,
+        }
+
+    async def _attend(self, process: asyncio.subprocess.Process) -> tuple[bytes, str | None]:
+        """Returns its output, and why it has to be ended, if it has."""
+        assert process.stdout is not None
         output = bytearray()
         try:
             async with asyncio.timeout(self.time_limit):
-                process.stdin.write(given)
-                with suppress(ConnectionError):  # it could not begin, and says why
-                    await process.stdin.drain()
-                process.stdin.close()
                 while more := await process.stdout.read(1 << 16):
                     output += more
                     if len(output) > self.output:
@@ -164,47 +179,49 @@ class PythonTool:
             return bytes(output), "time"
         return bytes(output), None
 
-    def _observation(self, output: bytes, fault: str | None, said: list[str]) -> Observation:
-        began = said[:1] == ["ready"]
-        if not began and not (fault == "time" and not said):
-            why = " ".join(said) or "its process died"
-            raise ConfigError(
-                f"isolation={self.isolation!r}: this host does not give it ({why}). "
-                + _REMEDIES[self.isolation]
-            )
+    def _observation(
+        self, output: bytes, fault: str | None, code: int | None, began: bool
+    ) -> Observation:
         text = output.decode(errors="replace")
-        code = int(said[1]) if len(said) > 1 else 1
+        if not began and fault != "time":
+            raise ConfigError(
+                f"PythonTool: bwrap makes no sandbox on this host ({text.strip() or code}). Let users "
+                "make namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone or "
+                "kernel.apparmor_restrict_unprivileged_userns; in a container, --privileged), install "
+                "bubblewrap 0.8 or newer, and, as root, give a Python that everyone may read "
+                "(python='/usr/bin/python3')."
+            )
         if fault == "time":
             return Observation(f"{text}\n[ended: longer than {self.time_limit:g} seconds]", fault)
         if fault == "output":
             return Observation(f"{text}\n[ended: more than {self.output} bytes of output]", fault)
-        number = -code if code < 0 else code - 128
-        if number in signal.valid_signals():
-            name = signal.Signals(number).name
-            return Observation(f"{text}\n[ended by {name}]", "died")
+        if code is not None and code - 128 in signal.valid_signals():
+            return Observation(f"{text}\n[ended by {signal.Signals(code - 128).name}]", "died")
         return Observation(text)
 
 
-_REMEDIES: dict[Isolation, str] = {
-    "namespaces": "Let users make namespaces (Linux 5.12 or newer on x86-64; sysctl "
-    "user.max_user_namespaces, kernel.unprivileged_userns_clone or "
-    "kernel.apparmor_restrict_unprivileged_userns; in a container, --privileged), or ask for "
-    "isolation='rlimits' with trusts_programs=True, for programs that mean no harm.",
-    "rlimits": "It needs Linux on x86-64 with seccomp filters. Run it there.",
-}
+def _shown(paths: Iterable[str]) -> list[str]:
+    """Returns arguments that show links as they are, and directories read-only."""
+    arguments = []
+    for path in paths:
+        if os.path.islink(path):
+            arguments += ["--symlink", os.readlink(path), path]
+        else:
+            arguments += ["--ro-bind", path, path]
+    return arguments
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """End the program and all that it began, and wait until they are gone."""
-    if process.returncode is not None:
-        return
-    with suppress(ProcessLookupError):
-        process.terminate()
-    try:
-        await asyncio.wait_for(process.wait(), _END_SECONDS)
-    except (TimeoutError, asyncio.CancelledError) as error:
+async def _end(process: asyncio.subprocess.Process, info: IO[bytes]) -> None:
+    """Ends the sandbox, and waits until all of its processes are gone: with bubblewrap Linux ends the
+    first process in it, and with that all others."""
+    if process.returncode is None:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        if isinstance(error, asyncio.CancelledError):
-            raise
-        await process.wait()
+            process.kill()
+        await asyncio.shield(process.wait())
+    told = await asyncio.to_thread(info.read)  # bubblewrap has ended, so it says no more
+    with suppress(ValueError, ProcessLookupError):
+        first = os.pidfd_open(json.loads(told)["child-pid"])
+        try:
+            await asyncio.to_thread(select.select, [first], [], [])
+        finally:
+            os.close(first)

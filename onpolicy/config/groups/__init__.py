@@ -23,7 +23,7 @@ from onpolicy.config.groups.engines import (
     CpuConfig,
     EngineConfig,
     EngineCountConfig,
-    EvaluatedConfig,
+    SamplersConfig,
     ServerConfig,
     ServersConfig,
     WeightSync,
@@ -45,9 +45,7 @@ from onpolicy.config.groups.inputs import (
 )
 from onpolicy.config.groups.lora import (
     NOT_MERGED,
-    EvaluatedLoraConfig,
     LoraConfig,
-    ServedLoraConfig,
 )
 from onpolicy.config.groups.outputs import OutputConfig
 from onpolicy.config.groups.parity import OperatorsConfig, ParityConfig
@@ -73,8 +71,6 @@ __all__ = [
     "EvalConfig",
     "EvalSet",
     "EvalSetsConfig",
-    "EvaluatedConfig",
-    "EvaluatedLoraConfig",
     "FallbackConfig",
     "GovernorFlags",
     "HostsConfig",
@@ -88,8 +84,8 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "RowsConfig",
+    "SamplersConfig",
     "SamplingConfig",
-    "ServedLoraConfig",
     "ServerConfig",
     "ServersConfig",
     "SessionsConfig",

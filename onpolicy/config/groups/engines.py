@@ -205,12 +205,6 @@ class SamplersConfig(CpuConfig, EngineCountConfig, RoundingConfig):
     """How often dead servers are started again before the run gives up, in all."""
 
 
-@also(rollout_start_timeout=[OWN_SERVERS])
-@dataclass(frozen=True, kw_only=True)
-class EvaluatedConfig(FoundServersConfig, SamplersConfig):
-    """Those of an evaluation."""
-
-
 @also(colocate=[ALWAYS_SAMPLING])
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(ServersConfig, ServerConfig, SamplersConfig):

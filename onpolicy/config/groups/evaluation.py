@@ -11,7 +11,7 @@ from onpolicy.config.groups.agents import has_agent
 from onpolicy.config.groups.inputs import PROCEDURAL, DataConfig
 from onpolicy.config.groups.remote_reward import RemoteName
 from onpolicy.config.groups.reward import RuleName, sources_of, weights_of
-from onpolicy.config.groups.rollout import NO_DRAFTS, NO_LIMIT_IS_MINUS_ONE, RolloutConfig
+from onpolicy.config.groups.rollout import NO_LIMIT_IS_MINUS_ONE, RolloutConfig
 from onpolicy.config.kinds import SMALLEST_TEMPERATURE, Count, CountOrZero
 from onpolicy.config.rules import NO_RESULT, Against, Facts, Parsed, Together
 from onpolicy.config.strict_yaml import broken_kind, read_mapping, require_known, require_mapping
@@ -229,15 +229,6 @@ def _unscored(run: Facts) -> str | None:
     return None
 
 
-def _cut(run: Facts) -> str | None:
-    """The first set of a file that is sampled from a part of the vocabulary."""
-    for name, each in run.config.eval_sets.items() if run.eval_config else ():
-        for key, whole in (("top_p", (1.0,)), ("top_k", (-1, 1))):
-            if (value := getattr(each, key)) not in whole:
-                return f"--eval-config={run.eval_config}: {name}: {key}={value}"
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class EvalSetsConfig:
     eval_prompt_data: Annotated[tuple[str, ...], Parsed(eval_sets)] = ()
@@ -249,8 +240,6 @@ class EvalSetsConfig:
         Together(_unscored,
             "{found}: no reward scores its responses. Give the set rm_type or rewards in --eval-config, "
             "or the run --rm-type, --custom-rm-path or --rewards."),
-        Together(lambda run: NO_DRAFTS.when(run) and _cut(run), "{found}: " + NO_DRAFTS.rule + ". "
-            + NO_DRAFTS.remedy),
     ] = ""  # fmt: skip
     """YAML file of sets instead, each with its own samples per prompt, sampling, lengths, interval and
     reward (docs/outputs.md); the flags say what a set does not."""
@@ -261,12 +250,10 @@ class EvalSetsConfig:
     eval_temperature: Annotated[float, at_least(0), NOT_NEARLY_GREEDY, BY_EVAL] = 1.0
     """Temperature of evaluation samples; 0 is greedy."""
 
-    eval_top_p: Annotated[float | None, above(0), at_most(1), BY_EVAL, NO_DRAFTS] = None
+    eval_top_p: Annotated[float | None, above(0), at_most(1), BY_EVAL] = None
     """--rollout-top-p of evaluation samples; the rollout's if not given."""
 
-    eval_top_k: Annotated[int | None, at_least(-1), NO_LIMIT_IS_MINUS_ONE, BY_EVAL, NO_DRAFTS] = (
-        None
-    )
+    eval_top_k: Annotated[int | None, at_least(-1), NO_LIMIT_IS_MINUS_ONE, BY_EVAL] = None
     """--rollout-top-k of evaluation samples; the rollout's if not given."""
 
     eval_max_response_len: Annotated[int | None, at_least(1), BY_EVAL] = None

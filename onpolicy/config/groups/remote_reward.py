@@ -1,4 +1,4 @@
-"""What scores over HTTP: a service of one's own, a model that judges, or a classifier."""
+"""What scores over HTTP: a service of one's own, or a model that judges."""
 
 import re
 from dataclasses import dataclass
@@ -7,12 +7,11 @@ from typing import Annotated, Literal, get_args
 
 from fallback_correction.ranges import ReadBy, Rule, at_least, at_most
 from onpolicy.config import secrets
-from onpolicy.config.groups.agents import has_agent
-from onpolicy.config.kinds import Count, CountOrZero, Engines, HeaderText, Seconds
-from onpolicy.config.rules import NO_RESULT, Against, Facts, Parsed, Together
+from onpolicy.config.kinds import Count, CountOrZero, HeaderText, Seconds
+from onpolicy.config.rules import NO_RESULT, Facts, Parsed, Together
 from onpolicy.errors import ConfigError
 
-RemoteName = Literal["remote_rm", "judge", "model"]
+RemoteName = Literal["remote_rm", "judge"]
 
 
 def asks(source: str) -> ReadBy:
@@ -60,9 +59,9 @@ SCORE = (
 """Finds the number after the word "score", whole. It finds nothing in 7/10, 70 % and 1,000, which may be
 read as one number or another."""
 
-REMOTE, JUDGE, MODEL = asks("remote_rm"), asks("judge"), asks("model")
+REMOTE, JUDGE = asks("remote_rm"), asks("judge")
 ANY = ReadBy(
-    "--rm-type remote_rm, judge or model, --rewards or a set of --eval-config with one of them, or "
+    "--rm-type remote_rm or judge, --rewards or a set of --eval-config with one of them, or "
     "--teacher-url",
     lambda run: any(is_asked(run, name) for name in get_args(RemoteName)) or run.teacher_url,
 )
@@ -81,18 +80,6 @@ INCOMPLETE_JUDGE = Together(
     "--judge-url={run.judge_url!r}, --judge-model={run.judge_model!r}, --judge-prompt="
     "{run.judge_prompt!r}: judge needs all three. Give them.",
 )
-
-
-INCOMPLETE_MODEL = Together(
-    lambda run: is_asked(run, "model") and not run.reward_checkpoint,
-    "--reward-checkpoint='': model needs a classifier. Give it, and --reward-server-url if it is served "
-    "already.",
-)
-
-
-def starts_classifier(run: Facts) -> bool:
-    """Whether the command is to serve --reward-checkpoint itself."""
-    return is_asked(run, "model") and not run.reward_server_url
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,41 +130,6 @@ class RemoteRewardConfig:
 
     judge_max_tokens: Annotated[Count, JUDGE] = 2048
     """Longest answer of the judge, with its thinking. One that is cut off there has failed."""
-
-    reward_checkpoint: Annotated[
-        str, MODEL, INCOMPLETE_MODEL,
-        Against(has_agent,
-            "the classifier is given a prompt's messages and one answer, and an episode may have more",
-            "Leave one of the two out."),
-    ] = ""  # fmt: skip
-    """Checkpoint of the sequence classifier of --rm-type model, with one label. Its tokenizer writes the
-    conversation that is scored, and servers of it are started, and started again if they die."""
-
-    reward_num_engines: Annotated[
-        Engines,
-        ReadBy("--rm-type model (or --rewards or a set of --eval-config with it) without "
-            "--reward-server-url", starts_classifier),
-        NO_RESULT,
-    ] = 1  # fmt: skip
-    """Servers of --reward-checkpoint to start, on aligned operators; samples go to each in turn. On GPUs
-    each takes one that nobody else has; else they share the cores of their hosts."""
-
-    reward_server_url: Annotated[
-        tuple[str, ...], MODEL, NO_RESULT,
-        Together(lambda run: [u for u in run.reward_server_url if not is_url(u)],
-            "--reward-server-url={found}: is no address. Give one that begins with http:// or https://."),
-    ] = ()  # fmt: skip
-    """Running servers of that classifier instead, started with `onpolicy serve`."""
-
-    reward_api_key: Annotated[
-        HeaderText, Parsed(partial(secrets.reveal, "--reward-api-key")),
-        ReadBy("--reward-server-url", lambda run: run.reward_server_url), NO_RESULT,
-    ] = ""  # fmt: skip
-    """API key of those servers, or @ and a file that holds it."""
-
-    reward_input: Annotated[Literal["chat", "text"], MODEL] = "chat"
-    """What the classifier is given. chat: the prompt's messages and the response as the assistant's, by
-    the chat template of --reward-checkpoint; text: the prompt and the response as they stand."""
 
     judge_temperature: Annotated[float, at_least(0), at_most(2), JUDGE] = 0.0
     """Temperature of the judge; above 0 its verdicts are not repeatable."""

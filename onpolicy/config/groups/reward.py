@@ -72,9 +72,8 @@ class RewardConfig(RemoteRewardConfig):
             "it stands beside --custom-rm-path={found}, and a run needs exactly one of them"),
     ] = ""  # fmt: skip
     """Rule that scores a response: math (math-verify), dapo ("Answer: ..."), exact; remote_rm: what
-    --rm-url answers; judge: what --judge-model says; model: the number of --reward-checkpoint. Not
-    needed where episodes say their rewards themselves, nor for problems of reasoning-gym, whose scorer
-    does."""
+    --rm-url answers; judge: what --judge-model says. Not needed where episodes say their rewards
+    themselves, nor for problems of reasoning-gym, whose scorer does."""
 
     custom_rm_path: Annotated[
         str, Rule(lambda x: not x or is_function(x), "names no function. Give " + FUNCTION + ".")

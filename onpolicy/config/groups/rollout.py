@@ -8,7 +8,6 @@ from fallback_correction.ranges import ReadBy, Rule, above, at_least, at_most
 from onpolicy.algorithm.registry import ESTIMATORS
 from onpolicy.config.kinds import SMALLEST_TEMPERATURE, Count, CountOrZero, Unasked
 from onpolicy.config.rules import NO_RESULT, Against, Facts, Together
-from onpolicy.config.sglang_flags import draft_rows
 
 MAX_SAMPLES = 10_000_000
 """Most samples of a rollout: one process holds all of them."""
@@ -34,12 +33,6 @@ def _one_token(asks: Callable[[Facts], bool], remedy: str) -> Against:
 
 ONE_TOKEN = _one_token(lambda run: bool(run.rollout_top_k == 1), "2 or more")
 ONLY_LIKELIEST = _one_token(lambda run: bool(run.rollout_min_p == 1), "less than 1")
-
-NO_DRAFTS = Against(
-    lambda run: run.plan.may_align and draft_rows(run.sglang_args),
-    "with --sglang-speculative-algorithm an answer could not say what each token was drawn from",
-    "Leave one of the two out.",
-)
 
 
 def _is_free(run: Facts) -> bool:
@@ -69,17 +62,15 @@ class SamplingConfig:
     rollout_max_response_len: Count = Unasked(1024)
     """Longest response, in tokens; if not given, at most half of the model's context."""
 
-    rollout_top_p: Annotated[float, above(0), at_most(1), NO_DRAFTS] = 1.0
+    rollout_top_p: Annotated[float, above(0), at_most(1)] = 1.0
     """Sample from the likeliest tokens that together have this probability, of what --rollout-top-k
     left. With --true-on-policy-mode both sides take log-probabilities, entropy and KL of what a token
     was drawn from (docs/filters.md); else of the whole vocabulary."""
 
-    rollout_top_k: Annotated[int, at_least(-1), NO_LIMIT_IS_MINUS_ONE, ONE_TOKEN, NO_DRAFTS] = -1
+    rollout_top_k: Annotated[int, at_least(-1), NO_LIMIT_IS_MINUS_ONE, ONE_TOKEN] = -1
     """Sample from the k likeliest tokens."""
 
-    rollout_min_p: Annotated[
-        float, at_least(0), at_most(1), ONLY_LIKELIEST, NO_DRAFTS
-    ] = 0.0  # fmt: skip
+    rollout_min_p: Annotated[float, at_least(0), at_most(1), ONLY_LIKELIEST] = 0.0
     """Drop tokens less likely than this share of the likeliest."""
 
     rollout_stop_token_ids: Annotated[tuple[int, ...], at_least(0)] = ()

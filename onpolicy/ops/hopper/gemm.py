@@ -59,10 +59,7 @@ def _reason(error: Exception, toolkit: CudaToolkit) -> str:
 
 
 def fits(weight: Tensor, blocks: int = 1) -> bool:
-    """Whether DeepGEMM can multiply by `blocks` of `weight` [N, K]; decided by it, never by the input.
-
-    The norms of DoRA are products in float32.
-    """
+    """Whether DeepGEMM can multiply by `blocks` of `weight` [N, K]; never by the input."""
     N, K = weight.shape
     is_aligned = N % GEMM_COLUMNS == 0 and K % (blocks * ALIGNMENT) == 0
     return weight.dtype == torch.bfloat16 and is_aligned

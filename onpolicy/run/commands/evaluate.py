@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,6 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig, HostsConfig
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.contract import NumericsContract
-from onpolicy.errors import ConfigError, EngineError
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.weight_files import CheckpointReader
 from onpolicy.outputs.directory import versions
@@ -27,16 +25,13 @@ from onpolicy.run.launch.engine_specs import make_rollout_group
 from onpolicy.run.launch.host_shares import placement_of_servers
 from onpolicy.run.launch.inputs import Inputs
 from onpolicy.run.run import Run
-from onpolicy.run.served_rewards import make_scorer
 from onpolicy.train.weight_outlet import bucket_bytes
-from onpolicy.weights.digest import WeightBucket, WeightDigest, in_buckets
+from onpolicy.weights.digest import WeightBucket, in_buckets
 from onpolicy.weights.push import Engine, push_weights
 from onpolicy.weights.rounding import format_of_push, rounded
 from onpolicy.weights.transports import make_transport
 
 logger = logging.getLogger(__name__)
-
-_DIGEST = re.compile("[0-9a-f]{16}")
 
 Report = dict[str, Any]
 
@@ -47,16 +42,6 @@ class PublishedEngines(EnginePair):
     def start(self) -> None:
         self._launch()
         self.rollout.connect({})
-
-    def take_up(self, rollouts_done: int) -> int:
-        """Have the servers hold what is evaluated, a checkpoint after so many rollouts; how many they
-        are."""
-        logger.info("pushing the checkpoint's weights to the servers")
-        self.push_weights(0)
-        return rollouts_done
-
-    def require_kept(self) -> None:
-        """Raise EngineError if the servers hold something else by now."""
 
     def use(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
         """Nothing moves a run of no rollouts."""
@@ -91,80 +76,20 @@ class PublishedEngines(EnginePair):
             yield name, tensor if name in buffers else tensor.to(dtype)
 
 
-class NamedEngines(PublishedEngines):
-    """Servers that hold what a run pushed under a name, beside the base that a checkpoint is; nothing is
-    pushed to them."""
-
-    def take_up(self, rollouts_done: int) -> int:
-        logger.info("comparing the checkpoint with the base that the servers hold")
-        base = WeightDigest()
-        for bucket in self._buckets():
-            for name, tensor in bucket:
-                base.add(name, tensor)
-        self.weight_version, theirs, self.weight_digest = self._held()
-        if theirs != base.hexdigest():
-            raise ConfigError(
-                f"CHECKPOINT={self.config.model.hf_checkpoint}: is not the base of {self._given} on "
-                "these servers, whose weights are others of the same shapes. Give the --hf-checkpoint "
-                "that they were started with."
-            )
-        return self.weight_version
-
-    def require_kept(self) -> None:
-        if self._held()[::2] != (self.weight_version, self.weight_digest):
-            raise EngineError(
-                f"{self._given}: its run has pushed since the evaluation began, and all samples were to "
-                "be of one policy. Evaluate while it does not push, or by its own --eval-interval."
-            )
-
-    @property
-    def _given(self) -> str:
-        return f"--lora-name={self.config.lora.lora_name}"
-
-    def _held(self) -> tuple[int, str, str]:
-        """The version under the name, and the digests of its base and of all its weights: one of all
-        servers.
-
-        Raises ConfigError if nothing was pushed to one, EngineError if they do not hold the same.
-        """
-        found = {}
-        for client in self.rollout.clients:
-            report = client.report()
-            if (pushed := report["pushed"]) is None:
-                raise ConfigError(
-                    f"{client.url}: {self._given}: nothing was pushed under this name yet, so there is "
-                    "no policy to evaluate. Start the run of this name first (`onpolicy train`)."
-                )
-            found[client.url] = pushed, report["weights"]
-        (pushed, weights), *others = found.values()
-        if not (isinstance(pushed, dict) and _DIGEST.fullmatch(str(weights))) or any(
-            other != (pushed, weights) for other in others
-        ):
-            raise EngineError(
-                f"{self._given}: {found}: the servers do not hold one and the same policy, or not as it "
-                "was pushed. Wait until its run has pushed to all of them, and name all of them."
-            )
-        return int(pushed["version"]), pushed["base"], weights
-
-
 def evaluate(config: TrainConfig, inputs: Inputs, rollouts_done: int) -> Report:
-    """Sample and score every evaluation set as a run does after so many rollouts; of a name, after those
-    that its servers say."""
+    """Sample and score every evaluation set as a run does after so many rollouts."""
     contract, engines = inputs.ladder.contract, config.engine
     tp_size, host = tensor_parallel_size(config.sglang_args), engines.rollout_host
     place = partial(placement_of_servers, engines, tp_size, host, contract)
     metrics: dict[str, float] = {}
     with places_on_cluster(HostsConfig(), place, engines.cpu_threads) as places:
         make_rollout = partial(make_rollout_group, places=places)
-        kind = NamedEngines if config.lora.lora_name else PublishedEngines
-        make_engines = partial(kind, make_rollout=make_rollout)
-        scorer = partial(make_scorer, beside=places)
-        with Run(config, inputs, make_engines=make_engines, make_scorer=scorer) as run:
-            assert isinstance(run.engines, PublishedEngines)
-            rollouts_done = run.engines.take_up(rollouts_done)
+        make_engines = partial(PublishedEngines, make_rollout=make_rollout)
+        with Run(config, inputs, make_engines=make_engines) as run:
+            logger.info("pushing the checkpoint's weights to the servers")
+            run.engines.push_weights(0)
             for name in inputs.eval_sets:
                 metrics |= evaluate_set(run.sampler, run.journal, name, rollouts_done)
-            run.engines.require_kept()
             weights = run.engines.weight_digest
     return {
         "rollouts_done": rollouts_done,

@@ -15,7 +15,6 @@ from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.flag_check import FlagCheck
 from onpolicy.rollout.prompt_order import PromptSource
 from onpolicy.rollout.server import require_addresses
-from onpolicy.run.launch.classifiers import classifier_memory
 from onpolicy.run.launch.engine_specs import rollout_spec
 from onpolicy.run.launch.input_checks import require_context
 from onpolicy.run.launch.inputs import Inputs, make_ladder
@@ -23,7 +22,6 @@ from onpolicy.run.launch.memory_checks import require_cache, require_memory
 from onpolicy.run.launch.memory_model import RunMemory
 from onpolicy.run.launch.prompt_inputs import PromptReader
 from onpolicy.run.launch.push_checks import require_transport
-from onpolicy.run.launch.reward_checks import require_classifier
 from onpolicy.run.launch.rollouters import make_rollouter
 from onpolicy.run.launch.stop_tokens import stop_tokens_of
 
@@ -42,7 +40,6 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     logger.info("reading %s and the evaluation sets", path)
     hf_config = load_config(path, trust)
     longest, tokenizer = require_context(config, hf_config), load_tokenizer(path, trust)
-    require_classifier(config)
     ladder = make_ladder(config, hf_config)
     with FlagCheck(rollout_spec(config, hf_config, ladder.contract)) as flags:
         reader = PromptReader(
@@ -78,7 +75,6 @@ def _require_fits(config: TrainConfig, inputs: Inputs, spec: EngineSpec) -> None
     size = ModelSize.of(inputs.hf_config, config.model.trust_remote_code)
     run = RunMemory(config, inputs.hf_config, spec, size)
     processes = [*run.with_push(0, config.engine.num_started), *run.agents()]
-    processes += classifier_memory(config)
     if processes:
         require_memory(processes, spec.contract.device)
     if config.engine.num_started:

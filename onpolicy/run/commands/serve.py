@@ -10,16 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from transformers import PretrainedConfig
-
 from onpolicy.agents.gateway.launch import make_gateway, require_parsers
 from onpolicy.cluster.engine_host import make_server
 from onpolicy.cluster.engine_places import Places
 from onpolicy.config.groups import EngineConfig, template_options
 from onpolicy.config.tools import ServeConfig
-from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, EngineError
-from onpolicy.models.classifiers import as_decoder, is_classifier, require_rewards
 from onpolicy.models.grammars import require_held
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.size import ModelSize
@@ -54,41 +50,17 @@ def checked_spec(config: ServeConfig) -> EngineSpec:
     if config.gateway.sessions:
         require_parsers(config.gateway)
         _require_host(config.gateway.gateway_host)
-    spec = serve_spec(config, hf_config, _contract(config, hf_config))
+    contract = contract_for(config, hf_config, aligned=config.plan.starts_aligned)
+    spec = serve_spec(config, hf_config, contract)
     number = config.engines.rollout_num_engines
     require_place(server.rollout_host, server.rollout_base_port, number)
     with FlagCheck(spec) as flags:
-        if not (spec.is_classifier or quantised_by(hf_config)):  # SGLang's own kernels may serve it
+        if not quantised_by(hf_config):  # SGLang's own kernels may serve it
             require_fit(model.hf_checkpoint, hf_config, model.trust_remote_code)
         held = needs_of_servers(config, spec).held(0, number)
         require_memory(held, spec.contract.device, ray_address=config.cluster.ray_address)
         flags.require_passed()
     return spec
-
-
-def _contract(config: ServeConfig, hf_config: PretrainedConfig) -> NumericsContract:
-    """That of a language model, or of a sequence classifier's decoder.
-
-    Raises ConfigError for a classifier that would give other numbers than transformers, or that is to
-    have sessions.
-    """
-    if not is_classifier(hf_config):
-        return contract_for(config, hf_config, aligned=config.plan.starts_aligned)
-    model = config.model
-    require_rewards(model.hf_checkpoint, hf_config, model.trust_remote_code, "--hf-checkpoint")
-    given = {
-        "--no-true-on-policy-mode": not config.plan.starts_aligned,
-        "--sessions": config.gateway.sessions,
-        "--lora-names": config.lora.lora_names,
-        "--rollout-weight-format": config.server.rollout_weight_format,
-        "--rollout-activation-format": config.server.rollout_activation_format,
-    }
-    if wrong := next((flag for flag, value in given.items() if value), ""):
-        raise ConfigError(
-            f"{wrong}: --hf-checkpoint={model.hf_checkpoint} is a sequence classifier, which is served "
-            "on aligned operators, as its weights are, and for /classify alone. Leave the flag out."
-        )
-    return contract_for(config, as_decoder(hf_config), aligned=True)
 
 
 def _require_host(host: str) -> None:
@@ -209,10 +181,6 @@ def _print_how_to_use(
     print(
         f"contract {spec.contract.fingerprint}; log {', '.join(str(s.log_file) for s in servers)}"
     )
-    if spec.is_classifier:
-        given = f"--rm-type model --reward-checkpoint {spec.hf_checkpoint} --reward-server-url"
-        print(f"{given} {' '.join(urls)} --reward-api-key @{keys.of_clients}", flush=True)
-        return
     if spec.serves_text:
         bases = " or ".join(f"{url}/v1" for url in urls)
         print(
@@ -221,8 +189,6 @@ def _print_how_to_use(
         )
     if sessions is not None:
         print(f"sessions: POST {sessions.gateway.url}/sessions with the same key as Bearer token")
-    if spec.adapter_names:
-        print(f"one run for each of --lora-name {', '.join(spec.adapter_names)}")
     print(f"--rollout-server-url {' '.join(urls)} --rollout-api-key @{keys.of_runs}", flush=True)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from onpolicy.config.tools import VerifyConfig
-from onpolicy.models.adapters import drawn_values
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.lora.adapters import drawn_values
 from onpolicy.outputs.directory import versions
 from onpolicy.outputs.progress import Phases
 from onpolicy.parity import ParityCounts, compare_draws, compare_log_probs

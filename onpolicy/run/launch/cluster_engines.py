@@ -11,21 +11,14 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from onpolicy.cluster.engine_places import Places
-from onpolicy.cluster.hosts import Host
 from onpolicy.cluster.placement import Placement, Slot
 from onpolicy.cluster.session import alive_hosts, session, when_it_fits
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import HostsConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, ContractError
-from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.base import RolloutGroup
 from onpolicy.run.engines import EnginePair
-from onpolicy.run.launch.classifiers import (
-    classifier_placement,
-    classifiers_described,
-    has_own_classifier,
-)
 from onpolicy.run.launch.engine_specs import make_rollout_group, places_in
 from onpolicy.run.launch.host_shares import (
     hosts_here,
@@ -34,7 +27,6 @@ from onpolicy.run.launch.host_shares import (
     placement_of_trainer,
 )
 from onpolicy.run.launch.memory_checks import Needs, PlaceOn, fitting, require_room_of
-from onpolicy.run.served_rewards import make_scorer
 from onpolicy.train import Trainer
 
 logger = logging.getLogger(__name__)
@@ -68,7 +60,7 @@ class OnCluster:
         config, is_again = self.config, self._places is not None
         if config.cluster.ray_address:
             self._needs = Needs.of(own, hf_config, own_contract, longest_sequence)
-        place = partial(fitting, partial(_place_run, config, self.contract), self._needs)
+        place = partial(fitting, partial(placement_of, config, self.contract), self._needs)
         placement = _said(*when_it_fits(place, config.cluster, after_a_loss=is_again))
         self._places = places_in(placement, config, require_room_of(self._needs))
         return EnginePair(
@@ -80,18 +72,6 @@ class OnCluster:
             make_rollout=partial(make_rollout, places=self._places),
             make_trainer=partial(_make_ranks, placement.trainer),
         )
-
-    def make_scorer(self, config: TrainConfig) -> Scorer:
-        """The scorer of a run whose engines have been made; see `served_rewards.make_scorer`."""
-        return make_scorer(config, self._places, self._needs)
-
-
-def _place_run(config: TrainConfig, contract: NumericsContract, hosts: Sequence[Host]) -> Placement:
-    """Where ranks and engines are, if there is room for the servers of a classifier beside them."""
-    placement = placement_of(config, contract, hosts)
-    if has_own_classifier(config):
-        classifier_placement(config, placement, hosts)
-    return placement
 
 
 @contextmanager
@@ -148,12 +128,10 @@ def planned(
     a dry run only says, since the run may be made elsewhere."""
     try:
         if not config.cluster.ray_address:
-            placement = placement_here(config, contract)
-            return placement.describe() + classifiers_described(config, placement, hosts_here())
+            return placement_here(config, contract).describe()
         needs = Needs.of(config, hf_config, contract, longest_sequence)
         with session(config.cluster) as hosts:
-            placement, lines = fitting(partial(placement_of, config, contract), needs, hosts)
-            return lines + classifiers_described(config, placement, hosts)
+            return fitting(partial(placement_of, config, contract), needs, hosts)[1]
     except (ConfigError, ContractError) as error:
         return [f"here and now the run would be refused: {error}"]
 

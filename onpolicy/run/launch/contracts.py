@@ -16,10 +16,10 @@ from onpolicy.config.sglang_flags import context_length, tensor_parallel_size
 from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
-from onpolicy.models.adapters import with_adapters
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import require_alignable
 from onpolicy.models.llama4 import require_context
+from onpolicy.models.lora.adapters import with_adapters
 from onpolicy.models.operator_shapes import operator_shapes
 from onpolicy.models.rotary_factors import choose_factors, follows_context
 from onpolicy.models.stored import stored_tensors
@@ -48,7 +48,8 @@ def contract_for(
     if aligned:
         require_alignable(facts, context)
         require_exact(os.environ)
-    adapter, shapes = adapter_of(config, facts), operator_shapes(facts, blocks)
+    adapter = adapter_of(config, facts) if isinstance(config, TrainConfig) else None
+    shapes = operator_shapes(facts, blocks)
     if aligned:
         shapes = with_adapters(shapes, facts.model, adapter, blocks)
     backend = "stock"

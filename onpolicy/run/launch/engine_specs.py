@@ -22,12 +22,11 @@ from onpolicy.config.sglang_flags import max_total_tokens, tensor_parallel_size
 from onpolicy.config.tools import ServeConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
-from onpolicy.models.classifiers import is_classifier
 from onpolicy.models.size import ModelSize, token_bytes
 from onpolicy.ops.backends import require_servable
 from onpolicy.ops.machine import Machine
 from onpolicy.rollout.base import RolloutGroup
-from onpolicy.rollout.engine_args import MAX_CONCURRENCY, EngineSpec, cache_margin
+from onpolicy.rollout.engine_args import CACHE_MARGIN, MAX_CONCURRENCY, EngineSpec
 from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.run.launch.host_shares import placement_here, share_of_cores
 from onpolicy.run.launch.memory_model import RunMemory
@@ -83,7 +82,6 @@ def rollout_spec(
         _spec(config, engine, hf_config, contract, longest_sequence, requests),
         weight_format="" if contract.is_aligned else engine.rollout_weight_format,
         returns_routed_experts=replays_routing(config, contract),
-        adapter_name=config.lora.lora_name,
         serves_text=has_agent(config.agent),  # a stop string needs a tokenizer
     )
     if not engine.colocate:
@@ -116,9 +114,7 @@ def serve_spec(
     return replace(
         spec,
         client_api_key="" if spec.admin_api_key else given or secrets.token_hex(24),
-        adapter_names=config.lora.lora_names,
         serves_text=config.serves_text,
-        is_classifier=is_classifier(hf_config),
     )
 
 
@@ -161,7 +157,7 @@ def _cache_tokens(
     if asked is not None or contract.device != "cpu":
         return asked or 0
     longest = longest_sequence or hf_config.max_position_embeddings
-    one = longest + cache_margin(config.sglang_args)
+    one = longest + CACHE_MARGIN
     return cache_tokens(hf_config, contract, one, requests)
 
 

@@ -25,10 +25,8 @@ from onpolicy.rollout.prompt_order import PromptSource, joined
 from onpolicy.rollout.prompts import make_prompts
 from onpolicy.rollout.server import require_addresses
 from onpolicy.run.ladder import Ladder
-from onpolicy.run.launch.classifiers import classifiers_described
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import rollout_spec
-from onpolicy.run.launch.host_shares import hosts_here, placement_here
 from onpolicy.run.launch.input_checks import (
     check_layout,
     require_context,
@@ -40,7 +38,6 @@ from onpolicy.run.launch.memory_checks import require_run_fits
 from onpolicy.run.launch.prompt_inputs import EvalPrompts, PromptReader
 from onpolicy.run.launch.push_checks import require_transport
 from onpolicy.run.launch.replay_checks import read_replayed
-from onpolicy.run.launch.reward_checks import require_classifier
 from onpolicy.run.launch.rollouters import make_rollouter
 from onpolicy.run.launch.stop_tokens import stop_tokens_of
 from onpolicy.run.launch.teacher_checks import require_teachers
@@ -101,7 +98,6 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     longest_prompt = require_context(config, hf_config)
     tokenizer = load_tokenizer(path, trust)
     require_teachers(config, tokenizer)
-    require_classifier(config)
 
     reader = PromptReader(
         config=config,
@@ -132,9 +128,6 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
             replayed=read_replayed(config, prompts),
         )
         require_weights(config, hf_config)
-        # A cluster is asked when a run begins.
-        if not (config.cluster.ray_address or config.dry_run):
-            classifiers_described(config, placement_here(config, ladder.contract), hosts_here())
         spec = rollout_spec(config, hf_config, ladder.contract, inputs.longest_sequence(config))
         size = ModelSize.of(hf_config, trust, ladder.contract.adapter)
         require_run_fits(config, hf_config, spec, size)

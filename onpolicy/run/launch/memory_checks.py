@@ -19,7 +19,6 @@ from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, ContractError
 from onpolicy.models.size import ModelSize
 from onpolicy.rollout.engine_args import EngineSpec
-from onpolicy.run.launch.classifiers import classifier_memory
 from onpolicy.run.launch.engine_specs import rollout_spec
 from onpolicy.run.launch.memory_model import RunMemory
 from onpolicy.run.launch.process_memory import ProcessMemory
@@ -75,7 +74,7 @@ def require_run_fits(
         require_cache(spec)
     run = RunMemory(config, hf_config, spec, size)
     processes = run.with_push(config.cluster.num_ranks, servers)
-    processes += [run.controller(), *run.agents(), *classifier_memory(config)]
+    processes += [run.controller(), *run.agents()]
     try:
         require_memory(processes, spec.contract.device, config.cluster.ray_address, run)
     except ConfigError as error:

@@ -128,9 +128,8 @@ def server_memory(
     itemsize, ranks = getattr(torch, spec.contract.dtype).itemsize, spec.tp_size
     tokens = spec.cache_tokens or spec.needed_tokens
     each = itemsize + backend_of(spec.contract.backend).multiplies_bytes
-    beside = itemsize * spec.more_adapters * size.adapters
     parts = {
-        "weights": (each * size.parameters + beside) // ranks,
+        "weights": each * size.parameters // ranks,
         f"cache of {tokens} tokens": tokens * token_bytes(hf_config, spec.contract) // ranks,
         "logits": FLOAT32 * LOGITS_COPIES * size.vocab * spec.max_concurrency,
     }
@@ -188,8 +187,7 @@ class RunMemory:
         the server; and those that are gathered meanwhile. Where adapters are merged, all of them too."""
         itemsize, size = getattr(torch, self.config.model.dtype).itemsize, self.size
         most = min(self.config.sync.update_weight_buffer_size * MIB, itemsize * size.parameters)
-        at_once = size.adapters if self.spec.served_adapter else size.largest_parameter
-        bucket = max(most, itemsize * at_once)
+        bucket = max(most, itemsize * size.largest_parameter)
         parts = {"4 copies of a bucket": 4 * bucket}
         if size.adapters and (self.config.plan.is_governed or self.spec.contract.adapter is None):
             parts["merging"] = bucket + itemsize * size.adapters + FLOAT32 * size.merging

@@ -11,9 +11,9 @@ from transformers import PretrainedConfig
 from onpolicy.config.sft import AnyRun
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
-from onpolicy.models.adapters import adapter_size
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.lora.adapters import adapter_size
 from onpolicy.system.memory import gib
 
 MASTER = 3 * 4

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
-from onpolicy.models.adapters import FactorValues
 from onpolicy.models.align import AlignedLinear
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.peft_format import first_factors
+from onpolicy.models.lora.adapters import FactorValues
+from onpolicy.models.lora.peft_format import first_factors
 from onpolicy.models.policy import PackedTokens, PolicyModel
 from onpolicy.models.rounded_inputs import round_inputs
 from onpolicy.models.value_head import ValueModel
@@ -30,7 +30,6 @@ from onpolicy.train import distributed
 from onpolicy.train.batch import WeighedBatch
 from onpolicy.train.engine import Check, Loss, ShardedModel, recomputes_activations
 from onpolicy.train.fsdp.gradients import sum_gradients
-from onpolicy.train.fsdp.magnitudes import take_norms
 from onpolicy.train.fsdp.masters import Masters
 from onpolicy.train.fsdp.optimizer import clip_gradients, make_optimizer, take_step
 from onpolicy.train.fsdp.sharding import fill_adapters, gather_buckets, load_sharded_policy
@@ -65,8 +64,6 @@ class FsdpModel(ShardedModel):
         self.masters = Masters(self.module, contract.weight_format, self.dtype)
         if self.adapter is not None:
             self.fill_adapters(first_factors(config.lora.lora_adapter, config.seed))
-            if not config.lora.lora_adapter:
-                take_norms(self.module, self.dtype, begins=True)
         self.turn = sum_gradients(self.module, in_order=config.plan.is_rank_invariant)
         self.optimizer: torch.optim.AdamW | None = None
         if trained:
@@ -98,7 +95,6 @@ class FsdpModel(ShardedModel):
 
     def use(self, operators: Operators) -> None:
         self.module.use(operators)
-        take_norms(self.module, self.dtype)
 
     def score(self, batches: Sequence[PackedTokens]) -> list[Any]:
         with torch.no_grad(), self.as_it_is():
@@ -108,7 +104,6 @@ class FsdpModel(ShardedModel):
 
     def fill_adapters(self, values: FactorValues) -> None:
         fill_adapters(self.module, values)
-        take_norms(self.module, self.dtype)
 
     def head(self) -> Head:
         head = self.module.head()
@@ -150,7 +145,6 @@ class FsdpModel(ShardedModel):
         take_step(self.optimizer, self.module.operators, rate)
         self._forget_gradients()
         self.masters.round()
-        take_norms(self.module, self.dtype)
 
     def _forget_gradients(self) -> None:
         self.module.zero_grad(set_to_none=True)
@@ -184,7 +178,6 @@ class FsdpModel(ShardedModel):
         dcp.load(tensors, storage_reader=IndexReader(directory))
         torch.set_rng_state(tensors["random_state"])
         self.masters.round()
-        take_norms(self.module, self.dtype)
 
     def _tensors(self) -> dict[str, Tensor]:
         """Everything that is saved, under flat names: weights, moments and random state."""

@@ -8,7 +8,7 @@ parameter, on the meta device, and reads those of its rows that are its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -21,9 +21,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
-from onpolicy.models.adapters import FactorValues, is_adapters
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.magnitude import Magnitude, is_magnitude
+from onpolicy.models.lora.adapters import FactorValues, is_adapters
 from onpolicy.models.policy import PolicyModel, empty_policy
 from onpolicy.models.stored import stored_tensors
 from onpolicy.models.value_head import ValueHead, ValueModel
@@ -90,8 +89,6 @@ def _shard(model: PolicyModel, dtype: torch.dtype, activation_checkpointing: boo
     for parameter in model.parameters():
         if not parameter.requires_grad:  # a cast to dtype now, or before each layer: the same bits
             parameter.data = parameter.data.to(dtype)
-    for magnitude in [m for m in model.modules() if isinstance(m, Magnitude)]:
-        fully_shard(magnitude, mp_policy=replace(policy, param_dtype=torch.float32))
     for layer in model.layers:
         if activation_checkpointing:
             checkpoint_activations(layer)
@@ -120,7 +117,7 @@ def gather_buckets(
 ) -> Iterator[WeightBucket]:
     """Whole tensors of a part under the names a checkpoint has for them, `max_bytes` at a time.
 
-    Parameters are cast to `dtype`, but no magnitudes; buffers are what they are. Collective: every rank
+    Parameters are cast to `dtype`; buffers are what they are. Collective: every rank
     has to take all of them. They are full on `ranks`; the others keep nothing of what they help to
     gather. `masters`, by the names of parameters, take their places.
     """
@@ -157,8 +154,7 @@ def _whole_tensors(
     for name, parameter in model.named_parameters():
         if part not in ("all", "trained" if parameter.requires_grad else "frozen"):
             continue
-        sent = torch.float32 if is_magnitude(name) else dtype
-        cast = masters.get(name, parameter).detach().to(sent, copy=True)
+        cast = masters.get(name, parameter).detach().to(dtype, copy=True)
         assert isinstance(cast, DTensor)
         yield name, cast.full_tensor()
     if part != "frozen":

@@ -27,9 +27,6 @@ JOINED = {
 EXPERTS = "experts"
 """All experts of a layer, which are one module in both."""
 
-MAGNITUDES = ("magnitude.m", "magnitude.norm")
-"""What DoRA has beside two factors, of which the first is trained."""
-
 ADAPTED = {name for names in JOINED.values() for name in names} | {EXPERTS}
 
 
@@ -46,7 +43,6 @@ def adapter_shapes(
         if is_target and kind == "weight" and ".experts." not in name:
             shapes[f"{linear}.lora.A"] = (adapter.rank, *columns)
             shapes[f"{linear}.lora.B"] = (rows, adapter.rank)
-            shapes |= {f"{linear}.lora.{kind}": (rows,) for kind in MAGNITUDES if adapter.dora}
     for layer in range(config.num_hidden_layers * (EXPERTS in adapter.targets)):
         if is_sparse(config, layer):
             shapes |= _expert_shapes(f"model.layers.{layer}.mlp.experts", config, adapter)
@@ -64,23 +60,21 @@ def _expert_shapes(
     ):
         shapes[f"{experts}.lora.{pair}.A"] = (count, adapter.rank, columns)
         shapes[f"{experts}.lora.{pair}.B"] = (*rows, adapter.rank)
-        shapes |= {f"{experts}.lora.{pair}.{kind}": rows for kind in MAGNITUDES if adapter.dora}
     return shapes
 
 
 def adapter_parameters(parameters: Iterable[str], adapter: AdapterShape | None) -> list[str]:
     """Megatron's names of the factors that are beside these parameters."""
     targets = adapter.targets if adapter is not None else ()
-    factors = ["A", "B", *(MAGNITUDES if adapter is not None and adapter.dora else ())]
     names: list[str] = []
     for parameter in parameters:
         module, _, kind = parameter.rpartition(".")
         leaf = module.rpartition(".")[2]
         parts = JOINED.get(leaf, ()) if kind == "weight" else ()
         own = [f"{module}.lora.{part}" for part in parts if part in targets]
-        names += [f"{name}.{factor}" for name in own for factor in factors]
+        names += [f"{name}.{factor}" for name in own for factor in "AB"]
         if leaf == EXPERTS and EXPERTS in targets:
-            names += [f"{module}.lora.{kind}.{factor}" for factor in factors]
+            names += [f"{module}.lora.{kind}.{factor}" for factor in "AB"]
     return names
 
 
@@ -107,7 +101,7 @@ def expert_adapter_part(parameter: str, experts: slice, inner: slice) -> Part:
     intermediate axis."""
     layers, _, own = parameter.partition(".mlp.experts.")
     layer = layers.rpartition(".")[2]
-    is_cut = own == "lora.down.A" or own.startswith(("lora.gate_up.B", "lora.gate_up.magnitude."))
+    is_cut = own in ("lora.down.A", "lora.gate_up.B")
     source: Block = (experts, slice(None), inner) if is_cut else (experts,)
     return Part(f"model.layers.{layer}.mlp.experts.{own}", source, ())
 

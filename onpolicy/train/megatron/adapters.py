@@ -23,9 +23,8 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 from torch import Tensor, nn
 
 from onpolicy.contract import AdapterShape
-from onpolicy.models.adapters import CHILD, is_adapters
-from onpolicy.models.expert_adapters import ExpertLowRank
-from onpolicy.models.low_rank import LowRankModule, Pair
+from onpolicy.models.lora.adapters import CHILD, is_adapters
+from onpolicy.models.lora.modules import ExpertLowRank, LowRankModule, Pair
 from onpolicy.ops.low_rank import Factors, add_low_rank
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 from onpolicy.train.megatron.adapter_map import EXPERTS, JOINED
@@ -39,7 +38,7 @@ class PartLowRank(Pair):
     """What is added to the result of one linear of transformers, which is a part of Megatron's."""
 
     def __init__(self, a: Tensor, b: Tensor, linear: Any, shape: AdapterShape):
-        super().__init__(a, b, dora=shape.dora)
+        super().__init__(a, b)
         self.config: AlignedConfig = linear.config
         self.scale = shape.scale
         self.row_parallel: RowParallel = getattr(linear, "row_parallel", WHOLE)
@@ -48,17 +47,17 @@ class PartLowRank(Pair):
         """The ranks that share N."""
         _note_for_megatron(self, linear)
 
-    def forward(self, x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
-        """[..., K], what the part gives, [..., N], and its bias [N] -> [..., N] in its dtype."""
+    def forward(self, x: Tensor, out: Tensor) -> Tensor:
+        """[..., K] and what the part gives, [..., N] -> [..., N] in its dtype."""
         assert self.config.operators is not None
-        return add_low_rank(self.config.operators, x, out, self.factors, self.row_parallel, bias)
+        return add_low_rank(self.config.operators, x, out, self.factors, self.row_parallel)
 
     @property
     def factors(self) -> Factors:
         a: Tensor = self.A
         if self.group is not None:
             a = copy_to_tensor_model_parallel_region(a, self.group)
-        return Factors(a, self.B, self.scale, self.gain)
+        return Factors(a, self.B, self.scale)
 
 
 class JoinedLowRank(LowRankModule):
@@ -82,13 +81,12 @@ class JoinedLowRank(LowRankModule):
                 b = like.new_zeros(self.groups * size, shape.rank)
                 self.add_module(part, PartLowRank(a, b, linear, shape))
 
-    def forward(self, x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
-        """[..., K], what the linear gives, [..., N], and its bias [N] -> [..., N] in its dtype."""
+    def forward(self, x: Tensor, out: Tensor) -> Tensor:
+        """[..., K] and what the linear gives, [..., N] -> [..., N] in its dtype."""
         if not self.is_on:
             return out
-        biases = [None] * len(self.parts) if bias is None else self.split(bias, 0)
-        by_part = zip(self.parts, self.split(out, out.dim() - 1), biases, strict=True)
-        added = [self._added(name, x, its_out, its_bias) for name, its_out, its_bias in by_part]
+        by_part = zip(self.parts, self.split(out, out.dim() - 1), strict=True)
+        added = [self._added(name, x, its_out) for name, its_out in by_part]
         apart = [y.unflatten(-1, (self.groups, -1)) for y in added]
         return torch.cat(apart, dim=-1).flatten(-2)
 
@@ -97,23 +95,21 @@ class JoinedLowRank(LowRankModule):
         apart = x.unflatten(axis, (self.groups, -1)).split(self.sizes, dim=axis + 1)
         return [part.flatten(axis, axis + 1) for part in apart]
 
-    def _added(self, name: str, x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
-        """[..., K], what one of the linears gives, and its bias -> its sum."""
+    def _added(self, name: str, x: Tensor, out: Tensor) -> Tensor:
+        """[..., K] and what one of the linears gives -> its sum."""
         part = self._modules.get(name)
-        return out if part is None else part(x, out, bias)
+        return out if part is None else part(x, out)
 
 
 def _note_for_megatron(pair: Pair, linear: Any) -> None:
     """Say of what is trained whose gradients Megatron adds up, and counts in their norm."""
-    of_rows = [pair.B] if pair.magnitude is None else [pair.B, pair.magnitude.m]
-    whole = [pair.A, *of_rows]
+    whole = [pair.A, pair.B]
     if isinstance(linear, ColumnParallelLinear):
-        for factor in of_rows:
-            set_tensor_model_parallel_attributes(factor, True, 0, 1)
+        set_tensor_model_parallel_attributes(pair.B, True, 0, 1)
         return  # the gradient of A is added up where it is computed
     if isinstance(linear, RowParallelLinear):
         set_tensor_model_parallel_attributes(pair.A, True, 1, 1)
-        whole = of_rows
+        whole = [pair.B]
     for factor in whole:  # each rank has that of its own tokens
         factor.sequence_parallel = linear.config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -142,10 +138,7 @@ def _beside_experts(experts: Any, shape: AdapterShape) -> ExpertLowRank:
     weights = experts.down.detach()
     count, hidden, inner = weights.shape
     adapter = ExpertLowRank(weights, (count, inner, hidden), shape)
-    shared = [adapter.gate_up.B, adapter.down.A]
-    if adapter.gate_up.magnitude is not None:
-        shared.append(adapter.gate_up.magnitude.m)
-    for factor in shared:
+    for factor in (adapter.gate_up.B, adapter.down.A):
         set_tensor_model_parallel_attributes(factor, True, 2, 1)
     for factor in adapter.parameters():
         factor.allreduce = experts.down.allreduce  # type: ignore[attr-defined]

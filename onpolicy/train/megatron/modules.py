@@ -88,7 +88,7 @@ class AlignedColumnLinear(ColumnParallelLinear):
             input = copy_to_tensor_model_parallel_region(input, tp_group)
         assert self.config.operators is not None
         out = operators_of(self, self.config.operators).linear(input, weight, bias)
-        return out if self.lora is None else self.lora(input, out, bias)
+        return out if self.lora is None else self.lora(input, out)
 
 
 class AlignedRowLinear(RowParallelLinear):
@@ -106,7 +106,7 @@ class AlignedRowLinear(RowParallelLinear):
         assert self.config.operators is not None
         operators = operators_of(self, self.config.operators)
         out = operators.row_parallel_linear(input_, self.weight, self.bias, self.row_parallel)
-        return out if self.lora is None else self.lora(input_, out, self.bias), None
+        return out if self.lora is None else self.lora(input_, out), None
 
 
 class WholeLinear(nn.Module):
@@ -124,7 +124,7 @@ class WholeLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         assert self.config.operators is not None
         out = operators_of(self, self.config.operators).linear(x, self.weight)
-        return out if self.lora is None else self.lora(x, out, None)
+        return out if self.lora is None else self.lora(x, out)
 
 
 LINEARS = (AlignedColumnLinear, AlignedRowLinear, WholeLinear)

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from onpolicy.models.by_operators import ByOperators, Choice
-from onpolicy.models.expert_adapters import ExpertLowRank
+from onpolicy.models.lora.modules import ExpertLowRank
 from onpolicy.models.rounded_inputs import InputRounding
 from onpolicy.models.routing_replay import RoutingReplay
 from onpolicy.ops.experts import ExpertFactors, expert_outputs, gated_halves, mix_outputs
@@ -240,11 +240,10 @@ class AlignedExperts(nn.Module):
     def _factors(self) -> ExpertFactors | None:
         if self.lora is None or not self.lora.is_on:
             return None
-        gate_up, down, gain = self.lora.factors
+        gate_up, down = self.lora.factors
         # Each rank has its rows of B, and its blocks, and so its part of the gradients of what is whole.
         shared = partial(copy_to_tensor_model_parallel_region, group=self.tensor_group)
-        gain = None if gain is None else shared(gain)
-        return ExpertFactors(gate_up._replace(a=shared(gate_up.a)), down, gain)
+        return ExpertFactors(gate_up._replace(a=shared(gate_up.a)), down)
 
     def _results(self, x: Tensor, chosen: Tensor) -> Sequence[Tensor]:
         """The results of every token's k choices: float32 [T * k, H] for each of this rank's blocks, and

@@ -23,8 +23,6 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
-    ParamGroupOverride,
-    ParamKey,
     get_megatron_optimizer,
 )
 from torch import Tensor, nn
@@ -44,12 +42,6 @@ def orders_gradients(layout: MegatronLayout) -> bool:
     """Whether buffers hold one micro-batch at a time, of one rank's samples: a pipeline runs backward
     passes of several at its end, and a rank's experts compute the tokens of other ranks too."""
     return layout.pipeline_model_parallel_size == layout.expert_model_parallel_size == 1
-
-
-_OVERRIDES = {ParamKey(name="*.magnitude.m"): ParamGroupOverride(wd_mult=1.0)}
-"""Nothing is changed, and norms and biases are decayed as in the other engine. But magnitudes, which are
-float32, are a group of their own: in one with bfloat16 Megatron's distributed optimizer would take the
-moments of one parameter for another's (`model_param_group_index_map` counts both kinds together)."""
 
 
 class _Block(NamedTuple):
@@ -138,7 +130,7 @@ def make_optimizer(
     return get_megatron_optimizer(
         settings,
         [model],
-        config_overrides=_OVERRIDES,
+        config_overrides={},  # norms and biases are decayed as in the other engine
         use_gloo_process_groups=torch.cuda.is_available(),
     )
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
-from onpolicy.models.adapters import FactorValues
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.lora.adapters import FactorValues
+from onpolicy.models.lora.peft_format import first_factors
 from onpolicy.models.operator_shapes import operator_shapes
-from onpolicy.models.peft_format import first_factors
 from onpolicy.models.policy import PackedTokens
 from onpolicy.models.value_head import Values
 from onpolicy.ops import Operators
@@ -29,7 +29,6 @@ from onpolicy.train import distributed
 from onpolicy.train.batch import WeighedBatch
 from onpolicy.train.engine import Check, Loss, ShardedModel
 from onpolicy.train.megatron.layout import MegatronLayout
-from onpolicy.train.megatron.magnitudes import take_norms
 from onpolicy.train.megatron.masters import Masters
 from onpolicy.train.megatron.model import build_model
 from onpolicy.train.megatron.optimizer import (
@@ -84,8 +83,6 @@ class MegatronModel(ShardedModel):
             self.optimizer = make_optimizer(self.module, config, getattr(torch, contract.dtype))
             use_settings(self.optimizer, config)
         self.masters = Masters(self.module, contract.weight_format, trained=trained)
-        if self.adapter is not None:
-            self._take_norms(begins=not config.lora.lora_adapter)
 
     def _load(
         self, path: str, contract: NumericsContract, layout: MegatronLayout, has_values: bool
@@ -104,7 +101,6 @@ class MegatronModel(ShardedModel):
     def use(self, operators: Operators) -> None:
         self.operators = operators
         config_of(self.module).operators = operators
-        self._take_norms()
 
     def score(self, batches: Sequence[PackedTokens]) -> list[Any]:
         with self.as_it_is():
@@ -114,10 +110,6 @@ class MegatronModel(ShardedModel):
         fill_adapters(self.module, values)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()  # of which it may have copies in float32
-        self._take_norms()
-
-    def _take_norms(self, *, begins: bool = False) -> None:
-        take_norms(self.module, self.operators, begins=begins)
 
     def head(self) -> Head:
         head: Head = get_attr_wrapped_model(self.module, "head")()
@@ -177,7 +169,6 @@ class MegatronModel(ShardedModel):
         self.optimizer.step_with_ready_grads()
         self.optimizer.zero_grad()
         self.masters.round()
-        self._take_norms()
 
     def weight_buckets(
         self,
@@ -219,7 +210,6 @@ class MegatronModel(ShardedModel):
         read_tensors(directory, self.module, self.optimizer)
         use_settings(self.optimizer, self.config)
         self.masters.round()
-        self._take_norms()
 
     def around_operators(
         self, around: Callable[[Operators], Operators]

@@ -14,11 +14,10 @@ from functools import partial
 from transformers import PretrainedConfig
 
 from onpolicy.contract import AdapterShape
-from onpolicy.models.adapters import is_adapters
+from onpolicy.models.lora.adapters import is_adapters
 from onpolicy.models.operator_shapes import head_dim
 from onpolicy.models.weight_files import VALUE_HEAD
 from onpolicy.train.megatron.adapter_map import (
-    MAGNITUDES,
     adapter_parameters,
     adapter_part,
     adapter_shapes,
@@ -72,7 +71,7 @@ class WeightMap:
 
     def is_buffer(self, name: str) -> bool:
         """Whether a tensor, by either name, is float32 and has no gradient."""
-        return name.rpartition(".")[2] in self.family.router_buffers or name.endswith(MAGNITUDES[1])
+        return name.rpartition(".")[2] in self.family.router_buffers
 
     def _layer_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         c, norm = self.config, (self.config.hidden_size,)

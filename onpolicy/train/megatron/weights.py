@@ -13,8 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from onpolicy.models.adapters import FactorValues, is_adapters
-from onpolicy.models.magnitude import is_magnitude
+from onpolicy.models.lora.adapters import FactorValues, is_adapters
 from onpolicy.models.weight_files import VALUE_HEAD, CheckpointReader
 from onpolicy.train import distributed
 from onpolicy.train.megatron.layout import MegatronLayout
@@ -108,9 +107,7 @@ def export_buckets(
         frozen = _frozen_names(policy)
         shapes = {name: s for name, s in shapes.items() if (name in frozen) == (part == "frozen")}
     dtypes = {
-        name: torch.float32
-        if weight_map.is_buffer(name) or is_magnitude(name)
-        else policy.config.params_dtype
+        name: torch.float32 if weight_map.is_buffer(name) else policy.config.params_dtype
         for name in shapes
     }
     holders = _holders(weight_map, _all_places())

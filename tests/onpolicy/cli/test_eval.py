@@ -88,52 +88,10 @@ def test_without_a_set_or_a_reward_there_is_nothing_to_do():
         evaluated({}, "--eval-prompt-data", "c.jsonl")
 
 
-NAMED = [
-    "--eval-prompt-data", "c.jsonl", "--rm-type", "exact", "--lora-name", "math", "--lora-rank", "8",
-    "--rollout-server-url", "http://127.0.0.1:3",
-]  # fmt: skip
-
-
-def test_what_servers_hold_under_a_name_is_evaluated_with_no_server_started():
-    own = evaluated({}, *NAMED, "--lora-dora")
-    assert (own.lora.lora_name, own.lora.lora_rank, own.lora.lora_dora) == ("math", 8, True)
-    assert own.engine.num_started == 0 and not own.takes_steps
-
-
-@pytest.mark.parametrize(
-    ("left_out", "added", "rule"),
-    [
-        (
-            "--rollout-server-url",
-            [],
-            "--lora-name=math: servers of the run's own have its adapters",
-        ),
-        (
-            "--lora-name",
-            [],
-            "--rollout-server-url: a server that holds no adapters by names belongs",
-        ),
-        ("--lora-rank", [], "--lora-name=math: only --lora-rank reads it"),
-        ("", ["--no-true-on-policy-mode"], "--lora-name=math: servers without it hold no adapters"),
-        ("", ["--rollout-num-engines", "2"], "with --rollout-server-url no server is started"),
-        ("", ["--lora-name", "a b"], "'a b': a name has 1 to 64 letters"),
-    ],
-)
-def test_names_servers_and_adapters_go_together_or_are_refused(left_out, added, rule):
-    at = NAMED.index(left_out) if left_out else len(NAMED)
-    with pytest.raises(ConfigError, match=rule):
-        evaluated({}, *NAMED[:at], *NAMED[at + 2 :], *added)
-
-
-def test_adapters_without_a_name_are_no_checkpoints():
-    with pytest.raises(ConfigError, match="--lora-rank=8: a checkpoint has no adapters beside it"):
-        evaluated({}, "--eval-prompt-data", "c.jsonl", "--rm-type", "exact", "--lora-rank", "8")
-
-
 def test_adapters_and_servers_of_the_run_that_wrote_a_checkpoint_are_left_out():
     """Its checkpoint is one of all weights, or refused where it is read."""
     url = ["--rollout-server-url", "http://127.0.0.1:3", "--rollout-num-engines", "1"]
-    own = evaluated(recorded(*url, "--true-on-policy-mode", "--lora-rank", "8", "--lora-name", "x"))
+    own = evaluated(recorded(*url, "--true-on-policy-mode", "--lora-rank", "8"))
     assert own.lora.lora_rank == 0 == len(own.engine.rollout_server_url)
 
 

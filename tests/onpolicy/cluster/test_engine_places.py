@@ -6,7 +6,7 @@ import pytest
 
 from onpolicy.cluster.engine_places import Places
 from onpolicy.cluster.hosts import Host
-from onpolicy.cluster.placement import Placement, place, place_engines
+from onpolicy.cluster.placement import place
 from onpolicy.config.groups import ClusterConfig, EngineConfig
 from onpolicy.errors import ConfigError, EngineError, HostLostError
 from onpolicy.rollout.engine_args import EngineSpec
@@ -105,22 +105,3 @@ def test_where_they_do_not_fit_the_loss_is_said_with_its_reason(device, ranks, w
         match=rf"(?s)10\.0\.0\.1: the host has left .*nothing answers\..*{why}.*--max-rank-restarts",
     ):
         places.elsewhere(lost, GONE)
-
-
-def test_an_engine_takes_no_gpu_of_other_servers():
-    """Whichever side has lost its host, and although the other is not part of its placement."""
-    places, alive = places_of(4, 1, "cuda")
-    beside = Places(
-        Placement((), place_engines(1, 1, "cuda", alive, places.placement).engines[1:]),
-        hosts=lambda: alive,
-    )
-    places.beside, beside.beside = [beside], [places]
-    (engine,), (other,) = places.specs(SPEC), beside.specs(SPEC)
-    assert (engine.node, other.node) == ("id-b", "id-c")
-    del alive[1]
-    assert places.elsewhere(engine, GONE).node == "id-d"
-    del alive[1]
-    with pytest.raises(HostLostError, match="no other place"):
-        beside.elsewhere(other, GONE)
-    places.beside, beside.beside = [], []
-    assert beside.elsewhere(other, GONE).node == "id-a", "without the others it would take theirs"

@@ -99,13 +99,13 @@ def test_a_case_of_adapters_takes_those_of_its_checkpoint_beside_the_base(case, 
         with_case(ExplainConfig(case=str(case), model=base))
     adapter = saved / name_of(2) / "hf"
     adapter.mkdir()
-    told = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "use_dora": True}
+    told = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "use_rslora": True}
     (adapter / "adapter_config.json").write_text(json.dumps(told))
     factor = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     save_file({factor: torch.zeros(2, 4)}, adapter / "adapter_model.safetensors")
     config = with_case(ExplainConfig(case=str(case), load=str(saved), model=base))
     assert config.model.hf_checkpoint == "base"
-    assert (config.lora.lora_rank, config.lora.lora_dora) == (2, True)
+    assert (config.lora.lora_rank, config.lora.lora_rslora) == (2, True)
     assert config.lora.lora_adapter == str(adapter)
 
 

@@ -111,15 +111,14 @@ def test_a_fault_is_found_where_it_is_and_nothing_else_differs(
 
 
 @pytest.mark.parametrize(
-    ("architecture", "sites", "targets", "dora"), [
-        ("qwen3", ADAPTED, LINEARS, False), ("qwen3", ADAPTED, LINEARS, True),
-        ("qwen3-moe", ADAPTED_EXPERTS, ("experts",), False),
+    ("architecture", "sites", "targets"), [
+        ("qwen3", ADAPTED, LINEARS), ("qwen3-moe", ADAPTED_EXPERTS, ("experts",)),
     ],
 )  # fmt: skip
 def test_what_an_adapter_computes_is_a_site_of_the_linear_that_it_is_beside(
-    alone, tmp_path, architecture, sites, targets, dora
+    alone, tmp_path, architecture, sites, targets
 ):
-    adapter = AdapterShape(rank=4, scale=0.5, targets=targets, dora=dora)
+    adapter = AdapterShape(rank=4, scale=0.5, targets=targets)
     path = make_checkpoint(tmp_path / "model", architecture, tie_word_embeddings=False)
     job = Job(path=path, batches=[SEQUENCES], adapter=adapter)
     assert_faults_are_found(alone, job, sites)

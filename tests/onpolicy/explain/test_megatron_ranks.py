@@ -115,7 +115,7 @@ def test_what_ranks_share_of_an_adapter_is_put_together(two_ranks, tmp_path, siz
         batches=[SEQUENCES],
         blocks=2,
         layout=MegatronLayout(**sizes),
-        adapter=AdapterShape(rank=4, scale=0.5, targets=targets, dora=True),
+        adapter=AdapterShape(rank=4, scale=0.5, targets=targets),
     )
     sites = [*ADAPTED, (*OF_SUMS, ("mlp.down_proj.lora", "linear", ranks))]
     cases = [(f"{LAYER}.{module}", operator, "one_ulp_everywhere") for module, operator, _ in sites]

@@ -60,22 +60,6 @@ def test_experts_with_other_numbers_of_rows_hold_the_same_weights():
     assert found.verdict == "not reproduced" and found.same_in_both
 
 
-def gained(operators, rows, gain):
-    """The same first row in each call, of the second expert; the other rows are of any."""
-    x = torch.cat([ROW, torch.randn(rows - 1, 24)])
-    args = (x, x, 0.3, gain, None, torch.arange(1, rows + 1) % 3)
-    return Evidence.of("add_scaled", args, operators.add_scaled(*args), [0], rows)
-
-
-def test_gains_of_experts_are_weights_whatever_rows_are_in_the_batch():
-    right, gain = CpuOperators(1), torch.rand(3, 24)
-    assert prove(gained(right, 4, 1.001 * gain), gained(right, 9, gain), right).verdict == (
-        "other weights"
-    )
-    found = prove(gained(right, 4, gain), gained(right, 9, gain), right)
-    assert found.verdict == "not reproduced" and found.same_in_both
-
-
 def attention(operators, counts, sequence, k, paged=False, attend=None):
     """The last query of one sequence of a call; q and v are the same in every call."""
     generator = torch.Generator().manual_seed(1)

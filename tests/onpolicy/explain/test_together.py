@@ -19,13 +19,12 @@ def head():
 def test_nothing_of_the_padding_of_a_vocabulary_is_left(head):
     """Not in logits, nor in what an adapter adds to them, nor in what is held for either."""
     hidden, logits = torch.randn(1, 3, 4), torch.randn(1, 3, PADDED)
-    weight, gain, bias = torch.randn(PADDED, 4), torch.randn(PADDED), torch.randn(PADDED)
+    weight, bias = torch.randn(PADDED, 4), torch.randn(PADDED)
     assert torch.equal(head.given("linear", (hidden, weight))[0], hidden)
     assert torch.equal(head.made("linear", logits), logits[..., :VOCABULARY])
     _, *held = head.held("linear", (hidden, weight, bias))
     assert [len(each) for each in held] == [VOCABULARY, VOCABULARY]
-    added = (logits, logits + 1, 0.5, gain, bias)
+    added = (logits, logits + 1, 0.5)
     given = head.given("add_scaled", added)
     assert all(torch.equal(a, b[..., :VOCABULARY]) for a, b in zip(given[:2], added, strict=False))
-    assert [len(each) for each in head.held("add_scaled", added)[3:]] == [VOCABULARY, VOCABULARY]
     assert torch.equal(head.made("add_scaled", logits), logits[..., :VOCABULARY])

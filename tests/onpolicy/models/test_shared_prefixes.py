@@ -9,7 +9,7 @@ from torch.distributed._composable import checkpoint
 from transformers import AutoModelForCausalLM
 
 from onpolicy.contract import AdapterShape
-from onpolicy.models.adapters import adapters, add_adapters
+from onpolicy.models.lora.adapters import adapters, add_adapters
 from onpolicy.models.policy import PackedTokens
 from onpolicy.models.scoring import rows_asked
 from onpolicy.models.shared_prefixes import share_prefixes

@@ -95,10 +95,8 @@ DIFFERENTIABLE = {
     "elementwise": (lambda x: OPERATORS.elementwise(F.silu, x), rows),
     "gated": (lambda x, y: OPERATORS.gated(F.gelu, x, y), lambda m, n, k: ((m, k), (m, k))),
     "add_scaled": (
-        lambda x, y, gain, bias: OPERATORS.add_scaled(
-            x, y, 0.3, gain.float(), bias, torch.arange(len(x)) % 3
-        ),
-        lambda m, n, k: ((m, k), (m, k), (3, k), (3, k)),
+        lambda x, y: OPERATORS.add_scaled(x, y, 0.3),
+        lambda m, n, k: ((m, k), (m, k)),
     ),
     "rotary": (lambda *x: torch.cat([y.flatten() for y in OPERATORS.rotary(*x)]), angles),
     "softmax": (OPERATORS.softmax, rows),

@@ -48,7 +48,6 @@ def trajectories(draw):
         weight_version=3,
         num_cached_tokens=draw(st.integers(0, 9)),
         num_prefix_tokens=draw(st.integers(0, 9)),
-        drafts=draw(st.sampled_from([(0, 0), (12, 5)])),
         forks=draw(st.sampled_from([(), (("0", 1), ("a", 3))])),
     )
 

@@ -6,9 +6,7 @@ import pytest
 
 from onpolicy.contract import (
     CONTRACT_VARIABLE,
-    NAMES_VARIABLE,
     PORTABLE_KERNELS,
-    AdapterShape,
     NumericsContract,
     OperatorShapes,
 )
@@ -51,30 +49,6 @@ def test_an_engine_of_portable_operators_starts_on_their_kernels():
     portable = dataclasses.replace(ALIGNED, backend="portable")
     assert engine_environment(spec_of(portable)).items() >= PORTABLE_KERNELS.items()
     assert not engine_environment(spec_of(ALIGNED)).keys() & PORTABLE_KERNELS.keys()
-
-
-@pytest.mark.parametrize("contract", [STOCK, ON_GPU])
-def test_an_engine_with_sglangs_own_adapters_starts_with_places_for_them(contract):
-    shape = AdapterShape(rank=8, scale=2.0, targets=("k_proj", "q_proj"), of_sglang=True)
-    spec = spec_of(dataclasses.replace(contract, adapter=shape))
-    flags = engine_flags(spec, 1)
-    targets = flags.index("--lora-target-modules")
-    assert flags[targets + 1 : targets + 3] == ["k_proj", "q_proj"]
-    assert value_of(flags, "--max-lora-rank") == "8" and "--lora-strict-loading" in flags
-    assert ("--lora-backend" in flags) == (contract.device == "cpu")
-    assert spec.served_adapter and spec.more_adapters == 2
-    beside = spec_of(
-        dataclasses.replace(ALIGNED, adapter=dataclasses.replace(shape, of_sglang=False))
-    )
-    assert not beside.served_adapter and "--enable-lora" not in engine_flags(beside, 1)
-
-
-def test_an_engine_of_names_gets_them_and_no_first_request_without_one():
-    named = spec_of(ALIGNED, adapter_names=("a", "b"))
-    assert engine_environment(named)[NAMES_VARIABLE] == "a b"
-    assert "--skip-server-warmup" in engine_flags(named, 1)
-    assert NAMES_VARIABLE not in engine_environment(spec_of(ALIGNED))
-    assert "--skip-server-warmup" not in engine_flags(spec_of(ALIGNED), 1)
 
 
 def test_only_an_aligned_engine_runs_deterministically_on_the_hugging_face_model():
@@ -122,18 +96,6 @@ def test_every_flag_is_one_that_the_installed_sglang_has(device):
     parsed, unknown = parser.parse_known_args(engine_flags(spec_of(contract), 1))
     assert not unknown
     assert parsed.enable_deterministic_inference
-
-
-@pytest.mark.parametrize("contract", [ALIGNED, dataclasses.replace(ALIGNED, device="cuda")])
-def test_an_aligned_engine_drafts_one_chain_and_has_room_for_two(contract):
-    asked = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
-    spec = spec_of(contract, sglang_args=asked, longest_sequence=100)
-    flags = engine_flags(spec, 1)
-    for end in ("min", "max"):
-        assert value_of(flags, f"--speculative-ngram-{end}-bfs-breadth") == "1"
-    assert "--disable-overlap-schedule" in flags
-    assert spec.needed_tokens == spec_of(contract, longest_sequence=100).needed_tokens + 2 * 4
-    assert "--speculative-ngram-max-bfs-breadth" not in engine_flags(spec_of(contract), 1)
 
 
 def test_the_users_flags_come_last():

@@ -31,7 +31,6 @@ def completions(version=2):
             finish_reason=reason,
             weight_version=version,
             num_cached_tokens=i,
-            drafts=(2 * i, i),
         )
         for i, reason in enumerate(reasons)
     ]
@@ -108,12 +107,8 @@ def test_metrics_of_a_rollout():
     assert metrics["rollout/truncated_ratio"] == 0.5
     assert metrics["rollout/num_cached_tokens"] == 15
     assert metrics["rollout/prefix_cache_hit_rate"] == 15 / 12
-    assert metrics["rollout/draft_acceptance_rate"] == 0.5
     assert metrics["rollout/log_probs"] == -0.5
     assert metrics["rollout/reward/answered"] == 1
-    for sample in (s for g in groups for s in g.samples):
-        sample.trajectory = dataclasses.replace(sample.trajectory, drafts=(0, 0))
-    assert "rollout/draft_acceptance_rate" not in rollout_metrics(groups), "nothing was drafted"
 
 
 keys = st.tuples(st.integers(0, 9), st.integers(0, 99), st.integers(0, 99), st.integers(0, 9))

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from onpolicy.cli.main import main
 from onpolicy.errors import WeightSyncError
-from onpolicy.models.adapters import is_adapters
-from onpolicy.models.merged import Merged, merge_push
+from onpolicy.models.lora.adapters import is_adapters
+from onpolicy.models.lora.merged import Merged, merge_push
 from onpolicy.run.commands.verify import fill_with_drawn
 from tests.onpolicy.train.fsdp.test_trainer import maker_of
 from tests.support.tiny import make_checkpoint
@@ -20,15 +20,8 @@ BUCKET_BYTES = 20_000
 CASES = {
     "LoRA": ("qwen3", "float32", {"lora_target_modules": "q_proj,down_proj,lm_head"}),
     "LoRA in bfloat16": ("qwen3", "bfloat16", {"lora_rslora": True}),
-    "DoRA": (
-        "qwen3",
-        "float32",
-        {"lora_dora": True, "lora_target_modules": "q_proj,down_proj,lm_head"},
-    ),
     "experts": ("glm4-moe", "float32", {}),
     "experts whose matrices are transposed": ("gpt-oss", "float32", {}),
-    "DoRA of experts": ("glm4-moe", "float32", {"lora_dora": True}),
-    "DoRA of experts whose matrices are transposed": ("gpt-oss", "float32", {"lora_dora": True}),
 }
 
 

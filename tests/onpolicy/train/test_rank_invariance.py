@@ -29,8 +29,8 @@ ADAPTED = {
 }  # fmt: skip
 """Adapters, four rows of A on three ranks, beside such a base."""
 
-LENGTHS = {"dtype": "bfloat16", "changes": {"lora": {"lora_rank": 4, "lora_dora": True}}}
-"""Magnitudes, whose norms each rank takes of its rows and of its experts, two of six."""
+OF_EXPERTS = {"dtype": "bfloat16", "changes": {"lora": {"lora_rank": 4}}}
+"""Adapters of experts too, of which each rank has two of six."""
 
 NO_MODE = {"parity": {"true_on_policy_mode": False}, "operators": {"row_parallel_blocks": 0}}
 """But operators of an aligned contract, so that nothing but the order of sums is in question."""
@@ -81,7 +81,7 @@ def same(a, b):
         ("mixture", CLIPPED),
         ("checkpoint", ROUNDED),
         ("checkpoint", ADAPTED),
-        ("mixture", LENGTHS),
+        ("mixture", OF_EXPERTS),
     ],
     ids=[
         "float32",
@@ -89,7 +89,7 @@ def same(a, b):
         "experts, bfloat16, clipped",
         "rounded weights",
         "adapters beside a rounded base",
-        "magnitudes, of experts too",
+        "adapters of experts",
     ],
 )
 def test_fsdp_has_the_same_bits_on_any_number_of_ranks(ranks, request, model, settings):

@@ -6,7 +6,7 @@ from onpolicy.cli.parse import parse
 from onpolicy.config.explain import ExplainConfig
 from onpolicy.config.groups import LoraConfig
 from onpolicy.config.rules import validate
-from onpolicy.config.tools import ServeConfig, VerifyConfig
+from onpolicy.config.tools import VerifyConfig
 from onpolicy.errors import ConfigError
 from tests.onpolicy.config.test_validate import MODE, check
 
@@ -18,8 +18,8 @@ def test_adapters_are_for_aligned_runs_and_stock_ones():
     check(*MODE, *LORA, "--rollout-weight-format", "int4")
     check(*MODE, *LORA, "--train-backend", "megatron")
     check(*MODE, *LORA, "--sglang-tp-size", "2", "--row-parallel-blocks", "4")
-    check(*LORA, "--use-tis", "--lora-dora")
-    check(*LORA, "--mismatch-governor", "--lora-dora")
+    check(*LORA, "--use-tis")
+    check(*LORA, "--mismatch-governor")
     check(*MODE, *LORA, "--mismatch-governor", "--train-backend", "megatron")
     check(*LORA, "--train-backend", "megatron")
     check(*LORA, "--rollout-server-url", "http://127.0.0.1:1")
@@ -41,7 +41,7 @@ def test_what_no_stock_server_can_have_merged_is_refused(argv, rule):
 @pytest.mark.parametrize(
     ("argv", "rule"),
     [
-        (["--rollout-server-url", "http://127.0.0.1:1"], "hold adapters by their names alone"),
+        (["--rollout-server-url", "http://127.0.0.1:1"], "were started without adapters"),
     ],
 )
 def test_what_has_no_adapters_yet_is_refused(argv, rule):
@@ -59,17 +59,7 @@ def test_verify_and_explain_take_them():
         validate(parse(ExplainConfig, [*LORA, "--no-true-on-policy-mode"], "onpolicy explain"))
 
 
-def test_magnitudes_are_in_megatrons_checkpoints_but_for_its_whole_optimizers():
-    check(*MODE, *LORA, "--lora-dora", "--train-backend", "megatron")
-    whole = ["--train-backend", "megatron", "--no-megatron-distributed-optimizer"]
-    check(*MODE, *LORA, "--lora-dora", *whole, "--dtype", "float32")
-    with pytest.raises(
-        ConfigError, match="Megatron's whole optimizer writes no checkpoint of float32"
-    ):
-        check(*MODE, *LORA, "--lora-dora", *whole, "--dtype", "bfloat16")
-
-
-@pytest.mark.parametrize("argv", [["--lora-alpha", "16"], ["--lora-rslora"], ["--lora-dora"]])
+@pytest.mark.parametrize("argv", [["--lora-alpha", "16"], ["--lora-rslora"]])
 def test_without_adapters_nothing_reads_their_flags(argv):
     with pytest.raises(ConfigError, match="only --lora-rank reads it"):
         check(*MODE, *argv)
@@ -78,81 +68,3 @@ def test_without_adapters_nothing_reads_their_flags(argv):
 def test_the_scale_is_over_the_rank_or_over_its_root():
     assert LoraConfig(lora_rank=16, lora_alpha=32).scale == 2
     assert LoraConfig(lora_rank=16, lora_alpha=32, lora_rslora=True).scale == 8
-
-
-SHARED = [*MODE, *LORA, "--lora-name", "math", "--rollout-server-url", "http://127.0.0.1:1"]
-
-
-def test_adapters_on_servers_of_others_have_a_name():
-    check(*SHARED)
-    check(*SHARED, "--weight-sync", "tensor")
-    check(*SHARED, "--train-backend", "megatron")
-    check(*SHARED, "--rollout-weight-format", "int4")
-    check(*SHARED, "--lora-dora")
-    check(*SHARED, "--rollout-lag", "1")
-    check(*SHARED, "--rollout-schedule", "free", "--max-staleness", "1")
-    with pytest.raises(ConfigError, match=r"--lora-name=math: .*Add --rollout-server-url"):
-        check(*MODE, *LORA, "--lora-name", "math")
-
-
-@pytest.mark.parametrize(
-    ("argv", "rule"),
-    [
-        (["--weight-sync", "disk"], "--weight-sync=disk has no place for a name"),
-    ],
-)
-def test_what_has_no_names_yet_is_refused(argv, rule):
-    with pytest.raises(ConfigError, match=f"--lora-name=math: .*{rule}"):
-        check(*SHARED, *argv)
-
-
-def test_a_name_is_a_word():
-    with pytest.raises(ConfigError, match="--lora-name: 'a b': a name has"):
-        check(*SHARED[:4], "a b", *SHARED[5:])
-
-
-@pytest.mark.parametrize(
-    ("argv", "rule"),
-    [
-        (["--lora-names", "a"], "--lora-names=a: says no rank"),
-        (["--lora-rank", "8"], "--lora-rank=8: only --lora-names reads it"),
-        ([*LORA, "--lora-names", "a", "a"], "--lora-names: 'a': is there twice"),
-        ([*LORA, "--lora-names", "a:1"], "--lora-names: 'a:1': a name has"),
-        ([*LORA, "--lora-names", "a", "--no-true-on-policy-mode"], "kernels have no adapters here"),
-        ([*LORA, "--lora-names", "a", "--sessions"], "a session says no name"),
-    ],
-)
-def test_a_server_of_names_is_refused_with(argv, rule):
-    drafts = ["--sglang-speculative-algorithm", "NGRAM"]
-    served = [*LORA, "--lora-dora", "--lora-names", "a", "b-2", *drafts]
-    validate(parse(ServeConfig, served, "onpolicy serve"))
-    with pytest.raises(ConfigError, match=rule):
-        validate(parse(ServeConfig, argv, "onpolicy serve"))
-
-
-SGLANGS = [*LORA, "--rollout-lora", "sglang"]
-
-
-def test_stock_servers_have_adapters_of_sglangs_own_where_it_is_asked_for():
-    check(*SGLANGS, "--use-tis", "--lora-rslora", "--sglang-tp-size", "2")
-    check(*SGLANGS, "--train-backend", "megatron", "--rollout-schedule", "free", "--use-tis")
-    validate(parse(VerifyConfig, [*SGLANGS, "--no-true-on-policy-mode"], "onpolicy verify"))
-
-
-@pytest.mark.parametrize(
-    ("argv", "rule"),
-    [
-        (MODE, "aligned servers have the trainer's own"),
-        (["--mismatch-governor"], "aligned servers have the trainer's own"),
-        (["--lora-dora"], "SGLang has no DoRA"),
-        (["--rollout-server-url", "http://127.0.0.1:1"], "were started for merged weights"),
-        (["--colocate"], "needs the base again"),
-        (["--weight-sync", "disk"], "not by --weight-sync=disk"),
-    ],
-)
-def test_what_sglangs_own_cannot_have_is_refused(argv, rule):
-    check(*LORA, *argv)
-    with pytest.raises(ConfigError, match=f"--rollout-lora=sglang: .*{rule}"):
-        check(*SGLANGS, *argv)
-    with pytest.raises(ConfigError, match="--rollout-lora"):
-        check("--rollout-lora", "sglang")  # without adapters

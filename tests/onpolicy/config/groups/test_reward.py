@@ -65,9 +65,6 @@ def test_gdpo_learns_from_the_named_rewards_unless_told_others(tmp_path):
 JUDGE = {"rm_type": "judge", "judge_url": "http://j/v1", "judge_model": "j", "judge_prompt": "f"}
 
 
-MODEL = {"rm_type": "model", "reward_checkpoint": "d", "reward_server_url": ("http://h",)}
-
-
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -80,7 +77,7 @@ MODEL = {"rm_type": "model", "reward_checkpoint": "d", "reward_server_url": ("ht
         ),
         (
             {"rm_type": "exact", "rm_retries": 1},
-            "--rm-retries=1: only --rm-type remote_rm, judge or model",
+            "--rm-retries=1: only --rm-type remote_rm or judge",
         ),
         (
             {**JUDGE, "judge_model": ""},
@@ -92,17 +89,6 @@ MODEL = {"rm_type": "model", "reward_checkpoint": "d", "reward_server_url": ("ht
             "has 0 groups, and the number is read from the only one",
         ),
         ({**JUDGE, "judge_api_key": "K\x7f"}, r"--judge-api-key=\.\.\.: goes into an HTTP header"),
-        ({"rm_type": "model"}, "--reward-checkpoint='': model needs a classifier"),
-        (
-            {**MODEL, "reward_num_engines": 2},
-            "--reward-num-engines=2: only --rm-type model .* without",
-        ),
-        (
-            {**MODEL, "reward_server_url": (), "reward_api_key": "K"},
-            "--reward-api-key=K: only --reward-server-url",
-        ),
-        ({**MODEL, "reward_server_url": ("h:1",)}, r"--reward-server-url=\['h:1'\]: is no address"),
-        ({"rm_type": "exact", "reward_input": "text"}, "only --rm-type model, --rewards with it"),
     ],
 )
 def test_what_scores_over_http_needs_an_address(tmp_path, flags, says):

@@ -195,10 +195,3 @@ def test_deep_gemm_is_given_the_toolkit_that_was_found_when_it_is_imported(monke
     monkeypatch.setattr(gemm, "find_cuda_toolkit", lambda: CudaToolkit("/packages/nvidia/cu13"))
     assert gemm.loaded.__wrapped__().home == "/packages/nvidia/cu13"
     monkeypatch.delitem(sys.modules, "deep_gemm")
-
-
-def test_products_in_float32_are_tritons():
-    """Those of DoRA's norms; DeepGEMM's are of bfloat16 alone."""
-    weight = random(32, 64)
-    assert gemm.fits(weight)
-    assert not gemm.fits(weight.float())

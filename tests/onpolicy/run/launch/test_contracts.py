@@ -142,33 +142,3 @@ def test_a_stock_run_finds_a_stock_server_of_any_degree_under_its_own_contract(c
     lora = parse(TrainConfig, [*path, "--lora-rank", "4"], "x")
     merging = contract_for(lora, hf_config, aligned=False)
     assert merging.adapter is not None and merging.of_engine == contracts[0]
-
-
-def served(path, *argv):
-    given = ["--hf-checkpoint", str(path), "--lora-rank", "4", "--rollout-lora", "sglang", *argv]
-    return contract_for(parse(TrainConfig, given, "x"), load_config(str(path)), aligned=False)
-
-
-def test_a_stock_server_with_sglangs_own_adapters_has_them_in_its_contract(checkpoint):
-    for argv in ((), ("--lora-target-modules", "q_proj,v_proj")):
-        made = served(checkpoint, *argv)
-        assert made.serves_adapter and not made.merges_adapter and made.of_engine == made
-        assert made.from_json(made.to_json()) == made
-
-
-@pytest.mark.parametrize(
-    ("architecture", "targets", "refused"),
-    [
-        ("qwen3", "q_proj,lm_head", "lm_head, q_proj without v_proj"),
-        ("qwen3", "k_proj,o_proj", "k_proj without q_proj"),
-        ("qwen3", "up_proj", "up_proj without gate_proj"),
-        ("phi3", "all-linear", "gate_up_proj, qkv_proj"),
-        ("qwen3-moe", "all-linear", "experts"),
-    ],
-)
-def test_adapters_that_sglang_would_drop_in_silence_are_refused_by_name(
-    architecture, targets, refused, tmp_path
-):
-    path = make_checkpoint(tmp_path / "model", architecture)
-    with pytest.raises(ConfigError, match=f"--rollout-lora=sglang: adapters of {refused} are none"):
-        served(path, "--lora-target-modules", targets)

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from onpolicy.config import TrainConfig, groups
-from onpolicy.config.tools import ServeConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.size import ModelSize, token_bytes
+from onpolicy.models.size import token_bytes
 from onpolicy.rollout.engine_args import CACHE_MARGIN, engine_flags
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import (
@@ -18,10 +17,8 @@ from onpolicy.run.launch.engine_specs import (
     cache_tokens,
     places_in,
     rollout_spec,
-    serve_spec,
 )
 from onpolicy.run.launch.host_shares import placement_here
-from onpolicy.run.launch.memory_model import server_memory
 
 
 @pytest.mark.skipif(find_spec("sgl_kernel") is not None, reason="sgl_kernel is installed")
@@ -113,29 +110,3 @@ def test_a_cache_holds_the_longest_sequences_and_at_most_its_memory(checkpoint):
     ]:
         one = longest + CACHE_MARGIN
         assert cache_tokens(hf_config, contract, one, requests) == expected
-
-
-def test_each_name_has_adapters_in_a_servers_memory(checkpoint):
-    lora = groups.ServedLoraConfig(lora_rank=8, lora_names=("a", "b", "c"))
-    model = groups.ModelConfig(hf_checkpoint=str(checkpoint))
-    config, hf_config = ServeConfig(model=model, lora=lora), load_config(str(checkpoint))
-    contract = contract_for(config, hf_config, aligned=True)
-    spec = serve_spec(config, hf_config, contract)
-    size = ModelSize.of(hf_config, adapter=contract.adapter)
-    one = dataclasses.replace(spec, adapter_names=("a",))
-    named, alone = (
-        server_memory(each, size, hf_config, 1).parts["weights"] for each in (spec, one)
-    )
-    assert named - alone == 2 * 2 * size.adapters
-
-
-def test_a_gpus_server_captures_no_graph_of_rows_of_several_names(checkpoint):
-    lora = groups.ServedLoraConfig(lora_rank=8, lora_names=("a", "b"))
-    config = ServeConfig(model=groups.ModelConfig(hf_checkpoint=str(checkpoint)), lora=lora)
-    hf_config = load_config(str(checkpoint))
-    contract = contract_for(config, hf_config, aligned=True)
-    spec = serve_spec(config, hf_config, contract)
-    on_gpu = dataclasses.replace(spec, contract=dataclasses.replace(contract, device="cuda"))
-    assert "--disable-cuda-graph" in engine_flags(on_gpu, 1)
-    without = dataclasses.replace(on_gpu, adapter_names=())
-    assert "--disable-cuda-graph" not in engine_flags(without, 1)

@@ -190,14 +190,8 @@ def test_a_push_holds_as_many_buckets_as_ranks_that_send(tmp_path, way, senders)
 
 MERGED = {
     "LoRA": ("qwen3", {}),
-    "DoRA": ("qwen3", {"lora_dora": True}),
     "experts": ("qwen3-moe", {"lora_target_modules": "experts"}),
     "experts whose matrices are transposed": ("gpt-oss", {"lora_target_modules": "experts"}),
-    "DoRA of experts": ("qwen3-moe", {"lora_target_modules": "experts", "lora_dora": True}),
-    "DoRA of experts whose matrices are transposed": (
-        "gpt-oss",
-        {"lora_target_modules": "experts", "lora_dora": True},
-    ),
 }
 
 
@@ -240,24 +234,6 @@ def test_a_push_of_adapters_that_are_not_merged_is_that_of_buckets_alone(checkpo
     adapter = contract_for(config, hf_config, aligned=True).adapter
     push = RunMemory(config, hf_config, spec, ModelSize.of(hf_config, False, adapter)).push()
     assert [*push.parts] == ["4 copies of a bucket"]
-
-
-def test_adapters_of_sglangs_own_are_pushed_as_one_bucket_and_held_three_times(checkpoint):
-    stock = groups.ParityConfig(true_on_policy_mode=False)
-    parts = {}
-    for way in ("merged", "sglang"):
-        lora = groups.LoraConfig(lora_rank=64, rollout_lora=way)
-        sync = groups.WeightSyncConfig(update_weight_buffer_size=0)
-        config = dataclasses.replace(make_config(checkpoint), parity=stock, lora=lora, sync=sync)
-        hf_config = load_config(config.model.hf_checkpoint)
-        contract = contract_for(config, hf_config, aligned=False)
-        size = ModelSize.of(hf_config, False, contract.adapter)
-        memory = RunMemory(config, hf_config, rollout_spec(config, hf_config, contract, 50), size)
-        parts[way] = memory.push().parts, memory.server().parts["weights"]
-    itemsize = getattr(torch, config.model.dtype).itemsize
-    (merged, without), (push, beside) = parts["merged"], parts["sglang"]
-    assert "merging" in merged and push == {"4 copies of a bucket": 4 * itemsize * size.adapters}
-    assert beside - without == 2 * itemsize * size.adapters
 
 
 def test_workers_of_agents_are_counted_and_branches_may_fill_a_micro_batch(checkpoint):

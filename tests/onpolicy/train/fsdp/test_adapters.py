@@ -5,10 +5,8 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from onpolicy.models.adapters import adapters
-from onpolicy.models.magnitude import Magnitude
+from onpolicy.models.lora.adapters import adapters
 from onpolicy.models.trainable import trainable_parameters
 from tests.onpolicy.train.fsdp.test_trainer import RATES, make, make_samples, maker_of, weights
 from tests.support.tiny import make_checkpoint
@@ -18,10 +16,10 @@ __all__ = ["make"]
 LORA = {"lora_rank": 8, "lora_target_modules": "q_proj,down_proj,lm_head"}
 
 
-@pytest.fixture(params=[False, True], ids=["LoRA", "DoRA"])
-def lora(make, request):
+@pytest.fixture
+def lora(make):
     def make_one(**changes):
-        return make(lora={**LORA, "lora_dora": request.param}, **changes)
+        return make(lora=LORA, **changes)
 
     return make_one
 
@@ -111,17 +109,16 @@ def test_it_is_exported_as_peft_writes_it(lora, checkpoint, tmp_path):
         8, 32.0, ["down_proj", "lm_head", "q_proj"],
     )  # fmt: skip
     held = {n: x for n, x in weights(trainer).items() if ".lora." in n}
-    assert len(written) == len([name for name in held if not name.endswith("norm")])
+    assert len(written) == len(held)
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
     assert torch.equal(written[name], held["model.layers.0.self_attn.q_proj.lora.B"])
-    assert config["use_dora"] == any(name.endswith("lora_magnitude_vector") for name in written)
+    assert config["use_dora"] is False
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
-def test_adapters_of_experts_move_alone(tmp_path, dora):
+def test_adapters_of_experts_move_alone(tmp_path):
     """And at first every log-probability is the base's."""
     mixture = make_checkpoint(tmp_path / "moe", "glm4-moe")
-    trainer = maker_of(mixture)(lora={"lora_rank": 4, "lora_dora": dora})
+    trainer = maker_of(mixture)(lora={"lora_rank": 4})
     sampled = [s.sample.rollout_log_probs for s in make_samples(maker_of(mixture)())]
     assert [s.sample.rollout_log_probs for s in make_samples(trainer)] == sampled
     before = weights(trainer)
@@ -130,64 +127,7 @@ def test_adapters_of_experts_move_alone(tmp_path, dora):
         assert metrics["parity/num_mismatched_tokens"] == 0
     moved = {n for n, x in weights(trainer).items() if not torch.equal(before[n], x)}
     assert moved == {n for n in before if ".lora." in n}
-    parts = "A", "B", *(("magnitude.m", "magnitude.norm") if dora else ())
     assert {n.rpartition(".lora.")[2] for n in moved if ".experts." in n} == {
-        f"{pair}.{part}" for pair in ("gate_up", "down") for part in parts
+        f"{pair}.{part}" for pair in ("gate_up", "down") for part in "AB"
     }
     assert [s.sample.rollout_log_probs for s in make_samples(trainer)] != sampled
-
-
-def norms_of(trainer):
-    return {name: x for name, x in weights(trainer).items() if name.endswith(".norm")}
-
-
-@pytest.mark.parametrize("weight_format", ["bf16", "int4"])
-def test_norms_are_those_of_the_rows_that_are_computed_with(make, weight_format):
-    """At first of the base, rounded or not, and then of W + s B A; never of weights in float32."""
-    engine = {"rollout_weight_format": weight_format}
-    trainer = make("bfloat16", lora={**LORA, "lora_dora": True}, engine=engine)
-    held = weights(trainer)
-    for name, norm in norms_of(trainer).items():
-        base = held[name.replace(".lora.magnitude.norm", ".weight")]
-        assert torch.allclose(norm, base.float().norm(dim=1), rtol=1e-6)
-        assert torch.equal(norm, held[name.replace(".norm", ".m")]) and norm.dtype == torch.float32
-    for step in (0, 1):
-        trainer.train(make_samples(trainer), step, RATES)
-    held, scale = weights(trainer), trainer.policy.adapter.scale
-    for name, norm in norms_of(trainer).items():
-        a, b = (held[name.replace("magnitude.norm", factor)].float() for factor in "AB")
-        total = held[name.replace(".lora.magnitude.norm", ".weight")].float() + scale * b @ a
-        assert torch.allclose(norm, total.norm(dim=1), rtol=1e-6)
-        assert not torch.equal(norm, held[name.replace(".norm", ".m")])
-
-
-def test_with_the_norms_of_a_step_before_log_probabilities_have_other_bits(make):
-    trainer = make(lora={**LORA, "lora_dora": True})
-    trainer.train(make_samples(trainer), 0, RATES)
-    sampled = [s.sample.rollout_log_probs for s in make_samples(trainer)]
-    before = {n: x.clone() for n, x in trainer.policy.module.named_buffers() if n.endswith(".norm")}
-    trainer.train(make_samples(trainer), 1, RATES)
-    buffers = dict(trainer.policy.module.named_buffers())
-    after = {name: buffers[name].clone() for name in before}
-    assert all(not torch.equal(before[name], after[name]) for name in before)
-    now = [s.sample.rollout_log_probs for s in make_samples(trainer)]
-    for name in before:
-        buffers[name].copy_(before[name])
-    assert [s.sample.rollout_log_probs for s in make_samples(trainer)] != now != sampled
-
-
-def test_magnitudes_are_given_something_where_activations_are_computed_again(make, monkeypatch):
-    """FSDP2 takes the inputs of what is called outside of any other pass to the GPU; that of torch 2.11
-    fails if there are none."""
-    outside, own = [], FSDPState._root_pre_forward
-
-    def noted(state, module, args, kwargs):
-        if state._state_ctx.iter_forward_root is None:
-            outside.append((module, len(args) + len(kwargs)))
-        return own(state, module, args, kwargs)
-
-    monkeypatch.setattr(FSDPState, "_root_pre_forward", noted)
-    trainer = make(lora={**LORA, "lora_dora": True}, trainer={"activation_checkpointing": True})
-    trainer.train(make_samples(trainer), 0, RATES)
-    assert any(isinstance(module, Magnitude) for module, _ in outside)
-    assert all(count for _, count in outside)

@@ -1,19 +1,18 @@
 """The package peft computes with our adapters what we compute with them."""
 
 import dataclasses
+import json
 
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from onpolicy.cli.main import main
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig
 from onpolicy.errors import ConfigError
-from onpolicy.models.adapters import adapters
-from onpolicy.train.fsdp.magnitudes import take_norms
+from onpolicy.models.lora.adapters import adapters
 from tests.onpolicy.train.fsdp.test_trainer import make, make_samples, maker_of, weights
 from tests.support.tiny import make_checkpoint
 
@@ -26,7 +25,7 @@ KINDS = {
     "all linears": {},
     "named ones": {"lora_target_modules": "q_proj,down_proj"},
     "rsLoRA": {"lora_rslora": True, "lora_alpha": 4.0},
-    "DoRA": {"lora_dora": True, "lora_target_modules": "q_proj,up_proj,down_proj,lm_head"},
+    "the output projection": {"lora_target_modules": "q_proj,up_proj,down_proj,lm_head"},
 }
 
 
@@ -38,9 +37,6 @@ def drawn(trainer):
             for name, factor in adapter.named_parameters():
                 if name.endswith("B"):
                     factor.to_local().normal_(std=0.05)
-                elif name.endswith("magnitude.m"):
-                    factor.to_local().mul_(1.1)
-    take_norms(trainer.policy.module, torch.float32)
     return trainer
 
 
@@ -98,41 +94,26 @@ def test_peft_reads_the_adapters_of_experts(mixture, tmp_path):
     assert (scored(samples, model) - ours(samples)).abs().max() > 10 * CLOSE
 
 
-def test_peft_reads_no_magnitudes_of_experts_and_says_so(mixture, tmp_path):
-    """It raises, both where it would make them and where it would read ours."""
-    trainer = drawn(maker_of(mixture)(lora={"lora_rank": 4, "lora_dora": True}))
-    trainer.export(tmp_path / "adapter")
-    name = "model.layers.1.mlp.experts"
-    base = AutoModelForCausalLM.from_pretrained(mixture)
-    with pytest.raises(ValueError, match="ParamWrapper does not work with use_dora=True"):
-        peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
-    with pytest.raises(ValueError, match="ParamWrapper does not work with use_dora=True"):
-        make_peft(mixture, tmp_path / "theirs", **OF_EXPERTS, use_dora=True)
-    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    held = weights(trainer)[f"{name}.lora.gate_up.magnitude.m"]
-    magnitudes = written[f"base_model.model.{name}.base_layer.lora_magnitude_vector"]
-    assert torch.equal(magnitudes, held.flatten(1)) and magnitudes.shape == (8, 144)
+def test_what_peft_writes_with_magnitudes_is_refused_with_the_remedy(checkpoint, tmp_path):
+    """Its configuration says so, and if it does not, the file of factors does."""
+    make_peft(checkpoint, tmp_path, target_modules=["q_proj"], use_dora=True)
+    argv = ["--lora-adapter", str(tmp_path)]
+    with pytest.raises(ConfigError, match=r"use_dora=True is DoRA.*merge_and_unload"):
+        parse(TrainConfig, argv, "onpolicy train")
+    told = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**told, "use_dora": False}))
+    with pytest.raises(
+        ConfigError, match=r"lora_magnitude_vector, a magnitude of DoRA.*merge_and_unload"
+    ):
+        parse(TrainConfig, argv, "onpolicy train")
 
 
-def test_experts_whose_magnitudes_a_file_lacks_are_refused(mixture, tmp_path):
-    trainer = drawn(maker_of(mixture)(lora={"lora_rank": 4, "lora_dora": True}))
-    trainer.export(tmp_path / "adapter")
-    file = tmp_path / "adapter" / "adapter_model.safetensors"
-    left = {n: x for n, x in load_file(file).items() if "experts.lora_magnitude" not in n}
-    save_file(left, file)
-    flags = parse(TrainConfig, ["--lora-adapter", str(tmp_path / "adapter")], "onpolicy train").lora
-    rule = r"experts.lora.magnitude.m is none there, and this model needs \[8, 96\]"
-    with pytest.raises(ConfigError, match=rule):
-        maker_of(mixture)(lora=dataclasses.asdict(flags))
-
-
-@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_adapters_of_experts_that_were_written_and_are_read_again_have_the_same_bits(
-    mixture, tmp_path, dtype, dora
+    mixture, tmp_path, dtype
 ):
     make = maker_of(mixture)
-    trainer = drawn(make(lora={"lora_rank": 4, "lora_dora": dora}, model={"dtype": dtype}))
+    trainer = drawn(make(lora={"lora_rank": 4}, model={"dtype": dtype}))
     trainer.export(tmp_path / "adapter")
     flags = parse(TrainConfig, ["--lora-adapter", str(tmp_path / "adapter")], "onpolicy train").lora
     assert "experts" in flags.lora_target_modules.split(",")
@@ -148,8 +129,8 @@ OPTIONS = {
     "all linears": {"target_modules": "all-linear"},
     "named ones": {"target_modules": ["v_proj", "up_proj"], "lora_dropout": 0.1},
     "rsLoRA": {"target_modules": r".*\.(q|k)_proj", "use_rslora": True},
-    "DoRA": {"target_modules": ["q_proj", "down_proj", "lm_head"], "use_dora": True},
-    "DoRA beside biases": {"target_modules": "all-linear", "use_dora": True},
+    "the output projection": {"target_modules": ["q_proj", "down_proj", "lm_head"]},
+    "beside biases": {"target_modules": "all-linear"},
 }
 
 
@@ -169,16 +150,14 @@ def make_peft(checkpoint, directory, **options):
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.05)
-            elif "magnitude" in name:
-                parameter.mul_(1 + 0.2 * torch.rand(parameter.shape))
     model.save_pretrained(directory, save_embedding_layers=False)
     return model
 
 
 @pytest.mark.parametrize("kind", [*OPTIONS, "experts"])
 def test_we_compute_with_what_peft_wrote_what_peft_computes(make, checkpoint, tmp_path, kind):
-    if kind in ("experts", "DoRA beside biases"):
-        kinds = {"experts": "qwen3-moe", "DoRA beside biases": "qwen2"}
+    if kind in ("experts", "beside biases"):
+        kinds = {"experts": "qwen3-moe", "beside biases": "qwen2"}
         checkpoint = make_checkpoint(tmp_path / "other", kinds[kind])
         make = maker_of(checkpoint)
     model = make_peft(checkpoint, tmp_path, **{**OPTIONS, "experts": OF_EXPERTS}[kind])
@@ -201,7 +180,7 @@ def test_an_adapter_of_one_matrix_of_experts_is_refused(tmp_path, matrix):
         maker_of(checkpoint)(lora=dataclasses.asdict(flags))
 
 
-@pytest.mark.parametrize("kind", ["all linears", "DoRA"])
+@pytest.mark.parametrize("kind", ["all linears", "the output projection"])
 def test_what_was_written_and_is_read_again_has_the_same_bits(make, tmp_path, kind):
     flags = {"lora_rank": 4, **KINDS[kind]}
     trainer = drawn(make(lora=flags))
@@ -211,11 +190,11 @@ def test_what_was_written_and_is_read_again_has_the_same_bits(make, tmp_path, ki
     assert not torch.equal(ours(make_samples(trainer)), ours(make_samples(make())))
 
 
-@pytest.mark.parametrize("kind", ["linears", "experts", "DoRA"])
+@pytest.mark.parametrize("kind", ["all linears", "experts", "the output projection"])
 def test_peft_merges_to_what_export_writes(checkpoint, tmp_path, kind):
-    options = OPTIONS["all linears" if kind == "linears" else "DoRA"]
+    options = OPTIONS.get(kind, OF_EXPERTS)
     if kind == "experts":
-        checkpoint, options = make_checkpoint(tmp_path / "moe", "qwen3-moe"), OF_EXPERTS
+        checkpoint = make_checkpoint(tmp_path / "moe", "qwen3-moe")
     model = make_peft(checkpoint, tmp_path / "adapter", **options)
     given = ["--merge", str(tmp_path / "adapter"), "--output", str(tmp_path / "out")]
     assert main(["export", "--hf-checkpoint", str(checkpoint), *given, "--dtype", "float32"]) == 0
@@ -226,21 +205,3 @@ def test_peft_merges_to_what_export_writes(checkpoint, tmp_path, kind):
     changed = {name for name, tensor in base.items() if not torch.equal(ours[name], tensor)}
     adapted = {"gate_up_proj", "down_proj"} if kind == "experts" else {"weight"}
     assert adapted <= {name.rpartition(".")[2] for name in changed}
-
-
-@pytest.mark.parametrize("architecture", ["glm4-moe", "gpt-oss"])
-def test_with_magnitudes_of_experts_in_its_weights_a_model_computes_what_we_compute(
-    tmp_path, architecture
-):
-    """Which PEFT cannot say: also where the matrices are transposed, and beside biases."""
-    base = make_checkpoint(tmp_path / "base", architecture)
-    trainer = drawn(maker_of(base)(lora={"lora_rank": 4, "lora_dora": True}))
-    samples = make_samples(trainer)
-    trainer.export(tmp_path / "adapter")
-    given = ["--merge", str(tmp_path / "adapter"), "--output", str(tmp_path / "out")]
-    assert main(["export", "--hf-checkpoint", str(base), *given, "--dtype", "float32"]) == 0
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert (scored(samples, merged) - ours(samples)).abs().max() < 3 * CLOSE
-    with torch.no_grad():
-        merged.model.layers[1].mlp.experts.down_proj.mul_(1.01)
-    assert (scored(samples, merged) - ours(samples)).abs().max() > 100 * CLOSE

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
-from onpolicy.models.adapters import is_adapters
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.lora.adapters import is_adapters
 from onpolicy.run.commands.verify import fill_with_drawn
 from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.merging import MergedPush
@@ -27,8 +27,8 @@ TARGETS = "q_proj,v_proj,o_proj,up_proj,down_proj,lm_head"
 """Without keys and gates, which Megatron computes together with some of these."""
 
 
-def job_of(path, layout="data", targets=TARGETS, dtype="float32", dora=False, **changes):
-    lora = {"lora_rank": 4, "lora_target_modules": targets, "lora_dora": dora}
+def job_of(path, layout="data", targets=TARGETS, dtype="float32", **changes):
+    lora = {"lora_rank": 4, "lora_target_modules": targets}
     job = Job(path=path, dtype=dtype, changes={**SMOOTH, "lora": lora, **changes})
     return job.under(LAYOUTS[layout])
 
@@ -57,21 +57,16 @@ def in_the_other_engine(job):
     return replace(job, backend="fsdp")
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["LoRA", "DoRA"])
-def dora(request):
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def reference(checkpoint, dora):
-    return learn(in_the_other_engine(job_of(checkpoint, dora=dora)))
+def reference(checkpoint):
+    return learn(in_the_other_engine(job_of(checkpoint)))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_every_layout_adapters_compute_and_learn_as_in_the_other_engine(
-    two_ranks, checkpoint, reference, layout, dora
+    two_ranks, checkpoint, reference, layout
 ):
-    results = two_ranks.run(learn, job_of(checkpoint, layout, dora=dora))
+    results = two_ranks.run(learn, job_of(checkpoint, layout))
     require_same_steps(results[0][:3], reference[:3])
     stored, after = load_file(checkpoint / "model.safetensors"), results[0][2]
     assert {name for name in after if not is_adapters(name)} == stored.keys()
@@ -105,22 +100,10 @@ def parts_are_not_by_group():
         yield
 
 
-@contextmanager
-def norms_are_of_own_columns():
-    """Where ranks share a row, each takes the norm of its part of it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("onpolicy.train.megatron.magnitudes._all_columns", lambda x, group: x)
-        yield
-
-
-@pytest.mark.parametrize(
-    "break_", [gradients_are_not_summed, parts_are_not_by_group, norms_are_of_own_columns]
-)
-def test_what_is_not_shared_out_rightly_is_noticed(two_ranks, checkpoint, reference, dora, break_):
-    if break_ is norms_are_of_own_columns and not dora:
-        return
+@pytest.mark.parametrize("break_", [gradients_are_not_summed, parts_are_not_by_group])
+def test_what_is_not_shared_out_rightly_is_noticed(two_ranks, checkpoint, reference, break_):
     layout = "data" if break_ is parts_are_not_by_group else "tensor"
-    job = job_of(checkpoint, layout, dora=dora)
+    job = job_of(checkpoint, layout)
     results = two_ranks.run(partial(learn, break_=break_), job)[0]
     with pytest.raises(AssertionError):
         require_same_steps(results[:3], reference[:3])
@@ -146,13 +129,13 @@ def test_layers_that_are_computed_again_learn_the_same(two_ranks, checkpoint, la
         ("qwen3", {}),
         ("qwen3-tied", {"engine": {"rollout_weight_format": "int4_group128"}}),
         ("olmo2", {}),
-        ("qwen2", {"dora": True, "engine": {"rollout_weight_format": "int4_group128"}}),
+        ("qwen2", {"engine": {"rollout_weight_format": "int4_group128"}}),
     ],
     ids=[
         "qwen3",
         "a rounded tied base",
         "norms after linears",
-        "magnitudes, biases, a rounded base",
+        "biases, a rounded base",
     ],
 )
 def test_in_bfloat16_the_first_log_probabilities_are_those_of_the_other_engine(
@@ -207,17 +190,11 @@ def test_the_reference_is_the_base_in_the_same_memory(two_ranks, checkpoint, lay
     assert numbers <= 3 * adapters + 100  # masters and two moments
 
 
-@pytest.mark.parametrize(
-    ("layout", "dora"),
-    [
-        ("data", True), ("data, whole optimizer", False), ("tensor", False), ("tensor", True),
-        ("pipeline", True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("layout", ["data", "data, whole optimizer", "tensor", "pipeline"])
 def test_a_checkpoint_holds_adapters_alone_and_goes_on_with_the_same_bits(
-    two_ranks, checkpoint, layout, dora, tmp_path
+    two_ranks, checkpoint, layout, tmp_path
 ):
-    job = job_of(checkpoint, layout, dtype="bfloat16", dora=dora)
+    job = job_of(checkpoint, layout, dtype="bfloat16")
     whole = two_ranks.run(learn, job, tmp_path)[0]
     resumed = two_ranks.run(learn, job, None, tmp_path)[0]
     assert resumed[0] == whole[0][1:] and equal(resumed[2], whole[2])
@@ -227,10 +204,10 @@ def test_a_checkpoint_holds_adapters_alone_and_goes_on_with_the_same_bits(
 
 
 def test_a_checkpoint_of_adapters_may_be_loaded_in_another_layout(two_ranks, checkpoint, tmp_path):
-    job = job_of(checkpoint, "tensor", dora=True)
+    job = job_of(checkpoint, "tensor")
     log_probs, *_ = two_ranks.run(learn, job, tmp_path)[0]
     for layout in ("pipeline", "context"):
-        job = job_of(checkpoint, layout, dora=True)
+        job = job_of(checkpoint, layout)
         resumed, metrics, *_ = two_ranks.run(learn, job, None, tmp_path)[0]
         assert resumed == log_probs[1:]
         assert metrics[0]["parity/num_mismatched_tokens"] == 0
@@ -276,7 +253,7 @@ def merged(job, sender=0):
 def test_merged_weights_are_those_of_the_other_engine_whichever_rank_sends_them(
     two_ranks, model_of, architecture, layout
 ):
-    job = job_of(model_of(architecture), targets="all-linear", dora=True).under(layout)
+    job = job_of(model_of(architecture), targets="all-linear").under(layout)
     nothing, ours = two_ranks.run(merged, job, 1)
     theirs = merged(in_the_other_engine(job))
     assert not nothing and equal(ours, theirs)
@@ -293,11 +270,11 @@ def export(job, directory, drawn):
     return {file.name: file.read_bytes() for file in directory.iterdir()}
 
 
-@pytest.mark.parametrize(("layout", "dora"), [("tensor", True), ("pipeline", False)])
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 def test_the_adapter_is_written_and_read_as_by_the_other_engine(
-    two_ranks, checkpoint, layout, dora, tmp_path
+    two_ranks, checkpoint, layout, tmp_path
 ):
-    job = job_of(checkpoint, layout, dora=dora)
+    job = job_of(checkpoint, layout)
     ours = two_ranks.run(export, job, tmp_path / "ours", True)[0]
     theirs = export(in_the_other_engine(job), tmp_path / "theirs", True)
     assert ours == theirs and len(ours) == 2
@@ -317,19 +294,19 @@ OF_FOUR = {"megatron_tp": 2, "megatron_ep": 2, "megatron_sequence_parallel": Tru
 
 
 @pytest.mark.parametrize(
-    ("architecture", "layout", "dora"),
+    ("architecture", "layout"),
     [
-        *(("qwen3-moe", layout, True) for layout in MIXTURES),
-        ("mixtral", "experts", False),
-        ("qwen2-moe", "tensor and sequence", False),
-        ("glm4-moe", "tensor", True),
+        *(("qwen3-moe", layout) for layout in MIXTURES),
+        ("mixtral", "experts"),
+        ("qwen2-moe", "tensor and sequence"),
+        ("glm4-moe", "tensor"),
     ],
 )
 def test_adapters_of_experts_compute_and_learn_as_in_the_other_engine(
-    two_ranks, model_of, architecture, layout, dora
+    two_ranks, model_of, architecture, layout
 ):
     """Also those of experts that all tokens share, whole on each rank or not."""
-    job = job_of(model_of(architecture), targets="all-linear", dora=dora).under(MIXTURES[layout])
+    job = job_of(model_of(architecture), targets="all-linear").under(MIXTURES[layout])
     require_same_steps(two_ranks.run(learn, job)[0][:3], learn(in_the_other_engine(job))[:3])
 
 
@@ -344,7 +321,7 @@ def test_adapters_read_what_their_linears_and_experts_read_in_8_bits(two_ranks, 
 
 
 def test_four_ranks_share_adapters_of_experts_both_ways(four_ranks, model_of, tmp_path):
-    job = job_of(model_of("qwen3-moe"), targets="all-linear", dora=True).under(OF_FOUR)
+    job = job_of(model_of("qwen3-moe"), targets="all-linear").under(OF_FOUR)
     whole = four_ranks.run(learn, job, tmp_path)[0]
     require_same_steps(whole[:3], learn(in_the_other_engine(job))[:3])
     resumed = four_ranks.run(learn, job, None, tmp_path)[0]
@@ -366,39 +343,14 @@ def weights_count_on_every_rank():
         yield
 
 
-@contextmanager
-def gains_of_blocks_are_not_summed():
-    """Each rank keeps its blocks' part of the gradient of a gain that all have whole."""
-    from onpolicy.models.expert_adapters import ExpertLowRank
-    from onpolicy.train.megatron.moe import AlignedExperts
-
-    own = AlignedExperts._factors
-
-    def factors(experts):
-        found = own(experts)
-        return found and found._replace(gain_of_blocks=ExpertLowRank.factors.fget(experts.lora)[2])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AlignedExperts, "_factors", factors)
-        yield
-
-
 @pytest.fixture(scope="module")
 def of_experts(model_of):
-    """A job of a mixture with magnitudes, and what the other engine makes of it."""
-    job = job_of(model_of("qwen3-moe"), targets="all-linear", dora=True).under(MIXTURES["tensor"])
+    """A job of a mixture, and what the other engine makes of it."""
+    job = job_of(model_of("qwen3-moe"), targets="all-linear").under(MIXTURES["tensor"])
     return job, learn(in_the_other_engine(job))
 
 
-@pytest.mark.parametrize(
-    "break_",
-    [
-        gradients_are_not_summed,
-        weights_count_on_every_rank,
-        gains_of_blocks_are_not_summed,
-        norms_are_of_own_columns,
-    ],
-)
+@pytest.mark.parametrize("break_", [gradients_are_not_summed, weights_count_on_every_rank])
 def test_what_is_not_summed_rightly_of_experts_is_noticed(two_ranks, of_experts, break_):
     job, theirs = of_experts
     broken = two_ranks.run(partial(learn, break_=break_), job)[0]
@@ -407,7 +359,7 @@ def test_what_is_not_summed_rightly_of_experts_is_noticed(two_ranks, of_experts,
 
 
 def test_a_checkpoint_of_experts_goes_on_with_the_same_bits(two_ranks, model_of, tmp_path):
-    job = job_of(model_of("qwen3-moe"), targets="experts,o_proj", dtype="bfloat16", dora=True)
+    job = job_of(model_of("qwen3-moe"), targets="experts,o_proj", dtype="bfloat16")
     job = job.under(MIXTURES["experts"])
     whole = two_ranks.run(learn, job, tmp_path)[0]
     resumed = two_ranks.run(learn, job, None, tmp_path)[0]

@@ -9,7 +9,10 @@ import torch
 from onpolicy.config import TrainConfig, groups
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
-from onpolicy.models.adapters import (
+from onpolicy.models.align import align_modules
+from onpolicy.models.facts import ModelFacts
+from onpolicy.models.hf_config import load_config
+from onpolicy.models.lora.adapters import (
     ALL_LINEAR,
     adapter_size,
     adapters,
@@ -17,14 +20,8 @@ from onpolicy.models.adapters import (
     target_names,
     without_adapters,
 )
-from onpolicy.models.align import align_modules
-from onpolicy.models.expert_adapters import adapted_matrices
-from onpolicy.models.facts import ModelFacts
-from onpolicy.models.hf_config import load_config
-from onpolicy.models.magnitude import expert_norms, row_norms
 from onpolicy.models.policy import empty_policy
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.ops.low_rank import Factors
 from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.run.launch.adapters import adapter_of
 from sglang_patches.experts import _keep_part
@@ -61,30 +58,15 @@ def experts(facts):
     return draw(facts, "qwen3-moe")
 
 
-def adapted(experts, row_parallel=None, dtype=torch.float32, shape=SHAPE):
-    """With factors that change everything, and magnitudes that do."""
+def adapted(experts, row_parallel=None, dtype=torch.float32):
+    """With factors that change everything."""
     model = torch.nn.ModuleDict({"experts": copy.deepcopy(experts).to(dtype)})
     align_modules(model, OPERATORS, row_parallel or RowParallel())
-    add_adapters(model, OPERATORS, shape)
+    add_adapters(model, OPERATORS, SHAPE)
     torch.manual_seed(2)
-    lora = model["experts"].lora
-    for name, parameter in lora.named_parameters():
-        if not name.endswith("magnitude.m"):
-            torch.nn.init.normal_(parameter, std=0.1)
-    if shape.dora:
-        take_norms(model["experts"])
-        with torch.no_grad():
-            for pair in (lora.gate_up, lora.down):
-                pair.magnitude.m.copy_(pair.magnitude.norm * (0.5 + torch.rand(pair.B.shape[:-1])))
+    for parameter in model["experts"].lora.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
     return model["experts"]
-
-
-@torch.no_grad()
-def take_norms(ours):
-    for experts, matrix, pair in adapted_matrices(ours):
-        factors = Factors(pair.A, pair.B.flatten(1, -2), experts.lora.scale)
-        norms = expert_norms(OPERATORS, experts.weight(matrix), factors)
-        pair.magnitude.norm.copy_(norms.view_as(pair.magnitude.norm))
 
 
 def inputs(dtype=torch.float32):
@@ -93,16 +75,10 @@ def inputs(dtype=torch.float32):
     return torch.randn(TOKENS, 96).to(dtype), chosen, weights.to(dtype)
 
 
-DORA = dataclasses.replace(SHAPE, dora=True)
-SHAPES = pytest.mark.parametrize("shape", [SHAPE, DORA], ids=["LoRA", "DoRA"])
-MATRICES = pytest.mark.parametrize("matrix", ["gate_up", "down"])
-
-
-@SHAPES
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @torch.no_grad()
-def test_a_token_has_the_same_bits_alone_and_those_of_the_base_without(experts, dtype, shape):
-    ours, given = adapted(experts, dtype=dtype, shape=shape), inputs(dtype)
+def test_a_token_has_the_same_bits_alone_and_those_of_the_base_without(experts, dtype):
+    ours, given = adapted(experts, dtype=dtype), inputs(dtype)
     together = ours(*given)
     for i in (0, 17, 36):
         assert torch.equal(ours(*(x[i : i + 1] for x in given)), together[i : i + 1])
@@ -111,62 +87,23 @@ def test_a_token_has_the_same_bits_alone_and_those_of_the_base_without(experts, 
     assert not torch.equal(together, base)
     for part in (ours.lora.gate_up, ours.lora.down):
         part.B.zero_()
-    if shape.dora:  # m is the norm of W
-        assert not torch.equal(ours(*given), base)
-        take_norms(ours)
-        for part in (ours.lora.gate_up, ours.lora.down):
-            part.magnitude.m.copy_(part.magnitude.norm)
     assert torch.equal(ours(*given), base)
 
 
-@MATRICES
-@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
-@torch.no_grad()
-def test_of_the_norms_of_the_base_the_base_keeps_its_bits(facts, name, matrix):
-    """Also beside biases; the next number above a factor of 1 changes them."""
-    ours, given = adapted(draw(facts, name), shape=DORA), inputs()
-    for part in (ours.lora.gate_up, ours.lora.down):
-        part.B.zero_()
-    take_norms(ours)
-    for part in (ours.lora.gate_up, ours.lora.down):
-        part.magnitude.m.copy_(part.magnitude.norm)
-    with without_adapters(ours):
-        base = ours(*given)
-    assert torch.equal(ours(*given), base)
-    norm = getattr(ours.lora, matrix).magnitude.norm
-    norm.copy_(norm.nextafter(torch.zeros(())))
-    assert not torch.equal(ours(*given), base)
+def merged_with(weight, pair):
+    """W + s B A of all experts; pair: A and B, in float64."""
+    a, b = pair
+    return weight + SHAPE.scale * b.flatten(1, -2) @ a
 
 
-@torch.no_grad()
-def test_each_expert_has_norms_of_its_own_rows(experts):
-    ours = adapted(experts, shape=DORA)
-    for _, weight, pair in adapted_matrices(ours):
-        total = weight.double() + SHAPE.scale * pair.B.flatten(1, -2).double() @ pair.A.double()
-        norms = pair.magnitude.norm.flatten(1)
-        assert torch.allclose(norms.double(), total.norm(dim=-1), rtol=1e-6)
-        alone = Factors(pair.A[2], pair.B[2].flatten(0, -2), SHAPE.scale)
-        assert torch.equal(row_norms(OPERATORS, weight[2], alone), norms[2])
-
-
-def merged_with(weight, pair, shape):
-    """W + s B A of all experts, or what DoRA makes of it; pair: A, B and maybe m, in float64."""
-    a, b, *m = pair
-    total = weight + shape.scale * b.flatten(1, -2) @ a
-    if not m:
-        return total
-    return m[0].flatten(1)[..., None] * total / total.norm(dim=-1, keepdim=True).detach()
-
-
-@SHAPES
-def test_only_adapters_have_gradients_which_are_those_of_merged_weights(experts, shape):
-    ours, (x, *choice) = adapted(experts, shape=shape), inputs()
+def test_only_adapters_have_gradients_which_are_those_of_merged_weights(experts):
+    ours, (x, *choice) = adapted(experts), inputs()
     merged = copy.deepcopy(experts).double()
     factors = [p.detach().double().requires_grad_() for p in ours.lora.parameters()]
     half = len(factors) // 2
     weights = {
-        "gate_up_proj": merged_with(merged.gate_up_proj, factors[:half], shape),
-        "down_proj": merged_with(merged.down_proj, factors[half:], shape),
+        "gate_up_proj": merged_with(merged.gate_up_proj, factors[:half]),
+        "down_proj": merged_with(merged.down_proj, factors[half:]),
     }
     chosen, scores = choice
     want = torch.func.functional_call(merged, weights, (x.double(), chosen, scores.double()))
@@ -181,16 +118,15 @@ def test_only_adapters_have_gradients_which_are_those_of_merged_weights(experts,
     assert ours.gate_up_proj.grad is None and ours.down_proj.grad is None
 
 
-@SHAPES
 @torch.no_grad()
-def test_ranks_that_share_the_intermediate_axis_have_the_bits_of_one(experts, shape):
-    whole, given = adapted(experts, RowParallel(2), shape=shape), inputs()
+def test_ranks_that_share_the_intermediate_axis_have_the_bits_of_one(experts):
+    whole, given = adapted(experts, RowParallel(2)), inputs()
 
     @torch.no_grad()
     def of_rank(rank):
         part = copy.deepcopy(experts)
         _keep_part(part, 2)
-        ours = adapted(part, RowParallel(2, torch.distributed.group.WORLD), shape=shape)
+        ours = adapted(part, RowParallel(2, torch.distributed.group.WORLD))
         gate_up = whole.gate_up_proj.unflatten(1, (2, -1))
         ours.gate_up_proj.copy_(gate_up.chunk(2, 2)[rank].flatten(1, 2))
         ours.down_proj.copy_(whole.down_proj.chunk(2, 2)[rank])
@@ -227,11 +163,10 @@ def test_targets_that_peft_would_take_for_experts_are_refused_without_them(facts
     assert of("q_proj").targets == ("q_proj",)
 
 
-@pytest.mark.parametrize("dora", [False, True])
-def test_numbers_of_adapters_are_counted_without_making_them(facts, dora):
+def test_numbers_of_adapters_are_counted_without_making_them(facts):
     model = facts["glm4-moe"].model
     targets = target_names(model, ALL_LINEAR)
-    shape = AdapterShape(rank=4, scale=1.0, targets=targets, dora=dora)
+    shape = AdapterShape(rank=4, scale=1.0, targets=targets)
     policy = empty_policy(facts["glm4-moe"].config, OPERATORS, adapter=shape)
     made = sum(p.numel() for adapter in adapters(policy) for p in adapter.parameters())
     assert adapter_size(model, shape) == made

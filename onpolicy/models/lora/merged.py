@@ -1,5 +1,4 @@
-"""A base and its adapter as one model: W + s B A in the place of each adapted W, or what DoRA makes of
-it.
+"""A base and its adapter as one model: W + s B A in the place of each adapted W.
 
 A checkpoint is written so, and engines that have no adapters get a push so. What was trained is two
 factors; the sum lies on the grid of a dtype, and where a weight is large beside its update, the update
@@ -19,13 +18,12 @@ from transformers import PreTrainedModel
 
 from onpolicy.config.groups import LoraConfig
 from onpolicy.errors import ConfigError, WeightSyncError
-from onpolicy.models.adapters import is_adapters
 from onpolicy.models.export import export_checkpoint
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.magnitude import or_one
-from onpolicy.models.peft_adapter import MAGNITUDE, read_peft_adapter
-from onpolicy.models.peft_experts import parameter_of
-from onpolicy.models.peft_format import read_factors, require_adapter_fits
+from onpolicy.models.lora.adapters import is_adapters
+from onpolicy.models.lora.peft_adapter import read_peft_adapter
+from onpolicy.models.lora.peft_experts import parameter_of
+from onpolicy.models.lora.peft_format import read_factors, require_adapter_fits
 from onpolicy.models.stored import stored_tensors
 from onpolicy.models.weight_files import CheckpointReader, matched_model, stored_shapes
 from onpolicy.weights.digest import WeightBucket
@@ -143,47 +141,30 @@ class Updates:
         """The tensor of this name and what is added to it, summed in float32 and rounded once."""
         if name not in self.parts:
             return base.to(dtype)
-        before, update = base.float(), self.of(name, base)
+        before, update = base.float(), self.of(name)
         written = (before + update).to(dtype)
         merged.add(before, update, written)
         return written
 
-    def of(self, name: str, base: Tensor) -> Tensor:
-        """float32, of the shape of the `base`'s tensor of this name, one of `parts`."""
+    def of(self, name: str) -> Tensor:
+        """Returns s B A for a tensor of this name, one of `parts`, in float32 and of its shape."""
         parameter = self._parameters[name]
         if parameter not in self._latest:
             # A layer's experts have two, whose parts alternate in the files.
             while len(self._latest) > 1:
                 del self._latest[next(iter(self._latest))]
             self._latest[parameter] = self._of_parameter(parameter)
-        update = self._latest[parameter][name]
-        lengths = self._factors.get(f"{self._pairs[parameter]}.{MAGNITUDE}")
-        if lengths is None:
-            return update
-        total, of_rows = base.float() + update, self._lengths(parameter, lengths)[name]
-        columns = of_rows.stride().index(0)
-        norms = or_one(total.norm(dim=columns, keepdim=True))
-        merged: Tensor = total * (of_rows.narrow(columns, 0, 1) / norms)
-        return merged - base.float()
-
-    def _lengths(self, name: str, lengths: Tensor) -> dict[str, Tensor]:
-        """Those of the rows of a parameter, the same ones at all columns, as transformers stores it."""
-        of_rows = lengths.float()
-        of_rows = (of_rows.flatten(1) if of_rows.dim() > 1 else of_rows)[..., None]
-        columns = self._factors[f"{self._pairs[name]}.A"].shape[-1]
-        return self._as_stored(name, of_rows.expand(*of_rows.shape[:-1], columns))
+        return self._latest[parameter][name]
 
     def _of_parameter(self, name: str) -> dict[str, Tensor]:
         """s B A, for each expert if there are several, as transformers stores it."""
         a, b = (self._factors[f"{self._pairs[name]}.{factor}"].float() for factor in "AB")
         update = self._scale * ((b.flatten(1, -2) if b.dim() > 3 else b) @ a)
-        return self._as_stored(name, update)
-
-    def _as_stored(self, name: str, rows: Tensor) -> dict[str, Tensor]:
-        """The tensors of a checkpoint that [N, K], or that of all experts, is for a parameter."""
         module = self._model.get_submodule(name.rpartition(".")[0])
         is_transposed = getattr(module, "is_transposed", False)
-        return stored_tensors(self._model, name, rows.transpose(1, 2) if is_transposed else rows)
+        return stored_tensors(
+            self._model, name, update.transpose(1, 2) if is_transposed else update
+        )
 
 
 def _names_in_files(source: Path, model: PreTrainedModel, updates: Updates) -> dict[str, str]:

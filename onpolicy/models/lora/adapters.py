@@ -27,10 +27,8 @@ from transformers import PreTrainedModel
 
 from onpolicy.contract import AdapterShape, OperatorShapes
 from onpolicy.errors import ConfigError
-from onpolicy.models.expert_adapters import ExpertLowRank, expert_adapter_size
 from onpolicy.models.experts import AlignedExperts, choosers, expert_sizes, has_usual_experts
-from onpolicy.models.low_rank import LowRankModule
-from onpolicy.models.magnitude import Magnitude
+from onpolicy.models.lora.modules import ExpertLowRank, LowRankModule, expert_adapter_size
 from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops.base import Operators
 from onpolicy.ops.low_rank import Factors, add_low_rank
@@ -56,19 +54,17 @@ class LowRank(LowRankModule):
         like = linear.weight.detach()
         self.A = nn.Parameter(like.new_zeros(shape.rank, in_features))
         self.B = nn.Parameter(like.new_zeros(out_features, shape.rank))
-        self.magnitude = Magnitude(self.B) if shape.dora else None
 
-    def forward(self, x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
-        """[..., K], what the linear gives, [..., N], and its bias [N] -> [..., N] in its dtype."""
+    def forward(self, x: Tensor, out: Tensor) -> Tensor:
+        """[..., K] and what the linear gives, [..., N] -> [..., N] in its dtype."""
         if not self.is_on:
             return out
         x = self.row_parallel.own_part(x, self.A.shape[1])
-        return add_low_rank(self.operators, x, out, self.factors, self.row_parallel, bias)
+        return add_low_rank(self.operators, x, out, self.factors, self.row_parallel)
 
     @property
     def factors(self) -> Factors:
-        gain = None if self.magnitude is None else self.magnitude(None)
-        return Factors(self.A, self.B, self.scale, gain)
+        return Factors(self.A, self.B, self.scale)
 
 
 def _features(linear: Any) -> tuple[int, int]:
@@ -97,24 +93,17 @@ def add_adapters(model: nn.Module, operators: Operators, shape: AdapterShape | N
             "adapted there. Name linears that it has."
         )
     for module in chosen:
-        beside = adapter_beside(module, operators, shape)
         if isinstance(module, AlignedExperts):
-            module.lora = beside
+            like = module.down_proj.detach()
+            module.lora = ExpertLowRank(like, expert_sizes(module), shape)
         else:
-            module.add_module(CHILD, beside)
+            module.add_module(CHILD, LowRank(module, operators, shape))
             module.register_forward_hook(_add)
-
-
-def adapter_beside(module: Any, operators: Operators, shape: AdapterShape) -> LowRankModule:
-    """One for a linear, or for the experts of a layer, which are not changed: zeros."""
-    if isinstance(module, AlignedExperts):
-        return ExpertLowRank(module.down_proj.detach(), expert_sizes(module), shape)
-    return LowRank(module, operators, shape)
 
 
 def _add(linear: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
     adapter: LowRank = linear._modules[CHILD]
-    added: Tensor = adapter(args[0], out, linear.bias)
+    added: Tensor = adapter(args[0], out)
     return added
 
 
@@ -238,13 +227,12 @@ def adapter_size(model: nn.Module, adapter: AdapterShape) -> int:
     """Numbers in all adapters of a model, which has none yet."""
     linears = adapted_linears(model, adapter)
     size = adapter.rank * sum(m.in_features + m.out_features for m in linears)
-    size += adapter.dora * sum(m.out_features for m in linears)
     return size + sum(expert_adapter_size(m, adapter) for m in _adapted_experts(model, adapter))
 
 
 def merging_size(model: nn.Module, adapter: AdapterShape) -> int:
     """The most float32 numbers that are held while adapters are merged into a model, which has none yet
-    (`models/merged.py`).
+    (`models/lora/merged.py`).
 
     A parameter's update is made from two factors beside that of the last one; sums, and what is counted
     of them, are of a tensor that a checkpoint has, which is one expert's unless matrices are transposed.

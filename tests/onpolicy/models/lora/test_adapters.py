@@ -8,7 +8,10 @@ import torch
 from onpolicy.config import TrainConfig, groups
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
-from onpolicy.models.adapters import (
+from onpolicy.models.align import AlignedLinear
+from onpolicy.models.facts import ModelFacts
+from onpolicy.models.hf_config import load_config
+from onpolicy.models.lora.adapters import (
     ALL_LINEAR,
     LowRank,
     adapter_size,
@@ -17,9 +20,6 @@ from onpolicy.models.adapters import (
     target_names,
     with_adapters,
 )
-from onpolicy.models.align import AlignedLinear
-from onpolicy.models.facts import ModelFacts
-from onpolicy.models.hf_config import load_config
 from onpolicy.models.operator_shapes import operator_shapes
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
@@ -71,7 +71,7 @@ def test_another_scale_or_order_has_other_bits(wrong, monkeypatch):
         adapted.lora.scale *= 1.01
     else:
 
-        def merged(adapter, x, out, bias):
+        def merged(adapter, x, out):
             return out + OPERATORS.linear(x, adapter.B @ adapter.A) * adapter.scale
 
         monkeypatch.setattr(LowRank, "forward", merged)
@@ -97,7 +97,7 @@ def test_only_adapters_ask_for_gradients_which_are_those_of_the_formula():
     assert adapted.weight.grad is None
 
 
-def one_of_two_ranks(linear, adapter, shared, shape):
+def one_of_two_ranks(linear, adapter, shared):
     """What each of two ranks computes of all columns of x, which share K or N of a linear."""
 
     def result(rank):
@@ -106,7 +106,7 @@ def one_of_two_ranks(linear, adapter, shared, shape):
         ours.weight = torch.nn.Parameter(linear.weight.chunk(2, axis)[rank])
         how = RowParallel(2, torch.distributed.group.WORLD) if shared == "K" else WHOLE
         module = torch.nn.ModuleDict({"up_proj": AlignedLinear(ours, OPERATORS, how)})
-        add_adapters(module, OPERATORS, shape)
+        add_adapters(module, OPERATORS, SHAPE)
         for name, held in module["up_proj"].lora.state_dict().items():
             held.copy_(shard(adapter.state_dict()[name], held, rank))
         x = X.chunk(2, -1)[rank] if shared == "K" else X
@@ -118,21 +118,19 @@ def one_of_two_ranks(linear, adapter, shared, shape):
 X = torch.randn(37, 48)
 
 
-@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("shared", ["K", "N"])
-def test_ranks_that_share_a_linear_have_the_bits_of_one(shared, dora):
+def test_ranks_that_share_a_linear_have_the_bits_of_one(shared):
     torch.manual_seed(1)
     linear = torch.nn.Linear(48, 80, bias=False)
     how = RowParallel(2) if shared == "K" else WHOLE
     model = torch.nn.ModuleDict({"up_proj": AlignedLinear(linear, OPERATORS, how)})
-    shape = dataclasses.replace(SHAPE, dora=dora)
-    add_adapters(model, OPERATORS, shape)
+    add_adapters(model, OPERATORS, SHAPE)
     adapter = model["up_proj"].lora
     with torch.no_grad():
         for held in adapter.state_dict().values():
             held.normal_()
         one = model["up_proj"](X)
-        first, second = on_ranks(2, one_of_two_ranks(linear, adapter, shared, shape))
+        first, second = on_ranks(2, one_of_two_ranks(linear, adapter, shared))
         assert torch.equal(torch.cat([first, second], -1) if shared == "N" else first, one)
         assert shared == "N" or torch.equal(second, one)
         adapter.row_parallel = RowParallel(4)
@@ -217,19 +215,15 @@ def test_a_model_without_what_the_contract_names_is_refused():
         add_adapters(model, OPERATORS, SHAPE)
 
 
-@pytest.mark.parametrize("dora", [False, True])
-def test_their_size_is_counted_before_they_are_made(dora):
+def test_their_size_is_counted_before_they_are_made():
     model = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(48, 80)})
-    shape = dataclasses.replace(SHAPE, dora=dora)
-    counted = adapter_size(model, shape)
-    add_adapters(model, OPERATORS, shape)
+    counted = adapter_size(model, SHAPE)
+    add_adapters(model, OPERATORS, SHAPE)
     assert counted == sum(p.numel() for p in model["up_proj"].lora.parameters())
 
 
 def test_without_a_rank_there_are_none(model):
     facts = ModelFacts(model.config)
     config = dataclasses.replace(TrainConfig(), lora=groups.LoraConfig(lora_rank=2))
-    assert adapter_of(config, facts).rank == 2 and not adapter_of(config, facts).dora
-    config = dataclasses.replace(config, lora=groups.LoraConfig(lora_rank=2, lora_dora=True))
-    assert adapter_of(config, facts).dora
+    assert adapter_of(config, facts).rank == 2
     assert adapter_of(TrainConfig(), facts) is None

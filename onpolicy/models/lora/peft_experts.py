@@ -1,9 +1,7 @@
 """Adapters of a mixture's experts in the format of PEFT, which adapts parameters of their module.
 
 PEFT wraps the module that holds a layer's experts twice, for gate_up_proj and around that for down_proj.
-A is [E r, in] there, and B [out, r E], whose columns go through the experts first. It has no DoRA of
-them, and refuses such a configuration; magnitudes are written as [E, out], under the name that it has
-for those of a linear.
+A is [E r, in] there, and B [out, r E], whose columns go through the experts first.
 Source: `ParamWrapper` and `_inject_parameters` of the package peft (0.21).
 """
 
@@ -15,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from onpolicy.models.experts import expert_sizes
-from onpolicy.models.peft_adapter import MAGNITUDE, NESTED
+from onpolicy.models.lora.peft_adapter import NESTED
 
 _IN_MODEL = {"gate_up": "gate_up_proj", "down": "down_proj"}
 
@@ -32,9 +30,7 @@ def of_experts(name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
     if pair not in _IN_MODEL:
         return None
     nested = NESTED if pair == "gate_up" else ""
-    if factor == MAGNITUDE:
-        in_peft = tensor.flatten(1)
-    elif factor == "A":
+    if factor == "A":
         in_peft = tensor.flatten(0, 1)
     else:
         in_peft = tensor.flatten(1, -2).permute(1, 2, 0).flatten(1)
@@ -42,12 +38,12 @@ def of_experts(name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
 
 
 def from_peft(module: str, factor: str, tensor: Tensor, rank: int) -> tuple[str, Tensor]:
-    """The inverse of `of_experts`: a wrapper of experts, what `NAMES` has, and its numbers -> ours."""
+    """The inverse of `of_experts`: a wrapper of experts, "A" or "B", and its numbers -> ours."""
     pair = "gate_up" if module.endswith(NESTED) else "down"
     if factor == "A":
         here = tensor.unflatten(0, (-1, rank))
     else:
-        here = tensor if factor == MAGNITUDE else tensor.unflatten(1, (rank, -1)).permute(2, 0, 1)
+        here = tensor.unflatten(1, (rank, -1)).permute(2, 0, 1)
         here = here.unflatten(1, (2, -1)) if pair == "gate_up" else here
     return f"{module.removesuffix(NESTED)}.lora.{pair}.{factor}", here
 
@@ -63,15 +59,13 @@ def parameter_of(pair: str) -> str:
     )
 
 
-def peft_shapes(name: str, experts: Any, rank: int, dora: bool) -> dict[str, tuple[int, ...]]:
+def peft_shapes(name: str, experts: Any, rank: int) -> dict[str, tuple[int, ...]]:
     """The shapes that the factors of a module of experts have in a file, by wrapper and factor."""
     count, inner, hidden = expert_sizes(experts)
     shapes: dict[str, tuple[int, ...]] = {}
     for wrapper, rows, columns in ((f"{name}{NESTED}", 2 * inner, hidden), (name, hidden, inner)):
         shapes[f"{wrapper}.lora.A"] = (count * rank, columns)
         shapes[f"{wrapper}.lora.B"] = (rows, rank * count)
-        if dora:
-            shapes[f"{wrapper}.lora.{MAGNITUDE}"] = (count, rows)
     return shapes
 
 

@@ -6,7 +6,7 @@ Source: `LoraConfig` and `get_peft_model_state_dict` of the package peft.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -16,20 +16,17 @@ from torch import Tensor, nn
 from onpolicy.config.groups import LoraConfig
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
-from onpolicy.models.adapters import FactorValues, first_values, is_adapters
 from onpolicy.models.experts import has_usual_experts
-from onpolicy.models.magnitude import is_magnitude
-from onpolicy.models.peft_adapter import (
+from onpolicy.models.lora.adapters import FactorValues, first_values, is_adapters
+from onpolicy.models.lora.peft_adapter import (
     CONFIG,
-    MAGNITUDE,
-    NAMES,
     NESTED,
     WEIGHTS,
     PeftAdapter,
     linear_of,
     read_peft_adapter,
 )
-from onpolicy.models.peft_experts import (
+from onpolicy.models.lora.peft_experts import (
     from_peft,
     of_experts,
     peft_shapes,
@@ -49,8 +46,7 @@ def export_adapter(
 ) -> None:
     """Write the adapters among these weights into a new directory; `base`: the model they are beside."""
     directory.mkdir()
-    own = (pair for bucket in buckets for pair in bucket if is_adapters(pair[0]))
-    tensors = [(name, x) for name, x in own if not name.endswith(".norm")]
+    tensors = [pair for bucket in buckets for pair in bucket if is_adapters(pair[0])]
     in_peft = [of_experts(name, tensor) or (name, tensor) for name, tensor in tensors]
     write_weights([(_name_in_peft(n), x) for n, x in in_peft], directory / WEIGHTS)
     config = {
@@ -60,7 +56,7 @@ def export_adapter(
         "r": shape.rank,
         "lora_alpha": flags.lora_alpha,
         "use_rslora": flags.lora_rslora,
-        "use_dora": shape.dora,
+        "use_dora": False,
         **peft_targets(shape.targets, [name for name, _ in tensors]),
         "lora_dropout": 0.0,
         "bias": "none",
@@ -70,23 +66,14 @@ def export_adapter(
     (directory / CONFIG).write_text(json.dumps(config, indent=2))
 
 
-def named_for_peft(buckets: Iterable[WeightBucket]) -> Iterator[WeightBucket]:
-    """Adapters of linears under the names that PEFT's format has for them."""
-    for bucket in buckets:
-        yield [(_name_in_peft(name), tensor) for name, tensor in bucket]
-
-
 def first_factors(begins_with: str, seed: int) -> FactorValues:
-    """What training begins with: the adapter in a directory, if one is given, or what is drawn, for
-    magnitudes nothing."""
+    """What training begins with: the adapter in a directory, if one is given, or what is drawn."""
     adapter = read_peft_adapter(begins_with, "--lora-adapter") if begins_with else None
     given = read_factors(adapter) if adapter else {}
 
     def values(name: str, shape: torch.Size) -> Tensor | None:
         found = given.get(name)
-        if found is not None or is_magnitude(name):
-            return found
-        return first_values(name, shape, seed)
+        return first_values(name, shape, seed) if found is None else found
 
     return values
 
@@ -127,12 +114,10 @@ def require_adapter_fits(adapter: PeftAdapter, model: nn.Module, path: str, flag
         if linear.rpartition(".")[2] not in targets:
             continue
         if has_usual_experts(module):
-            needed |= peft_shapes(linear, module, rank, adapter.is_dora)
+            needed |= peft_shapes(linear, module, rank)
         elif isinstance(module, nn.Linear):
             needed[f"{linear}.lora.A"] = (rank, module.in_features)
             needed[f"{linear}.lora.B"] = (module.out_features, rank)
-            if adapter.is_dora:
-                needed[f"{linear}.lora.{MAGNITUDE}"] = (module.out_features,)
     found = {_name_here(key): shape for key, shape in adapter.factors.items()}
     for each in sorted(needed.keys() | found.keys()):
         if needed.get(each) != found.get(each):
@@ -155,7 +140,7 @@ def _is_base(told: str, path: str) -> bool:
 def _name_in_peft(name: str) -> str:
     """model.layers.0.mlp.up_proj.lora.A -> base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"""
     linear, factor = name.rsplit(".lora.", 1)
-    return f"{PREFIX}{linear}.lora_{NAMES[factor]}"
+    return f"{PREFIX}{linear}.lora_{factor}.weight"
 
 
 def _name_here(name: str) -> str:

@@ -28,20 +28,20 @@ NESTED = ".base_layer"
 """Ends the name of a module that PEFT wrapped twice: the experts, whose gate_up_proj is adapted within
 the wrapper of their down_proj."""
 
-_FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_(A\.weight|B\.weight|magnitude_vector)")
+_FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
 
-_OTHERWISE_NAMED = re.compile(
-    r"(?:base_model\.model\.)?(.+)\.lora_(?:(A|B)(?:\.\w+)?\.weight|magnitude_vector(?:\.\w+)+)"
-)
+_OTHERWISE_NAMED = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.\w+)?\.weight")
 """A factor under the name that it has in a wrapped model, or without what PEFT puts before all names."""
 
-MAGNITUDE = "magnitude.m"
-"""What is `Magnitude.m` to an adapter."""
+_MAGNITUDE = re.compile(r".+\.lora_magnitude_vector(?:\.\w+)*")
 
-NAMES = {"A": "A.weight", "B": "B.weight", MAGNITUDE: "magnitude_vector"}
-"""What PEFT calls the parameters of an adapter of a linear, behind `lora_`."""
+_DORA = (
+    "DoRA, which also trains the lengths of rows, and an adapter here is two factors. Train it without "
+    "use_dora, or merge it into its base by PEFT (merge_and_unload) and give the result as "
+    "--hf-checkpoint."
+)
 
-_READ = {"r", "lora_alpha", "use_rslora", "use_dora", "base_model_name_or_path"}
+_READ = {"r", "lora_alpha", "use_rslora", "base_model_name_or_path"}
 
 _OF_NO_RESULT = {
     "task_type", "revision", "inference_mode", "peft_version", "auto_mapping", "target_modules",
@@ -69,7 +69,6 @@ class _Told(TypedDict):
     r: Annotated[int, Ge(1)]
     lora_alpha: Annotated[float, Gt(0)]
     use_rslora: NotRequired[bool]
-    use_dora: NotRequired[bool]
     base_model_name_or_path: NotRequired[str | None]
 
 
@@ -84,7 +83,6 @@ class PeftAdapter:
     rank: int
     alpha: float
     is_rslora: bool
-    is_dora: bool
 
     base: str
     """Name or path of the model that it is beside; "" if it does not say."""
@@ -106,20 +104,21 @@ class PeftAdapter:
             "lora_rank": self.rank,
             "lora_alpha": self.alpha,
             "lora_rslora": self.is_rslora,
-            "lora_dora": self.is_dora,
             "lora_target_modules": self.targets,
         }
 
 
 def read_peft_adapter(directory: str, flag: str) -> PeftAdapter:
     """Read it but for its numbers. Raises ConfigError, which blames `flag`, for one that is not whole,
-    or that computes something else than x W^T + s (x A^T) B^T, or DoRA."""
+    or that computes something else than x W^T + s (x A^T) B^T."""
     path, name = Path(directory), f"{flag}={directory}"
     record = read_json_object(path / CONFIG, f"{name}: {CONFIG}")
     try:
         told = checked(_SHAPE, record)
     except ValueError as error:
         raise ConfigError(f"{name}: {CONFIG}: {error}. Give an adapter that PEFT wrote.") from error
+    if record.get("use_dora"):
+        raise ConfigError(f"{name}: {CONFIG}: use_dora={record['use_dora']!r} is {_DORA}")
     for field, value in record.items():
         if value not in _PLAIN.get(field, _EMPTY) and field not in _READ | _OF_NO_RESULT:
             raise ConfigError(
@@ -134,7 +133,6 @@ def read_peft_adapter(directory: str, flag: str) -> PeftAdapter:
         rank=told["r"],
         alpha=told["lora_alpha"],
         is_rslora=told.get("use_rslora", False),
-        is_dora=told.get("use_dora", False),
         base=told.get("base_model_name_or_path") or "",
         factors=_factors(path / WEIGHTS, f"{name}: {WEIGHTS}"),
     )
@@ -151,12 +149,13 @@ def _factors(file: Path, name: str) -> dict[str, tuple[int, ...]]:
         ) from error
     for key in shapes:
         if not _FACTOR.fullmatch(key):
+            if _MAGNITUDE.fullmatch(key):
+                raise ConfigError(f"{name}: holds {key}, a magnitude of {_DORA}")
             if other := _OTHERWISE_NAMED.fullmatch(key):
-                factor = f"{other[2]}.weight" if other[2] else NAMES[MAGNITUDE]
                 raise ConfigError(
                     f"{name}: holds {key}, and in a file of PEFT's that factor is "
-                    f"base_model.model.{other[1]}.lora_{factor}. Rename all of them so, or write the "
-                    "file with PEFT's save_pretrained."
+                    f"base_model.model.{other[1]}.lora_{other[2]}.weight. Rename all of them so, or "
+                    "write the file with PEFT's save_pretrained."
                 )
             raise ConfigError(
                 f"{name}: holds {key}, which is no factor of a linear. Train an adapter of linears "
@@ -169,7 +168,7 @@ def _factors(file: Path, name: str) -> dict[str, tuple[int, ...]]:
 
 
 def linear_of(name: str) -> tuple[str, str]:
-    """A tensor's name in the file -> that of its linear, and "A", "B" or "magnitude.m"."""
+    """A tensor's name in the file -> that of its linear, and "A" or "B"."""
     found = _FACTOR.fullmatch(name)
     assert found is not None
-    return found[1], next(ours for ours, name in NAMES.items() if name == found[2])
+    return found[1], found[2]

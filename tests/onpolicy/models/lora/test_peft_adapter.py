@@ -12,8 +12,8 @@ from onpolicy.config import TrainConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.peft_adapter import read_peft_adapter
-from onpolicy.models.peft_format import read_factors, require_adapter_fits
+from onpolicy.models.lora.peft_adapter import read_peft_adapter
+from onpolicy.models.lora.peft_format import read_factors, require_adapter_fits
 
 TOLD = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "megatron_core": "megatron.core"}
 
@@ -49,9 +49,6 @@ def test_it_says_rank_alpha_and_targets(write):
     assert lora.lora_target_modules == "q_proj,v_proj"
     rooted = parse(TrainConfig, ["--lora-adapter", write(use_rslora=True)], "onpolicy train").lora
     assert rooted.scale == 6 / 2**0.5
-    assert parse(
-        TrainConfig, ["--lora-adapter", write(use_dora=True)], "onpolicy train"
-    ).lora.lora_dora
 
 
 @pytest.mark.parametrize(
@@ -60,7 +57,6 @@ def test_it_says_rank_alpha_and_targets(write):
         (["--lora-rank", "8"], "--lora-rank=8: the adapter of --lora-adapter=.* has 2. Leave"),
         (["--lora-alpha", "32"], "--lora-alpha=32.0: .* has 6.0"),
         (["--lora-rslora"], "--lora-rslora=True: .* has False"),
-        (["--lora-dora"], "--lora-dora=True: .* has False"),
         (["--lora-target-modules", "all-linear"], "--lora-target-modules=.* has q_proj,v_proj"),
     ],
 )
@@ -123,7 +119,6 @@ def test_files_that_are_no_adapter_are_refused(write, tmp_path, what):
             "model.layers.0.a.lora_A.weight",
         ),
         ("model.layers.0.a.lora_B.weight", "model.layers.0.a.lora_B.weight"),
-        ("base_model.model.a.lora_magnitude_vector.default.weight", "a.lora_magnitude_vector"),
     ],
 )
 def test_factors_under_other_names_are_to_be_renamed(write, named, right):
@@ -169,9 +164,11 @@ def test_one_of_this_model_fits(write, fits, checkpoint, tmp_path):
         ({"drop": [name_of(1, "v_proj", "A")]}, r"layers.1.*v_proj.lora.A is none there"),
         ({"add": {name_of(0, "q_proj", "A"): torch.zeros(2, 64)}}, r"is \[2, 64\] there, .* \[2, 96\]"),
         ({"add": {name_of(2, "q_proj", "A"): torch.zeros(2, 96)}}, "layers.2.*needs none"),
-        ({"use_dora": True}, r"q_proj.lora.magnitude.m is none there, .* \[192\]"),
+        ({"use_dora": True}, "use_dora=True is DoRA, .* merge it into its base by PEFT"),
         ({"add": {name_of(0, "q_proj", "A").replace("A.weight", "magnitude_vector"): torch.zeros(192)}},
-         r"q_proj.lora.magnitude.m is \[192\] there, and this model needs none"),
+         "q_proj.lora_magnitude_vector, a magnitude of DoRA, .* without use_dora"),
+        ({"add": {"base_model.model.a.lora_magnitude_vector.default.weight": torch.zeros(2)}},
+         "holds .*default.weight, a magnitude of DoRA"),
         ({"base_model_name_or_path": "owner/Other-7B"}, "is an adapter of owner/Other-7B"),
         ({"base_model_name_or_path": "/tmp"}, "is an adapter of /tmp, and --hf-checkpoint"),
     ],
