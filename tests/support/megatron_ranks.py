@@ -312,12 +312,13 @@ def accumulate(wrapped, batches):
 
 
 def step_and_reload(job, directory, distributed_optimizer):
-    """A step of Megatron's optimizer, and its checkpoint of the model read back into another one.
+    """A step of Megatron's optimizer, and its checkpoint read back.
 
     Returns (gradient norm, weights before the step, after it, and as read back), on rank 0.
     """
-    from megatron.core import dist_checkpointing
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from onpolicy.train.megatron.state import read_tensors, write_tensors
 
     model, wrapped = make_wrapped(job, use_distributed_optimizer=distributed_optimizer)
     before = export_weights(model)
@@ -333,11 +334,10 @@ def step_and_reload(job, directory, distributed_optimizer):
     accumulate(wrapped, job.micro_batches(data_rank(), 1))
     _, norm, _ = optimizer.step()
     after = export_weights(model)
-    dist_checkpointing.save(model.sharded_state_dict(), str(directory))
+    write_tensors(directory, wrapped, optimizer)
     for parameter in model.parameters():
         parameter.data.fill_(torch.nan)
-    state = dist_checkpointing.load(model.sharded_state_dict(), str(directory))
-    model.load_state_dict(state)
+    read_tensors(directory, wrapped, optimizer)
     return norm, before, after, export_weights(model)
 
 

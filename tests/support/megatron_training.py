@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import random
 import resource
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -243,10 +242,7 @@ def load_crafted_with_megatrons_readers(job, directory, attack):
 
     with pytest.MonkeyPatch.context() as patch:
         reader = strategies.CachedMetadataFileSystemReader
-        patch.setattr(
-            strategies, "_get_filesystem_reader", lambda path, cache_metadata: reader(path)
-        )
-        patch.setattr(megatron_state, "_reading_no_code", nullcontext)
+        patch.setattr(megatron_state, "_index_reader", lambda path, cache_metadata: reader(path))
         patch.setattr(state, "IndexReader", reader)
         patch.setattr(megatron_state, "_CommonStrategy", TorchCommonLoadStrategy)
         return load_crafted(job, directory, attack)
