@@ -7,7 +7,6 @@ anew for every layout.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import traceback
 import warnings
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -63,11 +61,7 @@ class Ranks:
         return [answer for _, answer in answers]
 
     def stop(self):
-        """End the ranks with what they have started: Megatron's writer has a manager, which stays."""
         for process in self._processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for below in psutil.Process(process.pid).children(recursive=True):
-                    below.kill()
             process.kill()
             process.join()
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -214,6 +215,12 @@ def save_on_a_full_disk(job, directory, size):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     return None
+
+
+def left_after_saving(job, directory):
+    """What a trainer's process has started, and has not ended."""
+    make(job).save(directory)
+    return [process.cmdline() for process in psutil.Process().children()]
 
 
 def load_crafted(job, directory, attack):

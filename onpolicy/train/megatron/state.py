@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.dist_checkpointing.strategies.common import (
     COMMON_STATE_FNAME,
@@ -40,11 +42,16 @@ _METADATA = {
 def write_tensors(
     directory: Path, model: DistributedDataParallel, optimizer: MegatronOptimizer
 ) -> None:
-    """Weights and moments; collective."""
+    """Weights and moments; collective.
+
+    A rank waits until its files are written, so what was written is told in a queue of its own. Megatron
+    would keep it in another process, for a rank that goes on meanwhile; which imports PyTorch, and stays.
+    """
     distributed.run_on_rank_zero(directory.mkdir)
     try:
         state = _state(model, optimizer, is_loading=False)
-        dist_checkpointing.save(state, str(directory), content_metadata=_METADATA)
+        with _replaced(filesystem_async, "_results_queue", Queue()):
+            dist_checkpointing.save(state, str(directory), content_metadata=_METADATA)
     except CheckpointingException as error:
         raise CheckpointError(str(error)) from error
 

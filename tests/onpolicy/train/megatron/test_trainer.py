@@ -11,6 +11,7 @@ from tests.support.megatron_ranks import Ranks
 from tests.support.megatron_training import (
     Job,
     equal,
+    left_after_saving,
     load_crafted,
     load_crafted_with_megatrons_readers,
     save_on_a_full_disk,
@@ -170,6 +171,11 @@ def test_a_checkpoint_may_be_loaded_in_another_layout(ranks, job, tmp_path):
     resumed, metrics, _ = ranks.run(train, job.under(LAYOUTS["pipeline"]), 2, None, tmp_path)[0]
     assert resumed[0] == log_probs[1]
     assert metrics[0]["parity/num_mismatched_tokens"] == 0
+
+
+def test_a_save_leaves_no_process(alone, job, tmp_path):
+    """As one that keeps Megatron's queue would: with PyTorch, beside each rank."""
+    assert alone.run(left_after_saving, job, tmp_path) == [[]]
 
 
 def test_two_runs_give_the_same_weights(ranks, job):
