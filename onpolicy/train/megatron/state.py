@@ -44,8 +44,8 @@ def write_tensors(
 ) -> None:
     """Weights and moments; collective.
 
-    A rank waits until its files are written, so what was written is told in a queue of its own. Megatron
-    would keep it in another process, for a rank that goes on meanwhile; which imports PyTorch, and stays.
+    A rank waits until its files are written, so a queue of its own says what was. Megatron would have it
+    in another process, for a rank that goes on meanwhile; which imports PyTorch, and stays.
     """
     distributed.run_on_rank_zero(directory.mkdir)
     try:
@@ -121,8 +121,8 @@ def _state(
 
 @contextmanager
 def _padding_counted(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Megatron looks up a parameter's place in a buffer of padded buckets in a copy without padding: all
-    behind a bucket that is padded, as one of a tied embedding may be, would be its neighbours' numbers."""
+    """A parameter's place in a buffer counts the padding of buckets, and Megatron reads there in a copy
+    without: behind a padded bucket, as of a tied embedding, it would take its neighbours' numbers."""
     with ExitStack() as stack:
         for part in optimizer.chained_optimizers:
             for buffer in part.buffers if isinstance(part, DistributedOptimizer) else ():

@@ -111,8 +111,8 @@ def errors(policy, batch, exact):
 
 
 ROUNDING = 1.5
-"""What is between two float32 sums of the same numbers, and between one of them and float64, is at most so
-many times what is between the other and float64."""
+"""Two float32 sums of the same numbers are at most so many times as far from each other, and one of them
+from float64, as the other is from float64."""
 
 
 @pytest.mark.parametrize("architecture", ["gemma4-moe", "gpt-oss", "qwen3-moe"])
