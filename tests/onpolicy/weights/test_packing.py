@@ -68,7 +68,10 @@ def test_a_weight_that_was_not_rounded_is_refused(weight_format):
 
 
 @pytest.mark.parametrize("weight_format", ["int8", "fp8_e4m3_block128", "nvfp4", "int4_group128"])
-def test_one_weight_an_ulp_off_is_refused(weight_format):
+def test_one_weight_an_ulp_off_is_refused(weight_format, monkeypatch):
+    """Most of 32,000 scales of 8 bits are left out here: one that does not give a weight back to the bit
+    is never taken."""
+    monkeypatch.setattr(packing, "NUDGES", packing.NUDGES[:9])
     weight = round_weight(draw(8, 256, 2, torch.float32), weight_format)
     words = weight.view(torch.int32)
     words[3, int(weight[3, :100].abs().argmin())] += 1 << 3
