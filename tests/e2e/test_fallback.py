@@ -63,8 +63,6 @@ def test_reinforce_in_bypass_is_weighted_by_the_losss_own_log_probs(start, tmp_p
         assert record["correction/weight_mean_before"] > record["correction/weight_mean"]
         assert 0 <= record["correction/rejected_fraction"] < 1
         assert record["train/grad_norm"] > 0
-        # No pass computed the trainer's log-probabilities, and no reference's.
-        assert record["perf/log_probs_time"] < record["perf/train_time"] / 20
 
 
 ONE_BIT_OFF_AT_STEP_1 = """

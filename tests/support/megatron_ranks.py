@@ -7,7 +7,6 @@ anew for every layout.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import traceback
 import warnings
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -63,11 +61,7 @@ class Ranks:
         return [answer for _, answer in answers]
 
     def stop(self):
-        """End the ranks with what they have started: Megatron's writer has a manager, which stays."""
         for process in self._processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for below in psutil.Process(process.pid).children(recursive=True):
-                    below.kill()
             process.kill()
             process.join()
 
@@ -312,12 +306,13 @@ def accumulate(wrapped, batches):
 
 
 def step_and_reload(job, directory, distributed_optimizer):
-    """A step of Megatron's optimizer, and its checkpoint of the model read back into another one.
+    """A step of Megatron's optimizer, and its checkpoint read back.
 
     Returns (gradient norm, weights before the step, after it, and as read back), on rank 0.
     """
-    from megatron.core import dist_checkpointing
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from onpolicy.train.megatron.state import read_tensors, write_tensors
 
     model, wrapped = make_wrapped(job, use_distributed_optimizer=distributed_optimizer)
     before = export_weights(model)
@@ -333,11 +328,10 @@ def step_and_reload(job, directory, distributed_optimizer):
     accumulate(wrapped, job.micro_batches(data_rank(), 1))
     _, norm, _ = optimizer.step()
     after = export_weights(model)
-    dist_checkpointing.save(model.sharded_state_dict(), str(directory))
+    write_tensors(directory, wrapped, optimizer)
     for parameter in model.parameters():
         parameter.data.fill_(torch.nan)
-    state = dist_checkpointing.load(model.sharded_state_dict(), str(directory))
-    model.load_state_dict(state)
+    read_tensors(directory, wrapped, optimizer)
     return norm, before, after, export_weights(model)
 
 

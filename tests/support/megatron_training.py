@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import random
 import resource
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -217,6 +217,12 @@ def save_on_a_full_disk(job, directory, size):
     return None
 
 
+def left_after_saving(job, directory):
+    """What a trainer's process has started, and has not ended."""
+    make(job).save(directory)
+    return [process.cmdline() for process in psutil.Process().children()]
+
+
 def load_crafted(job, directory, attack):
     """(error, whether code ran) of a checkpoint with code hidden in it.
 
@@ -243,10 +249,7 @@ def load_crafted_with_megatrons_readers(job, directory, attack):
 
     with pytest.MonkeyPatch.context() as patch:
         reader = strategies.CachedMetadataFileSystemReader
-        patch.setattr(
-            strategies, "_get_filesystem_reader", lambda path, cache_metadata: reader(path)
-        )
-        patch.setattr(megatron_state, "_reading_no_code", nullcontext)
+        patch.setattr(megatron_state, "_index_reader", lambda path, cache_metadata: reader(path))
         patch.setattr(state, "IndexReader", reader)
         patch.setattr(megatron_state, "_CommonStrategy", TorchCommonLoadStrategy)
         return load_crafted(job, directory, attack)

@@ -35,7 +35,7 @@ def test_a_process_ends_with_the_one_that_started_it_if_it_asks_to(ends):
     parent.kill()
     parent.wait()
     if ends:
-        wait_for(lambda: is_gone(child), 10)
+        wait_for(lambda: is_gone(child))
     else:
         assert not is_gone(child)
         child.kill()

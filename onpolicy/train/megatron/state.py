@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.dist_checkpointing.strategies.common import (
     COMMON_STATE_FNAME,
@@ -40,12 +42,16 @@ _METADATA = {
 def write_tensors(
     directory: Path, model: DistributedDataParallel, optimizer: MegatronOptimizer
 ) -> None:
-    """Weights and moments; collective."""
+    """Weights and moments; collective.
+
+    A rank waits until its files are written, so a queue of its own says what was. Megatron would have it
+    in another process, for a rank that goes on meanwhile; which imports PyTorch, and stays.
+    """
     distributed.run_on_rank_zero(directory.mkdir)
     try:
-        dist_checkpointing.save(
-            _state(model, optimizer, is_loading=False), str(directory), content_metadata=_METADATA
-        )
+        state = _state(model, optimizer, is_loading=False)
+        with _replaced(filesystem_async, "_results_queue", Queue()):
+            dist_checkpointing.save(state, str(directory), content_metadata=_METADATA)
     except CheckpointingException as error:
         raise CheckpointError(str(error)) from error
 
@@ -55,7 +61,8 @@ def read_tensors(
 ) -> None:
     """Read back, in place, what `write_tensors` wrote; collective."""
     try:
-        with _reading_no_code():
+        # Megatron's own reader would run any code in an index, whatever was checked before.
+        with _replaced(torch_strategy, "_get_filesystem_reader", _index_reader):
             state = dist_checkpointing.load(
                 _state(model, optimizer, is_loading=True),
                 str(directory),
@@ -69,18 +76,19 @@ def read_tensors(
     _load_optimizer(optimizer, state["optimizer"])
 
 
+def _index_reader(path: str | Path, cache_metadata: bool = False) -> IndexReader:
+    return IndexReader(path)
+
+
 @contextmanager
-def _reading_no_code() -> Iterator[None]:
-    """Megatron's own reader would run any code in an index, whatever was checked before."""
-
-    def index_reader(path: str | Path, cache_metadata: bool = False) -> IndexReader:
-        return IndexReader(path)
-
-    with ExitStack() as stack:
-        own = torch_strategy._get_filesystem_reader
-        stack.callback(setattr, torch_strategy, "_get_filesystem_reader", own)
-        torch_strategy._get_filesystem_reader = index_reader
+def _replaced(holder: object, name: str, value: object) -> Iterator[None]:
+    """Let a module, or another object, have something else under a name meanwhile."""
+    own = getattr(holder, name)
+    setattr(holder, name, value)
+    try:
         yield
+    finally:
+        setattr(holder, name, own)
 
 
 class _CommonStrategy(TorchCommonLoadStrategy):
@@ -106,10 +114,22 @@ def _state(
         named = model.module.sharded_state_dict(metadata=metadata)
         # Without the layers' empty extra states: pickles, which a loader would run.
         weights = {name: x for name, x in named.items() if not isinstance(x, ShardedObject)}
-    return {
-        "model": weights,
-        "optimizer": optimizer.sharded_state_dict(weights, is_loading, metadata=metadata),
-    }
+    with _padding_counted(optimizer):
+        moments = optimizer.sharded_state_dict(weights, is_loading, metadata=metadata)
+    return {"model": weights, "optimizer": moments}
+
+
+@contextmanager
+def _padding_counted(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """A parameter's place in a buffer counts the padding of buckets, and Megatron reads there in a copy
+    without: behind a padded bucket, as of a tied embedding, it would take its neighbours' numbers."""
+    with ExitStack() as stack:
+        for part in optimizer.chained_optimizers:
+            for buffer in part.buffers if isinstance(part, DistributedOptimizer) else ():
+                sizes = [(bucket, bucket.grad_data.numel()) for bucket in buffer.buckets]
+                for padded, size in [(buffer, buffer.numel), *sizes]:
+                    stack.enter_context(_replaced(padded, "numel_unpadded", size))
+        yield
 
 
 def _create_missing_moments(optimizer: MegatronOptimizer) -> None:

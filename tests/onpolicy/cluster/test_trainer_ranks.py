@@ -23,6 +23,7 @@ from onpolicy.train import make_trainer
 from tests.support.forked_processes import forked_processes
 from tests.support.processes import is_gone
 from tests.support.samples import make_train_sample
+from tests.support.train_runs import wait_for
 from tests.support.unstarted_run import changed, make_config
 
 pytestmark = pytest.mark.engine
@@ -182,14 +183,6 @@ def impatient(make_ranks):
     ranks.close()
 
 
-def ends(process):
-    """Whether it ends within seconds; where it was forked nobody may wait for it."""
-    deadline = time.monotonic() + 10
-    while not is_gone(process) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return is_gone(process)
-
-
 def meet(trainer, seconds):
     """All but rank 0 compute before they come to where all meet."""
     ends = time.monotonic() + seconds * torch.distributed.get_rank()
@@ -214,7 +207,7 @@ def test_ranks_that_wait_for_one_that_computes_are_waited_for_and_for_one_that_i
     states = r"rank 0 \(sleeping\), rank 1 \(stopped\)"
     with pytest.raises(TrainerLostError, match=rf"--rank-timeout=1\.5: .*{states}.*--load"):
         ranks.on_each_rank(meet, 0.0)
-    assert all(ends(process) for process in processes)
+    wait_for(lambda: all(map(is_gone, processes)))
 
 
 def test_ranks_that_hang_in_a_collective_end_the_call(impatient):
@@ -222,4 +215,4 @@ def test_ranks_that_hang_in_a_collective_end_the_call(impatient):
     states = r"rank 0 \(sleeping\), rank 1 \(sleeping\)"
     with pytest.raises(TrainerLostError, match=rf"no rank .* has computed for \d+ s: {states}"):
         ranks.on_each_rank(wait_for_nobody)
-    assert all(ends(process) for process in processes)
+    wait_for(lambda: all(map(is_gone, processes)))

@@ -111,7 +111,8 @@ def errors(policy, batch, exact):
 
 
 ROUNDING = 1.5
-"""What the distances to float64 of two float32 sums of the same numbers may differ by."""
+"""Two float32 sums of the same numbers are at most so many times as far from each other, and one of them
+from float64, as the other is from float64."""
 
 
 @pytest.mark.parametrize("architecture", ["gemma4-moe", "gpt-oss", "qwen3-moe"])
@@ -126,7 +127,7 @@ def test_gradients_are_no_farther_from_exact_ones_than_those_of_whole_sequences(
     theirs, far = errors(policy, apart, exact)
     ours, near = errors(policy, shared, exact)
     assert distance([torch.cat([*ours.values()])], [torch.cat([*theirs.values()])]) < 1e-6
-    assert all(float((ours[n] - theirs[n]).norm()) < far[n] for n in far)
+    assert all(float((ours[n] - theirs[n]).norm()) < ROUNDING * far[n] for n in far)
     assert all(near[n] < ROUNDING * far[n] for n in far)
     monkeypatch.setattr(SharedRows, "add_up", rounded_as_it_grows)
     _, rounded = errors(policy, shared, exact)

@@ -116,7 +116,7 @@ def test_the_reference_is_rounded_as_the_policy_is(checkpoint):
 
 def with_adapters(path, **changes):
     lora = {"lora_rank": 4, "lora_target_modules": "q_proj,down_proj"}
-    return job(path, "int4", lora=lora, operators={"row_parallel_blocks": 0}, **changes)
+    return job(path, "int4", lora=lora, **changes)
 
 
 def test_a_base_beside_adapters_is_rounded_once_and_they_are_not(checkpoint, tmp_path):

@@ -11,6 +11,7 @@ from tests.support.megatron_ranks import Ranks
 from tests.support.megatron_training import (
     Job,
     equal,
+    left_after_saving,
     load_crafted,
     load_crafted_with_megatrons_readers,
     save_on_a_full_disk,
@@ -154,11 +155,27 @@ def test_a_loaded_trainer_goes_on_with_the_same_bits(ranks, job, layout, tmp_pat
     assert equal(loaded, weights)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_behind_a_tied_embedding_that_stages_share_each_weight_is_read_in_its_place(
+    ranks, model_of, tmp_path, dtype
+):
+    """The embedding has a bucket of its own, with padding."""
+    job = Job(path=model_of("qwen3-tied"), dtype=dtype).under(LAYOUTS["pipeline"])
+    _, _, weights = ranks.run(train, job, 2, tmp_path)[0]
+    _, _, loaded = ranks.run(train, job, 2, None, tmp_path)[0]
+    assert equal(loaded, weights)
+
+
 def test_a_checkpoint_may_be_loaded_in_another_layout(ranks, job, tmp_path):
     log_probs, _, _ = ranks.run(train, job.under(LAYOUTS["tensor"]), 2, tmp_path)[0]
     resumed, metrics, _ = ranks.run(train, job.under(LAYOUTS["pipeline"]), 2, None, tmp_path)[0]
     assert resumed[0] == log_probs[1]
     assert metrics[0]["parity/num_mismatched_tokens"] == 0
+
+
+def test_a_save_leaves_no_process(alone, job, tmp_path):
+    """As one that keeps Megatron's queue would: with PyTorch, beside each rank."""
+    assert alone.run(left_after_saving, job, tmp_path) == [[]]
 
 
 def test_two_runs_give_the_same_weights(ranks, job):

@@ -136,7 +136,9 @@ def test_a_step_and_a_checkpoint_with_the_cpu_stand_in(
     two_ranks, model_of, tmp_path, architecture, layout, dtype, distributed
 ):
     job = make_job(model_of(architecture), layout, dtype)
-    norm, before, after, read = two_ranks.run(step_and_reload, job, tmp_path, distributed)[0]
+    norm, before, after, read = two_ranks.run(
+        step_and_reload, job, tmp_path / "sharded", distributed
+    )[0]
     _, gradients = reference(job)
     want = sum(g.double().square().sum() for g in gradients.values()) ** 0.5
     assert norm == pytest.approx(float(want), rel=1e-5 if dtype == "float32" else 0.02)
