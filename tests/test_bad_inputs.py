@@ -408,6 +408,7 @@ TRAIN = [
     ("chat-no-template", NOTHING, CHAT, "--apply-chat-template: the checkpoint's tokenizer has no chat template"),
     ("chat-bad-template", chat_template("{% for %}"), CHAT, "the checkpoint's chat template refuses the prompt|tokenizer cannot be read"),
     ("chat-refuses", chat_template("{{ raise_exception('no system role') }}"), CHAT, "chat template refuses the prompt .no system role"),
+    ("chat-endless", chat_template("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"), CHAT, r"data.jsonl:1: .*chat_template: takes more than 200,000 steps .*Mend the loops"),
     ("chat-no-role", lambda d: (chat_template("a")(d), rows({"prompt": [{"content": "a"}], "label": 1})(d)), CHAT, "Chat messages are objects with a role"),
     ("chat-texts", lambda d: (chat_template("a")(d), rows({"prompt": ["a"], "label": 1})(d)), CHAT, "Chat messages are objects with a role"),
     ("parquet-damaged", write("d.parquet", "PAR1 no"), "--prompt-data {d}/d.parquet", "--prompt-data=.*d.parquet: cannot be read"),

@@ -88,7 +88,9 @@ class Soak:
             "agents": victim == "worker" or draw.random() < 0.25,
         }
         is_free = setting["schedule"] == "free"
-        undisturbed = self.undisturbed("plain" if is_free else setting["schedule"], setting["agents"])
+        undisturbed = self.undisturbed(
+            "plain" if is_free else setting["schedule"], setting["agents"]
+        )
         phase = draw.choice(list(PHASES.values()))
         plan = {
             "victim": victim,
@@ -257,7 +259,8 @@ def describe(kill) -> str:
         f"{kill['victim']} {struck} ({kill.get('signal', 'KILL')}) {kill['after']:.2f} s into "
         f"{kill['phase']} after "
         f"{kill['rollouts_done']} rollouts; {kill['hosts']} hosts, {kill['ranks']} ranks, "
-        f"{kill['engines']} engines, {kill['weight_sync']}, {schedule}: exit codes {kill['exit_codes']}, hash "
+        f"{kill['engines']} engines, {kill['weight_sync']}, {schedule}: "
+        f"exit codes {kill['exit_codes']}, hash "
         f"equal: {kill['hash_is_equal']}, left behind: {kill['left_behind'] or 'nothing'} "
         f"({kill['seconds']} s)"
     )
@@ -266,7 +269,9 @@ def describe(kill) -> str:
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True, help="the record")
-    parser.add_argument("--kills", type=int, default=40, help="strikes in all, earlier ones included")
+    parser.add_argument(
+        "--kills", type=int, default=40, help="strikes in all, earlier ones included"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lora-rank", type=int, default=0, help="of every run; 0: all weights")
     parser.add_argument("--forked", action="store_true", help="save imports: fork what Python runs")

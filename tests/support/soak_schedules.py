@@ -18,7 +18,7 @@ SCHEDULES = {
 
 AGENT = (
     "--custom-generate-function-path", "own_agent.act_by_tokens", "--agent-workers", "1",
-    "--rollout-max-context-len", "120",
+    "--rollout-max-context-len", "240",
 )  # fmt: skip
 """One episode that fails ends the run, which goes on with --load as if it had not."""
 
