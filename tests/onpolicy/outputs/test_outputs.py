@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import logging
 import os
 import re
@@ -17,6 +18,8 @@ from onpolicy.errors import ConfigError
 from onpolicy.outputs.directory import RunDirectory
 from onpolicy.outputs.metrics import JsonlSink, read_jsonl
 from onpolicy.outputs.run_hash import RunHash
+from onpolicy.report.runs import read_runs
+from onpolicy.system.reading import parse_json
 from onpolicy.types import Prompt, Sample, SampleGroup
 from tests.support.samples import answered, make_completion
 
@@ -101,6 +104,19 @@ def test_a_damaged_line_is_kept_aside_and_costs_no_other_line(tmp_path, damage, 
     assert "metrics.jsonl: 1 lines are no records; they are in" in caplog.text
     JsonlSink(file, 8)
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == damage + b"\n"
+
+
+def test_a_metric_that_is_no_finite_number_is_json_and_is_read_back(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    logged = {"a": math.inf, "b": -math.inf, "c": math.nan, "d": 0.5, "e": 3}
+    JsonlSink(file, 0).log(0, logged)
+    assert parse_json(file.read_text()) == {
+        "step": 0, "a": "inf", "b": "-inf", "c": "nan", "d": 0.5, "e": 3,
+    }  # fmt: skip
+    for found in (read_jsonl(file)[0], {k: v[0] for k, v in read_runs([str(file)])[0].curves.items()}):
+        assert math.isnan(found.pop("c"))
+        found.pop("step", None)
+        assert found == {name: value for name, value in logged.items() if name != "c"}
 
 
 def test_a_full_disk_is_an_error_that_says_where_and_how_to_go_on(tmp_path):
