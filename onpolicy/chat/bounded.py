@@ -106,7 +106,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         tree: nodes.Template = _Counted().visit(super()._parse(*args))
         return tree
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Like the sandbox's: every call of a template goes through here."""
         _spend(1 + _size_of_numbers((*args, *kwargs.values())))
         return _counted(super().call(__context, __obj, *args, **kwargs))

@@ -32,8 +32,8 @@ _KEEPALIVE = (
 
 @contextmanager
 def watching(address: str, on_loss: Callable[[EngineError], None]) -> Iterator[None]:
-    """Hold a connection to the GCS at `address` meanwhile, and call `on_loss` once, in another thread, if
-    it ends and none can be made again within PATIENCE."""
+    """Hold a connection to the GCS at `address` meanwhile, and call `on_loss` once, in another thread,
+    if it ends and none can be made again within PATIENCE."""
     has_ended = threading.Event()
     watcher = threading.Thread(target=_watch, args=(address, has_ended, on_loss), daemon=True)
     watcher.start()

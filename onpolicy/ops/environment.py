@@ -59,7 +59,7 @@ _REPLACING: dict[str, tuple[frozenset[str] | None, str]] = {
         "tokens would go to other experts than the model's",
     ),
 }
-"""Variable of SGLang's: (values that replace what a run relies on, None for all but 0 and less; why)."""
+"""Variable of SGLang's: (values that replace what a run relies on, None for all that are on; why)."""
 
 OWN_PLUGIN = "onpolicy"
 
@@ -71,7 +71,9 @@ def require_ours(environment: Mapping[str, str]) -> None:
         value = environment.get(name, "").strip()
         is_off = value.lower() in _OFF or value.startswith("-")
         if value and (value.lower() in values if values else not is_off):
-            raise ConfigError(f"{name}={value}: not with a server of onpolicy's: {reason}. Unset it.")
+            raise ConfigError(
+                f"{name}={value}: not with a server of onpolicy's: {reason}. Unset it."
+            )
     plugins = environment.get("SGLANG_PLUGINS", "")
     if plugins and OWN_PLUGIN not in map(str.strip, plugins.split(",")):
         raise ConfigError(

@@ -15,7 +15,7 @@ from typing import Any
 
 from onpolicy.config.settings import DECIDE_NO_RESULT
 from onpolicy.errors import ConfigError
-from onpolicy.system.json_values import number
+from onpolicy.system.json_values import number as number_of
 
 Curve = dict[int, float]
 """Value at each step that has one; NaN and infinity are kept as they were logged."""
@@ -101,7 +101,7 @@ def _read_curves(file: Path) -> dict[str, Curve]:
     curves: dict[str, Curve] = {}
     for step, record in _records(file):
         for name, said in record.items():
-            value = number(said)
+            value = number_of(said)
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 curves.setdefault(name, {})[step] = value
     curves.pop("step", None)

@@ -32,8 +32,9 @@ def find(
 ) -> Checkpoint | None:
     """The checkpoint that --load means, every byte of it checked; None for a run from scratch.
 
-    evaluations: `digest_sets` of the evaluation sets. Raises ConfigError if there is none, if it is damaged, if it was made under other settings than
-    may change or with other prompts or evaluation sets, or if the run would write among the checkpoints of another.
+    evaluations: `digest_sets` of the evaluation sets. Raises ConfigError if there is none, if it is
+    damaged, if it was made under other settings than may change or with other prompts or evaluation
+    sets, or if the run would write among the checkpoints of another.
     """
     output = config.output
     directory = _asked_for(output)

@@ -1,4 +1,4 @@
-"""A chat template ends within its bound or is refused, and one that does makes the same text as without."""
+"""A chat template ends within its bound or is refused; one that ends makes the text that it made."""
 
 import pytest
 from transformers.utils import chat_template_utils
@@ -25,8 +25,8 @@ ENDLESS = {
     "nested ranges": "{% for i in range(25000) %}{% for j in range(25000) %}x{% endfor %}{% endfor %}",
     "ranges that are filtered": "{% for i in range(99999) %}{% for j in range(99999) if not i %}"
     "{% endfor %}{% endfor %}",
-    "a macro that calls itself twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}"
-    "{% endmacro %}{{ f(60) }}",
+    "a macro that calls itself twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}"
+    "{% endif %}{% endmacro %}{{ f(60) }}",
     "a recursive loop": "{% for i in [60] recursive %}{% if i %}{{ loop([i - 1, i - 1]) }}{% endif %}"
     "{% endfor %}",
     "a recursive loop over ranges": "{% for i in range(99999) recursive %}{{ loop(range(i)) }}"
@@ -59,7 +59,8 @@ def test_a_template_that_does_not_end_is_refused_with_the_rule_and_what_to_do(na
 
 
 def test_numbers_that_are_too_large_are_refused():
-    squares = "{% set ns = namespace(n=9) %}{% for i in range(90) %}{% set ns.n = ns.n * ns.n %}{% endfor %}"
+    many = "{% for i in range(90) %}{% set ns.n = ns.n * ns.n %}{% endfor %}"
+    squares = "{% set ns = namespace(n=9) %}" + many
     for template in (squares, "{{ 2 ** 10000000 }}"):
         assert "bits, and it may have 4,096" in str(error_of(template))
 
@@ -116,8 +117,9 @@ def texts(tokenizer, monkeypatch, unbounded):
 @pytest.mark.parametrize("name", [*TEMPLATES, *REAL, "of all kinds"])
 def test_a_template_that_ends_makes_the_same_text_with_a_bound(name, monkeypatch):
     everything = (
-        "{% for m in messages[::-1] %}{{ loop.index }}{{ loop.length }}{{ loop.last }}{{ loop.revindex }}"
-        "{{ loop.nextitem.role }}{{ loop.changed(m) }}{% for k, v in m.items() if v is string %}{{ k ~ v }}"
+        "{% for m in messages[::-1] %}{{ loop.index }}{{ loop.length }}{{ loop.last }}"
+        "{{ loop.revindex }}{{ loop.nextitem.role }}{{ loop.changed(m) }}"
+        "{% for k, v in m.items() if v is string %}{{ k ~ v }}"
         "{% else %}none{% endfor %}{% if loop.index > 2 %}{% break %}{% endif %}{% endfor %}"
         "{% for x in nothing %}{% else %}{{ 'x' * 3 }}{{ 2 ** 3 + 4 * 5 }}{{ [1] + [2] }}{% endfor %}"
         "{% for x in [[1, []], [2, [[3, []]]]] recursive %}{{ x[0] }}{{ loop(x[1]) }}{% endfor %}"

@@ -18,7 +18,11 @@ class Head:
 
     def __init__(self, port=0):
         self._listener = socket.create_server(("127.0.0.1", port))
-        self.port, self.connections, self.came = self._listener.getsockname()[1], [], threading.Event()
+        self.port, self.connections, self.came = (
+            self._listener.getsockname()[1],
+            [],
+            threading.Event(),
+        )
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self):
@@ -69,7 +73,7 @@ def test_a_head_that_ends_is_told_once_with_its_address_and_what_to_do(told):
 
 
 def test_a_head_that_closes_a_silent_connection_is_there_still(told):
-    errors, is_told, on_loss = told
+    _, is_told, on_loss = told
     head = Head()
     with head_watch.watching(f"127.0.0.1:{head.port}", on_loss):
         for _ in range(3):
@@ -80,8 +84,8 @@ def test_a_head_that_closes_a_silent_connection_is_there_still(told):
     head.end()
 
 
-def test_a_head_that_is_started_again_in_time_is_there_still(told, monkeypatch, caplog):
-    errors, is_told, on_loss = told
+def test_a_head_that_is_started_again_in_time_is_there_still(told, monkeypatch):
+    errors, _, on_loss = told
     monkeypatch.setattr(head_watch, "PATIENCE", 60.0)
     head = Head()
     with head_watch.watching(f"127.0.0.1:{head.port}", on_loss):

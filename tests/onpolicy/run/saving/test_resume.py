@@ -325,10 +325,11 @@ def test_a_checkpoint_of_a_version_that_wrote_down_no_sets_says_so(run, caplog):
 
 
 def test_a_measure_is_of_all_of_a_set_but_where_it_lies_and_when_it_is_due():
-    made = dict(
-        name="aime", path="a.jsonl", interval=4, n_samples_per_eval_prompt=8, temperature=1.0,
-        top_p=1.0, top_k=-1, max_response_len=9, input_key="prompt", label_key="label",
-    )  # fmt: skip
+    made = {
+        "name": "aime", "path": "a.jsonl", "interval": 4, "n_samples_per_eval_prompt": 8,
+        "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_response_len": 9, "input_key": "prompt",
+        "label_key": "label",
+    }  # fmt: skip
     one = EvalSet(**made).measure
     assert EvalSet(**{**made, "path": "/b.jsonl", "interval": 2, "flag": "x"}).measure == one
     for name, value in [("temperature", 0.5), ("rm_type", "math"), ("max_response_len", 8)]:
