@@ -59,7 +59,7 @@ _REPLACING: dict[str, tuple[frozenset[str] | None, str]] = {
         "tokens would go to other experts than the model's",
     ),
 }
-"""Variable of SGLang's: (values that replace what a run relies on, None for all that are on; why)."""
+"""Variable of SGLang's: (values that replace what a run relies on, None: all that are on; why)."""
 
 OWN_PLUGIN = "onpolicy"
 
@@ -77,8 +77,8 @@ def require_ours(environment: Mapping[str, str]) -> None:
     plugins = environment.get("SGLANG_PLUGINS", "")
     if plugins and OWN_PLUGIN not in map(str.strip, plugins.split(",")):
         raise ConfigError(
-            f"SGLANG_PLUGINS={plugins}: leaves out the plug-in {OWN_PLUGIN!r}, in which onpolicy's rules "
-            "for a server are. Name it too, or unset the variable."
+            f"SGLANG_PLUGINS={plugins}: leaves out the plug-in {OWN_PLUGIN!r}, in which the rules for a "
+            "server are. Name it too, or unset the variable."
         )
 
 

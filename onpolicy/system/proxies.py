@@ -12,7 +12,7 @@ from onpolicy.errors import ConfigError
 def proxy_of(url: str, flag: str) -> str | None:
     """Return the proxy that the environment names for a service; None if it is asked directly.
 
-    `https_proxy` or `http_proxy` counts by the scheme of the service, else `all_proxy`. A service on this
+    `https_proxy` or `http_proxy` counts by the scheme of a service, else `all_proxy`. A service on this
     host or in a private network, or one that `no_proxy` names, is asked directly. Raises ConfigError for
     a proxy of another kind than HTTP.
     """
