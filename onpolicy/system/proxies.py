@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from urllib.parse import urlsplit
-from urllib.request import getproxies_environment, proxy_bypass_environment
+from urllib.request import getproxies, proxy_bypass
 
 from onpolicy.errors import ConfigError
 
@@ -17,10 +17,10 @@ def proxy_of(url: str, flag: str) -> str | None:
     a proxy of another kind than HTTP.
     """
     parts = urlsplit(url)
-    host, proxies = parts.hostname or "", getproxies_environment()
+    host, proxies = parts.hostname or "", getproxies()
     kind = {"ws": "http", "wss": "https"}.get(parts.scheme, parts.scheme)
     proxy = proxies.get(kind) or proxies.get("all")
-    if not proxy or not is_outside(host) or proxy_bypass_environment(host, proxies):
+    if not proxy or not is_outside(host) or proxy_bypass(host):
         return None
     scheme = urlsplit(proxy if "://" in proxy else f"http://{proxy}").scheme
     if scheme not in ("http", "https"):

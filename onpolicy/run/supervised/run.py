@@ -49,7 +49,7 @@ def fine_tune(config: SftConfig, inputs: SftInputs) -> SftSummary:
     with ExitStack() as stack:
         if save := config.output.save:
             stack.enter_context(locked(Path(save), "--save"))
-        resumed = saving.find(config, prompts, _evaluations(inputs))
+        resumed = saving.find(config, prompts, inputs.evaluations)
         if save:
             saving.require_room(config, inputs.hf_config)
         directory = RunDirectory.of(config, resumed.config if resumed else None)
@@ -158,7 +158,7 @@ class SupervisedRun:
             governor={},
             learning_rate=self.learning_rate.state_dict(),
             prompts=self._prompts,
-            evaluations=_evaluations(self.inputs),
+            evaluations=self.inputs.evaluations,
         )
         saving.save(self.config, self, state)
 
@@ -174,8 +174,3 @@ class SupervisedRun:
             self.trainer.export(partial)
             partial.rename(directory)
         logger.info("wrote %s", directory)
-
-
-def _evaluations(inputs: SftInputs) -> dict[str, str]:
-    measured = [example.prompt for example in inputs.eval_examples]
-    return saving.digest_sets({"": (None, measured)} if measured else {})
