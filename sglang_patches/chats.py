@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from onpolicy.chat.bounded import bound_templates
 from onpolicy.chat.left_out import left_out
 from onpolicy.chat.messages import role_in
 from onpolicy.chat.turn_ends import TurnEnds, turn_ends
@@ -36,6 +37,7 @@ _ends: WeakKeyDictionary[Any, tuple[str, list[int]]] = WeakKeyDictionary()
 
 
 def install() -> None:
+    bound_templates()
     registry.hook(PROCESS, _process, "around")
     registry.hook(CONVERT, _end_answers, "after")
     registry.hook(RESPONSES, _end_responses, "after")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from onpolicy.compat.process import prepare_process
 from onpolicy.errors import ConfigError
+from onpolicy.ops.environment import require_ours
 from onpolicy.system import guard
 from onpolicy.system.garbage import collect_rarely
 from sglang_patches import registry
@@ -46,6 +47,7 @@ def main(argv: list[str]) -> None:
 
 
 def serve(argv: list[str]) -> None:
+    require_ours(os.environ)  # another host's environment was not looked at before
     import_lightly()
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from onpolicy.chat.bounded import bound_templates
 from onpolicy.chat.left_out import left_out
 from onpolicy.chat.messages import (
     FORMS,
@@ -50,6 +51,7 @@ class ChatRenderer:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None
     ):
+        bound_templates()
         self._tokenizer, self._options = tokenizer, dict(options or {})
         for name in self._options:
             self._require_option(name)

@@ -14,6 +14,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from onpolicy.chat.bounded import bound_templates
+
 _MARK = "(the end of this answer)"
 _NEXT = "(the words of the next message)"
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -43,6 +45,7 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> TurnEnds | None:
     that stands only where a chat goes on is no end: GPT-OSS ends an answer with `<|return|>`, and
     writes `<|end|>` in its place afterwards.
     """
+    bound_templates()
     closing = _after_mark(tokenizer, [([*chat], ()) for chat in _answered()])
     if closing is None:
         return None

@@ -13,6 +13,7 @@ from onpolicy.config import validate
 from onpolicy.config.flags import spelled
 from onpolicy.outputs.console import configure_logging
 from onpolicy.outputs.destinations import require_writable, tried_directory, write_output
+from onpolicy.system.json_values import finite
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ def begin_with(config: Any) -> None:
 
 def put_out(result: dict[str, Any], json_file: str) -> None:
     """Print the result as JSON, and write it into the file if one is given."""
-    text = json.dumps(result, indent=2)
+    text = json.dumps(finite(result), indent=2, allow_nan=False)
     print(text)
     if json_file:
         write_output("--json", json_file, text + "\n")

@@ -11,6 +11,7 @@ from onpolicy.config import validate
 from onpolicy.config.explain import ExplainConfig
 from onpolicy.errors import visible
 from onpolicy.outputs.destinations import write_output
+from onpolicy.system.json_values import finite
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,7 +38,8 @@ def main(argv: Sequence[str]) -> int:
     text = told(result)
     print(visible(text))
     if config.json:
-        write_output("--json", config.json, json.dumps(result, indent=2) + "\n")
+        text_of_result = json.dumps(finite(result), indent=2, allow_nan=False)
+        write_output("--json", config.json, text_of_result + "\n")
     if config.html:
         write_output("--html", config.html, render(result, text))
     return 1 if result["num_mismatched_tokens"] else 0

@@ -6,8 +6,12 @@ are imported next.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import io
+import re
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -46,8 +50,8 @@ Config = TypeVar("Config")
 def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
     """Parse flags of `config_class`, a dataclass of flags or of groups of flags.
 
-    Raises ConfigError for a bad YAML file, and for arguments that are no flags, with the nearest
-    name; a value that is not of its flag's type ends the process with that flag's help.
+    Raises ConfigError for a bad YAML file, for a value that is not of its flag's type, and for
+    arguments that are no flags, with the nearest name.
     """
     rest, sglang_args = sglang_flags.split(argv)
     require_not_gone(rest)
@@ -107,17 +111,48 @@ def _parsed(
         is_group = is_record(info.type) and info.type is not config_class
         return _group(info.type()) if is_group else None
 
+    said = io.StringIO()
     try:
-        return tyro.cli(
-            config_class,
-            args=arguments,
-            prog=prog,
-            return_unknown_args=True,
-            registry=registry,
-            config=(tyro.conf.OmitArgPrefixes,),  # a flag does not begin with the name of its group
-        )
+        with contextlib.redirect_stderr(said):
+            return _ask_tyro(config_class, arguments, prog, registry)
     except _Refused as refused:
         raise refused.args[0] from None
+    except SystemExit:
+        if (rule := _rule_in(said.getvalue())) is None:
+            sys.stderr.write(said.getvalue())
+            raise
+        raise ConfigError(f"{rule}. See {prog} --help") from None
+
+
+_BOXES = (
+    (r"Error parsing (--\S+?):? (.*)", "{0}: {1}"),
+    (r"invalid choice '(.*)' for argument '(--\S+)'\. (.*)", "{1}={0}: {2}"),
+    (r"Missing value for argument '(--\S+)'\. (.*)", "{0}: has no value. {1}"),
+)
+"""What tyro says in a box of a value that a flag does not take, and what is said instead."""
+
+
+def _rule_in(box: str) -> str | None:
+    """The rule in a box of tyro's, whose lines are broken; None if it is of another kind."""
+    words = " ".join(re.sub(r"[^\w\s!-~]", " ", box).split())
+    said = re.split(r" -{9,} | Argument helptext", f"{words} ")
+    for pattern, form in _BOXES:
+        if len(said) > 1 and (found := re.fullmatch(pattern, said[1].strip())):
+            return form.format(*found.groups()).rstrip(".")
+    return None
+
+
+def _ask_tyro(
+    config_class: type[Config], arguments: list[str], prog: str, registry: ConstructorRegistry
+) -> tuple[Config, list[str]]:
+    return tyro.cli(
+        config_class,
+        args=arguments,
+        prog=prog,
+        return_unknown_args=True,
+        registry=registry,
+        config=(tyro.conf.OmitArgPrefixes,),  # a flag does not begin with the name of its group
+    )
 
 
 def _group(default: Any) -> StructConstructorSpec:

@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
         f"{config.trainer.global_batch_size}; contract {inputs.contract.fingerprint}"
     )
     if config.dry_run:
-        saving.find(config, [example.prompt for example in inputs.examples])
+        saving.find(config, [example.prompt for example in inputs.examples], inputs.evaluations)
         if config.output.save:
             saving.require_room(config, inputs.hf_config)
         print(json.dumps(config.to_dict(), indent=2), equation, sep="\n")

@@ -27,7 +27,7 @@ def _dry_run(config: TrainConfig) -> int:
 
     config = fit_run(config)
     inputs = read_inputs(config, Scorer(config.reward))
-    saving.find(config, inputs.prompts.prompts)
+    saving.find(config, inputs.prompts.prompts, inputs.evaluations)
     if config.output.save:
         saving.require_room(config, inputs.hf_config, inputs.ladder.contract.adapter)
     print(json.dumps(config.to_dict(), indent=2))

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from onpolicy.cluster import environment
+from onpolicy.cluster.head_watch import watching
 from onpolicy.cluster.hosts import Host
 from onpolicy.cluster.local_ray import local_ray
 from onpolicy.config.groups import HostsConfig
@@ -40,8 +41,8 @@ def session(cluster: HostsConfig, start_seconds: float = 600.0) -> Iterator[tupl
     """Be in a cluster: the hosts that it has now, this one first.
 
     Actors that are made meanwhile end with it, and so does a cluster that was started for it, which may
-    take `start_seconds` for that. If such a cluster is lost, the command ends. Raises ConfigError
-    if there is no cluster at --ray-address, EngineError if none of its own starts.
+    take `start_seconds` for that. If it is lost, or the head of a joined one, the command ends. Raises
+    ConfigError if there is no cluster at --ray-address, EngineError if none of its own starts.
     """
     global _lost
     environment.prepare(local=not cluster.ray_address)
@@ -50,6 +51,8 @@ def session(cluster: HostsConfig, start_seconds: float = 600.0) -> Iterator[tupl
         address = cluster.ray_address or stack.enter_context(local_ray(start_seconds, _lose))
         _join(address)
         stack.callback(_leave)
+        if cluster.ray_address:
+            stack.enter_context(watching(_head(), _lose))
         yield alive_hosts()
 
 
@@ -76,6 +79,13 @@ def _join(address: str) -> None:
         ) from error
     # Ray leaves a handler that writes a stack of addresses (RayLog::InstallFailureSignalHandler).
     signal.signal(signal.SIGTERM, on_sigterm)
+
+
+def _head() -> str:
+    """The address of the cluster's GCS."""
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def _leave() -> None:

@@ -26,7 +26,8 @@ BY_CONTENT = frozenset(
     for flag in flags_of(command)
     if any(isinstance(note, ByContent) for note in flag.notes)
 )
-"""Paths of which whoever compares settings compares the contents instead (`digest_prompts`)."""
+"""Paths of which whoever compares settings compares the contents instead (`digest_prompts`,
+`digest_sets`)."""
 
 _LENGTHS = {"num_rollout", "num_epoch", "max_steps"}
 """Settings that say when a run ends."""

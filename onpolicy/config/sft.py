@@ -48,7 +48,7 @@ class AnswersConfig:
     shuffle: bool = True
     """Visit the rows in a new order in every epoch, fixed by --seed."""
 
-    eval_prompt_data: str = ""
+    eval_prompt_data: Annotated[str, BY_CONTENT] = ""
     """Rows whose loss is measured and that are not learnt from."""
 
     eval_interval: Annotated[

@@ -1,4 +1,5 @@
-"""Environment variables that would put other kernels, or other precisions, behind the operators.
+"""Environment variables that would put other kernels, or other precisions, behind the operators, or
+another server in the place of the one that onpolicy starts.
 
 Some are read by SGLang, some by CUDA's libraries under it and under the trainer, none by onpolicy,
 so nothing else would notice them. They are refused before anything is started; a server inherits
@@ -36,6 +37,49 @@ _BREAKING = {
     "CUBLAS_EMULATE_SINGLE_PRECISION": (_ON, "it computes float32 products from bfloat16 ones"),
 }
 """Variable: (values that break an aligned contract, why)."""
+
+_ANOTHER_SERVER = (
+    "another server would answer, which knows neither the keys of a run nor its rules for requests"
+)
+
+_REPLACING: dict[str, tuple[frozenset[str] | None, str]] = {
+    "SGLANG_RUST_SERVER": (_ON, _ANOTHER_SERVER),
+    "SGLANG_HTTP_SERVER_APP_PATH": (None, _ANOTHER_SERVER),
+    "SGLANG_GRPC_PORT": (None, "it opens a second server beside, which asks nobody for a key"),
+    "SGLANG_TEST_SCRIPTED_RUNTIME": (_ON, "a script would take the place of the scheduler"),
+    "SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES": (
+        _ON,
+        "headers would change a request after its body has been looked at",
+    ),
+    "SGLANG_EXPOSE_OWN_ENV_VARS": (_ON, "the server would show its environment to its clients"),
+    "SGLANG_SIMULATE_ACC_LEN": (None, "tokens would be accepted that nobody has sampled"),
+    "SGLANG_SIMULATE_UNIFORM_EXPERTS": (_ON, "tokens would go to other experts than the model's"),
+    "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS": (
+        _ON,
+        "tokens would go to other experts than the model's",
+    ),
+}
+"""Variable of SGLang's: (values that replace what a run relies on, None: all that are on; why)."""
+
+OWN_PLUGIN = "onpolicy"
+
+
+def require_ours(environment: Mapping[str, str]) -> None:
+    """Raise ConfigError for the first variable under which a server of SGLang's, stock or aligned, would
+    not be the one that onpolicy has started."""
+    for name, (values, reason) in _REPLACING.items():
+        value = environment.get(name, "").strip()
+        is_off = value.lower() in _OFF or value.startswith("-")
+        if value and (value.lower() in values if values else not is_off):
+            raise ConfigError(
+                f"{name}={value}: not with a server of onpolicy's: {reason}. Unset it."
+            )
+    plugins = environment.get("SGLANG_PLUGINS", "")
+    if plugins and OWN_PLUGIN not in map(str.strip, plugins.split(",")):
+        raise ConfigError(
+            f"SGLANG_PLUGINS={plugins}: leaves out the plug-in {OWN_PLUGIN!r}, in which the rules for a "
+            "server are. Name it too, or unset the variable."
+        )
 
 
 def require_exact(environment: Mapping[str, str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from onpolicy.errors import ConfigError
 from onpolicy.system import files
+from onpolicy.system.json_values import finite, number
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,10 @@ class Sink(ABC):
 
 
 class JsonlSink(Sink):
-    """One JSON object per line and step, written through at once."""
+    """One JSON object per line and step, written through at once.
+
+    A value that is no finite number is its name, which JSON can say: "nan", "inf" or "-inf".
+    """
 
     def __init__(self, file: Path, first_step: int):
         drop_from(file, first_step)
@@ -35,7 +39,8 @@ class JsonlSink(Sink):
         self._file = file
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        files.append(self._file, json.dumps({"step": step, **metrics}).encode())
+        record = json.dumps({"step": step, **finite(metrics)}, allow_nan=False)
+        files.append(self._file, record.encode())
 
 
 class TensorBoardSink(Sink):
@@ -86,7 +91,8 @@ def drop_from(file: Path, step: int) -> None:
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
     """The records of a metrics file, without the lines that are none."""
-    return [record for record in map(_record, _lines(file)) if record is not None]
+    found = filter(None, map(_record, _lines(file)))
+    return [{name: number(value) for name, value in record.items()} for record in found]
 
 
 def _lines(file: Path) -> list[bytes]:

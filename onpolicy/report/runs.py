@@ -15,6 +15,7 @@ from typing import Any
 
 from onpolicy.config.settings import DECIDE_NO_RESULT
 from onpolicy.errors import ConfigError
+from onpolicy.system.json_values import number as number_of
 
 Curve = dict[int, float]
 """Value at each step that has one; NaN and infinity are kept as they were logged."""
@@ -99,7 +100,8 @@ def _read_curves(file: Path) -> dict[str, Curve]:
     """Curves by metric. Several lines for a step, as with an evaluation, are put together."""
     curves: dict[str, Curve] = {}
     for step, record in _records(file):
-        for name, value in record.items():
+        for name, said in record.items():
+            value = number_of(said)
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 curves.setdefault(name, {})[step] = value
     curves.pop("step", None)

@@ -28,8 +28,9 @@ class Endpoint:
     left of that call of `begin` is not sent, and the next call sends one request before all others.
     """
 
-    def __init__(self, url: str, config: RewardConfig, api_key: str):
-        self.url, self.config = url, config
+    def __init__(self, url: str, config: RewardConfig, api_key: str, proxy: str | None = None):
+        """proxy: what a request goes through (`proxy_of`); none to a process of a run's own does."""
+        self.url, self.config, self._proxy = url, config, proxy
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._failures_in_a_row = 0
 
@@ -55,7 +56,6 @@ class Endpoint:
         at_once = asyncio.Semaphore(self.config.rm_concurrency)
         tried: list[Any] = []
         async with aiohttp.ClientSession(
-            headers=self._headers,
             timeout=aiohttp.ClientTimeout(total=self.config.rm_request_timeout),
             connector=aiohttp.TCPConnector(limit=0),
         ) as session:
@@ -92,7 +92,14 @@ class Endpoint:
     async def _post(self, session: aiohttp.ClientSession, body: Any) -> tuple[Any, bool]:
         """An answer or a Failure, and whether another attempt may have another."""
         try:
-            async with session.post(self.url, json=body, allow_redirects=False) as response:
+            # A session's own headers go to a proxy too, in clear, before anything is encrypted.
+            async with session.post(
+                self.url,
+                json=body,
+                headers=self._headers,
+                allow_redirects=False,
+                proxy=self._proxy,
+            ) as response:
                 if response.status == 200:
                     return await response.json(content_type=None), False
                 text = in_one_line(ValueError(await response.text(errors="replace")), 200)

@@ -14,6 +14,7 @@ from onpolicy.rewards import Answers, Failure, Numbers
 from onpolicy.rewards.endpoint import Endpoint
 from onpolicy.rewards.judged_words import words_of
 from onpolicy.rewards.numbers import numbers_or_failure, shown
+from onpolicy.system.proxies import proxy_of
 from onpolicy.types import Sample
 
 _PLACES = re.compile(r"\{(prompt|question|response|label)\}")
@@ -26,7 +27,8 @@ class Judge:
         self.config, self.template = config, _read(config.judge_prompt)
         self._verdict = re.compile(config.judge_verdict)
         url = config.judge_url.rstrip("/") + "/chat/completions"
-        self.endpoint = Endpoint(url, config, reveal("--judge-api-key", config.judge_api_key))
+        key = reveal("--judge-api-key", config.judge_api_key)
+        self.endpoint = Endpoint(url, config, key, proxy_of(url, "--judge-url"))
 
     def ask(self, samples: Sequence[Sample]) -> Answers:
         wait = self.endpoint.begin([self._body(sample) for sample in samples])

@@ -12,6 +12,7 @@ from onpolicy.rewards import Answers, Failure, Numbers
 from onpolicy.rewards.endpoint import Endpoint
 from onpolicy.rewards.numbers import each_of, numbers_or_failure
 from onpolicy.system.json_values import json_value
+from onpolicy.system.proxies import proxy_of
 from onpolicy.types import Prompt, Sample
 
 
@@ -21,7 +22,8 @@ class RemoteReward:
     def __init__(self, config: RewardConfig):
         self.batch_size = config.rm_batch_size
         key = reveal("--rm-api-key", config.rm_api_key)
-        self.endpoint = Endpoint(config.rm_url, config, key)
+        proxy = proxy_of(config.rm_url, "--rm-url")
+        self.endpoint = Endpoint(config.rm_url, config, key, proxy)
 
     def ask(self, samples: Sequence[Sample]) -> Answers:
         size = self.batch_size

@@ -72,8 +72,7 @@ class Run:
         self.run_hash, self.totals, self.best = RunHash(), RunTotals(), None
         self._probed: Metrics = {}
         self._ask_teachers = TeacherServers(config).score
-        self._is_free = config.rollout.rollout_schedule == "free"
-        self._on_exit = ExitStack()
+        self._is_free, self._on_exit = config.rollout.rollout_schedule == "free", ExitStack()
 
     def __enter__(self) -> Self:
         try:
@@ -110,7 +109,7 @@ class Run:
     def _find_checkpoint(self) -> saving.Checkpoint | None:
         """With --save this run's alone from here on, and known to have room."""
         self._hold_save()
-        found = saving.find(self.config, self.inputs.prompts.prompts)
+        found = saving.find(self.config, self.inputs.prompts.prompts, self.inputs.evaluations)
         if self.config.output.save:
             saving.require_room(self.config, self.inputs.hf_config, self.ladder.contract.adapter)
         return found
@@ -282,6 +281,7 @@ class Run:
                 governor=self.ladder.state_dict(),
                 learning_rate=self.learning_rate.state_dict(),
                 prompts=saving.digest_prompts(self.inputs.prompts.prompts),
+                evaluations=self.inputs.evaluations,
                 best=self.best,
                 weights=self.engines.weight_digest,
             )

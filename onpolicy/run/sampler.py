@@ -60,8 +60,9 @@ def _rollout_of(
 ) -> Rollout:
     """With `metrics` and those of the groups; `tokens` were drawn in `seconds`."""
     if not any(group.samples for group in groups):
+        first = f" (the first {failed[0].message:.200})" if failed else ""
         raise AgentError(
-            "--episode-failures: all episodes of a rollout have failed, and the log says why. Mend the "
+            f"--episode-failures: all episodes of a rollout have failed{first}. Mend the "
             "function that rolls them out; a run that goes on from a checkpoint has those that failed "
             "after it fail again, unless observations.jsonl is removed from its --run-dir.",
             reason="all",

@@ -10,6 +10,8 @@ from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
+_NAMES = ("nan", "inf", "-inf")
+
 
 def json_value(value: Any) -> Any:
     """Return the value as what every strict reader of JSON takes: None, truths, numbers, text, lists and
@@ -49,6 +51,20 @@ def json_value(value: Any) -> Any:
         raise ValueError(
             f"{value!r:.80}: a value of type {kind} is not JSON serializable"
         ) from error
+
+
+def finite(value: Any) -> Any:
+    """Return a result with the name of each number that JSON has no word for: "nan", "inf" or "-inf"."""
+    if isinstance(value, Mapping):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def number(value: Any) -> Any:
+    """Return the number that `finite` has named; anything else as it is."""
+    return float(value) if value in _NAMES else value
 
 
 def default(value: Any) -> Any:

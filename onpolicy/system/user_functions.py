@@ -91,5 +91,5 @@ def describe(error: BaseException) -> str:
 
 
 def _is_the_users(file: str) -> bool:
-    machinery = ("<frozen", str(Path(__file__).parent), str(Path(importlib.__file__).parent))
+    machinery = ("<frozen", str(Path(__file__).parents[1]), str(Path(importlib.__file__).parent))
     return not file.startswith(machinery)

@@ -1,10 +1,10 @@
-"""Kills processes of whole runs at random moments; each run must end as if nothing had happened.
+"""Strikes processes of whole runs at random moments; each run must end as if nothing had happened.
 
-Run by hand (`make soak`, an hour or two). Every kill is drawn from (seed, number): how the run is laid
-out, who is killed, in which phase and how far into it; each kind of process comes up as often. A run
-that does not end by itself is started again as the documentation says, with --load, on whole hosts.
-Then its hash must be that of an undisturbed run, and nothing may be left behind. Each result is written
-down at once; a second call goes on after the last.
+Run by hand (`make soak`, an hour or two). Every strike is drawn from (seed, number): how the run is laid
+out and scheduled, who gets which signal, in which phase and how far into it; each kind of process comes
+up as often. A run that does not end by itself is started again as the documentation says, with --load,
+on whole hosts. Then its hash must be that of an undisturbed run (of a free one, that of its replay), and
+nothing may be left behind. Each result is written down at once; a second call goes on after the last.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import platform
 import random
 import re
 import shutil
+import subprocess
 import tempfile
 import time
 from collections import Counter
@@ -22,9 +23,11 @@ from pathlib import Path
 
 from onpolicy.outputs.directory import versions
 from tests.support.footprint import Footprint, told
+from tests.support.forked_processes import forked_processes
 from tests.support.processes import is_gone
 from tests.support.raylets import raylets
 from tests.support.soak_record import SoakRecord
+from tests.support.soak_schedules import SCHEDULES, flags
 from tests.support.tiny import make_checkpoint
 from tests.support.train_runs import ROLLOUTS, TWO_RANKS, run_hash, start_train, write_prompts
 from tests.support.victims import OWN_RAY, SIGNALS, kill, victim_of
@@ -52,6 +55,11 @@ PATIENCE = 20.0
 HOST_PATIENCE = 60.0
 """Seconds in which a host of a cluster ends what a run has put there."""
 
+HUNG = 124
+"""What stands for the exit code of a run that was ended after LONGEST seconds."""
+
+LONGEST = 600.0
+
 HOSTS = 3
 """Of a run on a cluster; it needs no more than two of them."""
 
@@ -67,7 +75,7 @@ class Soak:
         self.trained = ("--lora-rank", str(lora_rank)) if lora_rank else ()
 
     def run(self, number: int):
-        """The kill of this number, with all that follows from it."""
+        """The strike of this number, with all that follows from it."""
         draw, victim = random.Random(f"{self.seed}/{number}"), victim_of(self.seed, number)
         setting = {
             "hosts": {"node": HOSTS, **dict.fromkeys(OWN_RAY, 1)}.get(victim)
@@ -76,8 +84,13 @@ class Soak:
             "engines": draw.choice([1, 2]),
             "weight_sync": draw.choice(["tensor", "distributed", "disk"]),
             "rank_restarts": draw.choice([0, 1]),
+            "schedule": draw.choice(list(SCHEDULES)),
+            "agents": victim == "worker" or draw.random() < 0.25,
         }
-        undisturbed = self.undisturbed(setting["ranks"])
+        is_free = setting["schedule"] == "free"
+        undisturbed = self.undisturbed(
+            "plain" if is_free else setting["schedule"], setting["agents"]
+        )
         phase = draw.choice(list(PHASES.values()))
         plan = {
             "victim": victim,
@@ -93,15 +106,19 @@ class Soak:
         started = time.monotonic()
         outcome = self.strike(setting, plan)
         outcome["seconds"] = round(time.monotonic() - started)
-        outcome["hash_is_equal"] = outcome.pop("hash") == undisturbed["hash"]
+        found, wanted = outcome.pop("hash"), undisturbed["hash"]
+        if is_free and found is not None:
+            wanted = self.replayed(setting)
+        outcome["hash_is_equal"] = found == wanted
         self.record.part["kills"].append({"number": number, **setting, **plan, **outcome})
         self.record.write()
 
-    def undisturbed(self, ranks: int):
-        """A run of so many ranks on this host that nobody disturbs."""
-        known = self.record.part["undisturbed"]
-        if str(ranks) not in known:
-            process, marks = self.start(self.fresh_directory(), {"ranks": ranks, "engines": 1})
+    def undisturbed(self, schedule: str, agents: bool):
+        """A run of that kind, of one rank and one engine, that nobody disturbs."""
+        known, name = self.record.part["undisturbed"], schedule + ("/agents" if agents else "")
+        if name not in known:
+            setting = {"ranks": 1, "engines": 1, "schedule": schedule, "agents": agents}
+            process, marks = self.start(self.fresh_directory(), setting)
             seconds = dict.fromkeys(PHASES.values(), 0.1)
             current, since = None, 0.0
             while process.poll() is None:
@@ -110,24 +127,23 @@ class Soak:
                         seconds[current[0]] = round(time.monotonic() - since, 3)
                     current, since = mark, time.monotonic()
                 time.sleep(0.01)
-            output = process.stdout.read()
-            assert process.returncode == 0, output[-3000:]
-            known[str(ranks)] = {"hash": run_hash(output), "seconds": seconds}
+            known[name] = {"hash": hash_of(process), "seconds": seconds}
             self.record.write()
-        return known[str(ranks)]
+        return known[name]
 
     def strike(self, setting, plan):
         """Start, kill, and start again until the run ends well."""
         directory = self.fresh_directory()
         struck, exit_codes, output, footprints, left = False, [], "", [], set()
-        while exit_codes[-1:] != [0] and len(exit_codes) < MAX_STARTS:
+        while exit_codes[-1:] not in ([0], [HUNG]) and len(exit_codes) < MAX_STARTS:
             with hosts(setting["hosts"]) as cluster:
                 process, marks = self.start(directory, setting, cluster)
                 footprints.append(Footprint(process.pid, directory / "t"))
                 if not exit_codes:
                     struck = kill_when_due(process, marks, plan, cluster)
-                output += process.communicate(timeout=900)[0]
-                exit_codes.append(process.returncode)
+                said, code = end_of(process)
+                output += said
+                exit_codes.append(code)
                 left |= left_on(cluster)
             (directory / "output").write_text(output)
         left |= {name for footprint in footprints for name in footprint.left(PATIENCE)}
@@ -138,6 +154,14 @@ class Soak:
             "hash": run_hash(output) if exit_codes[-1] == 0 else None,
             "left_behind": sorted(left),
         }
+
+    def replayed(self, setting):
+        """The hash of the run that repeats the free one that has just ended."""
+        journal = self.work / "journal" / "rollouts.jsonl"
+        shutil.rmtree(journal.parent, ignore_errors=True)
+        shutil.copytree(self.work / "run" / "run", journal.parent)
+        setting = {**setting, "ranks": 1, "engines": 1, "replay": ("--replay", str(journal))}
+        return hash_of(self.start(self.fresh_directory(), setting)[0])
 
     def start(self, directory: Path, setting, cluster=None):
         marks = directory / "marks"
@@ -152,8 +176,9 @@ class Soak:
             "--rollout-num-engines", str(setting["engines"]), "--cpu-threads", "1",
             "--weight-sync", setting.get("weight_sync", "tensor"),
             "--max-rank-restarts", str(setting.get("rank_restarts", 0)),
-            "--rollout-health-timeout", "20", "--rank-timeout", "30",
+            "--rollout-health-timeout", "40", "--rank-timeout", "60",
             "--save", save, "--save-interval", "1", "--load", save,
+            *flags(setting["schedule"], setting["agents"]), *setting.get("replay", ()),
             *spread, *self.trained, preamble=MARKS,
             env={"TMPDIR": str(directory / "t"), "SOAK_MARKS": str(marks)},
         )  # fmt: skip
@@ -164,6 +189,22 @@ class Soak:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
         return directory
+
+
+def hash_of(process):
+    """The run hash of a run that must end well."""
+    output, code = end_of(process)
+    assert code == 0, output[-3000:]
+    return run_hash(output)
+
+
+def end_of(process):
+    """What a run has said, and its exit code."""
+    try:
+        return process.communicate(timeout=LONGEST)[0], process.returncode
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()[0], HUNG
 
 
 def hosts(count: int):
@@ -184,7 +225,7 @@ def left_on(cluster):
 def kill_when_due(process, marks, plan, cluster):
     """Kill the planned process at the planned moment, or as soon as there is one; whether there was."""
     due = (plan["phase"], plan["rollouts_done"])
-    while process.poll() is None and last_mark(marks) != due:
+    while process.poll() is None and due not in marks_of(marks):
         time.sleep(0.005)
     time.sleep(plan["after"])
     while process.poll() is None:
@@ -194,13 +235,15 @@ def kill_when_due(process, marks, plan, cluster):
     return False
 
 
-def last_mark(marks: Path):
-    """(phase, rollouts done) of the phase that a run is in."""
-    lines = marks.read_text().splitlines()
-    if not lines:
-        return None
-    phase, done = lines[-1].split()
-    return phase, int(done)
+def marks_of(file: Path):
+    """(phase, rollouts done) of each phase that a run has come to."""
+    pairs = (line.split() for line in file.read_text().splitlines())
+    return [(phase, int(done)) for phase, done in pairs]
+
+
+def last_mark(file: Path):
+    """The phase that a run is in; None before its first."""
+    return next(reversed(marks_of(file)), None)
 
 
 def processor() -> str:
@@ -210,12 +253,14 @@ def processor() -> str:
 
 
 def describe(kill) -> str:
-    struck = "killed" if kill["struck"] else "NOT FOUND"
+    struck = "struck" if kill["struck"] else "NOT FOUND"
+    schedule = kill.get("schedule", "plain") + (" with agents" if kill.get("agents") else "")
     return (
         f"{kill['victim']} {struck} ({kill.get('signal', 'KILL')}) {kill['after']:.2f} s into "
         f"{kill['phase']} after "
         f"{kill['rollouts_done']} rollouts; {kill['hosts']} hosts, {kill['ranks']} ranks, "
-        f"{kill['engines']} engines, {kill['weight_sync']}: exit codes {kill['exit_codes']}, hash "
+        f"{kill['engines']} engines, {kill['weight_sync']}, {schedule}: "
+        f"exit codes {kill['exit_codes']}, hash "
         f"equal: {kill['hash_is_equal']}, left behind: {kill['left_behind'] or 'nothing'} "
         f"({kill['seconds']} s)"
     )
@@ -224,13 +269,17 @@ def describe(kill) -> str:
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True, help="the record")
-    parser.add_argument("--kills", type=int, default=40, help="kills in all, earlier ones included")
+    parser.add_argument(
+        "--kills", type=int, default=40, help="strikes in all, earlier ones included"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lora-rank", type=int, default=0, help="of every run; 0: all weights")
+    parser.add_argument("--forked", action="store_true", help="save imports: fork what Python runs")
     arguments = parser.parse_args()
     here = {**versions(), "processor": processor()}
     record = SoakRecord(arguments.json, arguments.seed, here, arguments.lora_rank)
-    with tempfile.TemporaryDirectory(prefix="soak-") as work:
+    forked = forked_processes(arguments.forked)
+    with tempfile.TemporaryDirectory(prefix="soak-") as work, forked:
         soak = Soak(record, Path(work))
         for number in range(len(record.kills), arguments.kills):
             soak.run(number)

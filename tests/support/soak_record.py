@@ -22,6 +22,12 @@ class Kill(TypedDict):
     engines: int
     weight_sync: str
     rank_restarts: int
+    schedule: NotRequired[str]
+    """Of SCHEDULES; plain if it is not there."""
+
+    agents: NotRequired[bool]
+    """Whether a function of agents had the word; not if it is not there."""
+
     victim: str
     which: int
     phase: str
@@ -48,7 +54,8 @@ class Undisturbed(TypedDict):
 
 @with_config(CLOSED)
 class Part(TypedDict):
-    """What ran under the same versions; `undisturbed` by the number of ranks."""
+    """What ran under the same versions; `undisturbed` by schedule, with or without agents; in
+    older parts by the number of ranks."""
 
     versions: dict[str, str]
     undisturbed: dict[str, Undisturbed]

@@ -12,11 +12,12 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.outputs.totals import RunTotals
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.contracts import contract_for
-from onpolicy.run.saving import RunState, digest_prompts
+from onpolicy.run.saving import RunState, digest_prompts, digest_sets
 from onpolicy.train import distributed, make_trainer
 from onpolicy.types import Prompt
 
 PROMPTS = [Prompt(index=i, prompt_ids=[i + 2], label="x", text="a") for i in range(3)]
+EVALUATIONS = digest_sets({"aime": ("8 samples", PROMPTS[:2])})
 
 
 def make_config(
@@ -52,6 +53,7 @@ def state_after(rollouts_done: int) -> RunState:
         governor={},
         learning_rate={"steps_taken": rollouts_done, "length_decay": {}},
         prompts=digest_prompts(PROMPTS),
+        evaluations=EVALUATIONS,
     )
 
 

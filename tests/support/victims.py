@@ -13,10 +13,10 @@ from tests.support.processes import is_gone, is_guard
 
 VICTIMS = (
     "controller", "rank", "guard", "http", "scheduler", "detokenizer", "raylet", "node", "reward",
-    "gcs_server", "agent",
+    "worker", "gcs_server", "agent",
 )  # fmt: skip
-"""`raylet`, `gcs_server` and `agent` are those of a run's own Ray; `node` is the raylet of a host of a
-cluster, which ends with it."""
+"""`worker` runs functions of agents, and its guard is in front of it. `raylet`, `gcs_server` and `agent`
+are those of a run's own Ray; `node` is the raylet of a host of a cluster, which ends with it."""
 
 OWN_RAY = ("raylet", "gcs_server", "agent")
 
@@ -77,6 +77,8 @@ def of_kind(victim, controller, others):
         return [p for p in others if "TrainerRank" in " ".join(p.cmdline())]
     if victim == "reward":
         return [p for p in controller.children() if "spawn_main" in " ".join(p.cmdline())]
+    if victim == "worker":
+        return [p for p in others if "onpolicy.agents.worker_process" in " ".join(p.cmdline())]
     own = {"raylet": "raylet", "gcs_server": "gcs_server", "agent": ("ray::Run", "ray::Dash")}
     name = own.get(victim, f"sglang::{victim}")
     return [process for process in others if process.name().startswith(name)]

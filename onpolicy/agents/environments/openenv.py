@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 
+from onpolicy.system.proxies import proxy_of
 from onpolicy.types import Prompt
 
 MOST_BYTES = 100 << 20
@@ -41,7 +42,9 @@ class OpenEnv:
 
     async def reset(self, prompt: Prompt) -> str:
         self._client = aiohttp.ClientSession()
-        self._socket = await self._client.ws_connect(self._url, max_msg_size=MOST_BYTES)
+        self._socket = await self._client.ws_connect(
+            self._url, max_msg_size=MOST_BYTES, proxy=proxy_of(self._url, "--environment")
+        )
         return self._text((await self._ask("reset", self._reset))["observation"])
 
     async def step(self, action: str) -> tuple[str, float, bool]:

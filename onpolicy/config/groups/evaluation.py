@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from fallback_correction.ranges import ReadBy, Rule, above, at_least, at_most, broken_rule
@@ -13,7 +13,7 @@ from onpolicy.config.groups.remote_reward import RemoteName
 from onpolicy.config.groups.reward import RuleName, sources_of, weights_of
 from onpolicy.config.groups.rollout import NO_LIMIT_IS_MINUS_ONE, RolloutConfig
 from onpolicy.config.kinds import SMALLEST_TEMPERATURE, Count, CountOrZero
-from onpolicy.config.rules import NO_RESULT, Against, Facts, Parsed, Together
+from onpolicy.config.rules import BY_CONTENT, NO_RESULT, Against, Facts, Parsed, Together
 from onpolicy.config.strict_yaml import broken_kind, read_mapping, require_known, require_mapping
 from onpolicy.errors import ConfigError
 
@@ -53,6 +53,11 @@ class EvalSet:
 
     flag: str = "--eval-prompt-data"
     """What names the set, for messages."""
+
+    @property
+    def measure(self) -> "EvalSet":
+        """What its values depend on besides its prompts: all but where it lies and when it is due."""
+        return replace(self, path="", interval=0, flag="")
 
     @property
     def sources(self) -> dict[str, float]:
@@ -231,11 +236,11 @@ def _unscored(run: Facts) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSetsConfig:
-    eval_prompt_data: Annotated[tuple[str, ...], Parsed(eval_sets)] = ()
+    eval_prompt_data: Annotated[tuple[str, ...], BY_CONTENT, Parsed(eval_sets)] = ()
     """Evaluation prompts, read like --prompt-data: a path, or several sets as name path name path."""
 
     eval_config: Annotated[
-        str, Parsed(read_sets),
+        str, BY_CONTENT, Parsed(read_sets),
         Against(lambda run: run.eval_prompt_data, "--eval-prompt-data names sets too"),
         Together(_unscored,
             "{found}: no reward scores its responses. Give the set rm_type or rewards in --eval-config, "

@@ -72,7 +72,8 @@ class Found:
         lines["refused"] = f"{len(self.refused)}"
         for number, message in enumerate(self.refused[:3], 1):
             lines[f"  {number}"] = message
-        lines["row 1"] = repr(self.first)
+        if self.first:
+            lines["row 1"] = repr(self.first)
         return "\n".join(f"{name:<12}{text}" for name, text in lines.items())
 
 

@@ -26,7 +26,7 @@ from onpolicy.models.stored import stored_tensors
 from onpolicy.models.tensor_parallel import require_shardable, row_parallel_linears
 from onpolicy.ops.backends import backend_of, choose_backend
 from onpolicy.ops.backends.base import FP8_BLOCK
-from onpolicy.ops.environment import require_exact
+from onpolicy.ops.environment import require_exact, require_ours
 from onpolicy.ops.machine import Machine
 from onpolicy.run.launch.adapters import adapter_of
 from onpolicy.weights.rounding import is_rounded
@@ -41,6 +41,7 @@ def contract_for(
 
     Raises ConfigError if the model, the machine or the environment cannot keep it.
     """
+    require_ours(os.environ)
     model, blocks = config.model, config.plan.row_parallel_blocks
     facts = ModelFacts(hf_config, model.trust_remote_code)
     context = context_length(config.sglang_args) or hf_config.max_position_embeddings

@@ -41,6 +41,7 @@ from onpolicy.run.launch.replay_checks import read_replayed
 from onpolicy.run.launch.rollouters import make_rollouter
 from onpolicy.run.launch.stop_tokens import stop_tokens_of
 from onpolicy.run.launch.teacher_checks import require_teachers
+from onpolicy.run.saving import digest_sets
 from onpolicy.token_weights import require_terms
 from onpolicy.train.correction import Corrections
 from onpolicy.train.loss import LossSettings
@@ -67,6 +68,12 @@ class Inputs:
 
     replayed: RolloutJournal | None = None
     """What --replay repeats."""
+
+    @property
+    def evaluations(self) -> dict[str, str]:
+        """`digest_sets` of the evaluation sets."""
+        sets = self.eval_sets.items()
+        return digest_sets({name: (each.settings.measure, each.prompts) for name, each in sets})
 
     def max_context_len(self, config: TrainConfig) -> int:
         """Most tokens of a sequence, given and sampled."""

@@ -18,12 +18,12 @@ files have been found to be the bytes that were written.
 """
 
 from onpolicy.run.saving.best import better
-from onpolicy.run.saving.checkpoint import Best, Checkpoint, RunState, digest_prompts
+from onpolicy.run.saving.checkpoint import Best, Checkpoint, RunState, digest_prompts, digest_sets
 from onpolicy.run.saving.resume import find, take_over
 from onpolicy.run.saving.room import require_room
 from onpolicy.run.saving.write import save
 
 __all__ = [
-    "Best", "Checkpoint", "RunState", "better", "digest_prompts", "find", "require_room", "save",
-    "take_over",
+    "Best", "Checkpoint", "RunState", "better", "digest_prompts", "digest_sets", "find",
+    "require_room", "save", "take_over",
 ]  # fmt: skip

@@ -56,6 +56,9 @@ class RunState:
     prompts: str
     """`digest_prompts` of the training prompts, in which `rollouts_done` is the position."""
 
+    evaluations: Mapping[str, str] | None = None
+    """`digest_sets` of the evaluation sets; None from a version that did not write them down."""
+
     weights: str | None = None
     """The digest of the last push; None if there was none."""
 
@@ -100,6 +103,7 @@ class _Record(TypedDict):
     governor: dict[str, Any]
     learning_rate: dict[str, Any]
     prompts: str
+    evaluations: NotRequired[dict[str, str]]
     weights: NotRequired[str]
     best: NotRequired[_Best]
     config: dict[str, Any]
@@ -136,6 +140,14 @@ def digest_prompts(prompts: Sequence[Prompt]) -> str:
         read = (prompt.prompt_ids, prompt.label, prompt.text, prompt.metadata)
         digest.update(repr(read).encode())
     return digest.hexdigest()
+
+
+def digest_sets(sets: Mapping[str, tuple[object, Sequence[Prompt]]]) -> dict[str, str]:
+    """A digest of each evaluation set by its name, of how it is measured and of its prompts."""
+    return {
+        name: xxhash.xxh3_128_hexdigest(f"{measure!r} {digest_prompts(prompts)}".encode())
+        for name, (measure, prompts) in sets.items()
+    }
 
 
 def name_of(rollouts_done: int) -> str:
@@ -192,6 +204,7 @@ def _checkpoint(directory: Path, record: _Record) -> Checkpoint:
         governor=record["governor"],
         learning_rate=record["learning_rate"],
         prompts=record["prompts"],
+        evaluations=record.get("evaluations"),
         weights=record.get("weights"),
         best=Best(**best) if (best := record.get("best")) else None,
     )

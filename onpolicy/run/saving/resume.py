@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from onpolicy.config import settings
@@ -27,11 +27,14 @@ from onpolicy.types import Prompt
 logger = logging.getLogger(__name__)
 
 
-def find(config: AnyRun, prompts: Sequence[Prompt]) -> Checkpoint | None:
+def find(
+    config: AnyRun, prompts: Sequence[Prompt], evaluations: Mapping[str, str]
+) -> Checkpoint | None:
     """The checkpoint that --load means, every byte of it checked; None for a run from scratch.
 
-    Raises ConfigError if there is none, if it is damaged, if it was made under other settings than
-    may change or with other prompts, or if the run would write among the checkpoints of another.
+    evaluations: `digest_sets` of the evaluation sets. Raises ConfigError if there is none, if it is
+    damaged, if it was made under other settings than may change or with other prompts or evaluation
+    sets, or if the run would write among the checkpoints of another.
     """
     output = config.output
     directory = _asked_for(output)
@@ -40,6 +43,7 @@ def find(config: AnyRun, prompts: Sequence[Prompt]) -> Checkpoint | None:
         _require_experts_laid_out_alike(found, config)
         _require_same_settings(found, config)
         _require_same_prompts(found, config, prompts)
+        _require_same_evaluations(found, config, evaluations)
         _report_other_surroundings(found, config)
     if output.save:
         _require_own(Path(output.save), found)
@@ -140,6 +144,29 @@ def _require_same_prompts(found: Checkpoint, config: AnyRun, prompts: Sequence[P
             f"{found.directory} was made, which says how far a run has come in them. Give the same, or "
             "add --allow-changed-settings prompt_data"
         )
+
+
+def _require_same_evaluations(
+    found: Checkpoint, config: AnyRun, evaluations: Mapping[str, str]
+) -> None:
+    before = found.state.evaluations
+    if before is None:
+        logger.warning("%s does not say what its evaluation sets held", found.directory)
+        return
+    names = sorted({*before, *evaluations})
+    others = [name for name in names if before.get(name) != evaluations.get(name)]
+    if not others:
+        return
+    shown = ", ".join(name or "the one without a name" for name in others)
+    if "eval_prompt_data" in config.output.allow_changed_settings:
+        logger.warning("%s goes on with other evaluation sets: %s", found.directory, shown)
+        return
+    raise ConfigError(
+        f"--eval-prompt-data, --eval-config: other evaluation sets than when {found.directory} was made "
+        f"({shown}): there are more or fewer, their prompts are others, or they are sampled or scored "
+        "otherwise, so that one curve would show two measures. Give the same, or add "
+        "--allow-changed-settings eval_prompt_data"
+    )
 
 
 def _report_other_surroundings(found: Checkpoint, config: AnyRun) -> None:

@@ -26,6 +26,7 @@ from onpolicy.run.launch.input_checks import check_layout
 from onpolicy.run.launch.memory_checks import Needs, require_memory
 from onpolicy.run.launch.memory_model import RunMemory
 from onpolicy.run.launch.stop_tokens import stop_token_ids
+from onpolicy.run.saving import digest_sets
 from onpolicy.run.supervised.answers import Example, load_examples
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,12 @@ class SftInputs:
 
     needs: Needs
     """What it holds."""
+
+    @property
+    def evaluations(self) -> dict[str, str]:
+        """`digest_sets` of the rows that are measured."""
+        measured = [example.prompt for example in self.eval_examples]
+        return digest_sets({"": (None, measured)} if measured else {})
 
     def batch(self, step: int, size: int) -> list[Example]:
         """The rows of an optimizer step."""

@@ -49,7 +49,7 @@ def fine_tune(config: SftConfig, inputs: SftInputs) -> SftSummary:
     with ExitStack() as stack:
         if save := config.output.save:
             stack.enter_context(locked(Path(save), "--save"))
-        resumed = saving.find(config, prompts)
+        resumed = saving.find(config, prompts, inputs.evaluations)
         if save:
             saving.require_room(config, inputs.hf_config)
         directory = RunDirectory.of(config, resumed.config if resumed else None)
@@ -158,6 +158,7 @@ class SupervisedRun:
             governor={},
             learning_rate=self.learning_rate.state_dict(),
             prompts=self._prompts,
+            evaluations=self.inputs.evaluations,
         )
         saving.save(self.config, self, state)
 

@@ -34,6 +34,21 @@ def test_a_mistake_of_the_users_is_one_line_not_a_traceback(capsys):
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        (["--lr", "fast"], "--lr: could not convert string to float: 'fast'"),
+        (["--num-rollout", "1.5"], "--num-rollout: invalid literal for int() with base 10: '1.5'"),
+        (["--weight-sync", "no"], "--weight-sync=no: Expected one of ('auto', 'tensor', 'ipc', "
+            "'distributed', 'disk')"),
+        (["--lr"], "--lr: has no value. Expected 1 values"),
+    ],
+)  # fmt: skip
+def test_a_value_of_another_type_is_one_line_too(capsys, given, rule):
+    assert main(["train", *given]) == 2
+    assert capsys.readouterr().err.strip() == f"ConfigError: {rule}. See onpolicy train --help"
+
+
 @pytest.fixture
 def dry_run(checkpoint, tmp_path):
     data = tmp_path / "data.jsonl"

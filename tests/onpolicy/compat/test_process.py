@@ -74,6 +74,28 @@ def test_a_process_is_prepared_where_it_starts(start):
     assert run(code, **given).splitlines()[-1] == "['AVX2', 'ACTIVE', '1', 'YES']"
 
 
+COMPILES = """
+import os, sys
+from onpolicy.compat.process import prepare_process
+prepare_process()
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+print(cache_dir(), oct(os.stat(cache_dir()).st_mode & 0o777), os.listdir(os.environ["TMPDIR"]))
+"""
+
+
+def test_compiled_code_lies_at_home_for_its_user_alone_and_not_in_a_place_that_others_foresee(
+    tmp_path,
+):
+    home, temporary = tmp_path / "home", tmp_path / "t"
+    temporary.mkdir()
+    kept = str(home / ".cache/onpolicy/torchinductor")
+    asked = {"HOME": str(home), "TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": ""}
+    code = "import os; os.environ.pop('TORCHINDUCTOR_CACHE_DIR')\n" + COMPILES
+    assert run(code, **asked) == f"{kept} 0o700 []\n"
+    mine = {**asked, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "mine")}
+    assert run(COMPILES, **mine).startswith(f"{tmp_path}/mine ")
+
+
 def test_an_import_prepares_nothing():
     assert run(f"import onpolicy, onpolicy.compat.process\n{SHOW}") == "[None, None, None, None]\n"
 

@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import logging
+import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +15,12 @@ import pytest
 
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract, OperatorShapes
-from onpolicy.errors import ConfigError
+from onpolicy.errors import ConfigError, OutputError
 from onpolicy.outputs.directory import RunDirectory
 from onpolicy.outputs.metrics import JsonlSink, read_jsonl
 from onpolicy.outputs.run_hash import RunHash
+from onpolicy.report.runs import read_runs
+from onpolicy.system.reading import parse_json
 from onpolicy.types import Prompt, Sample, SampleGroup
 from tests.support.samples import answered, make_completion
 
@@ -103,6 +107,22 @@ def test_a_damaged_line_is_kept_aside_and_costs_no_other_line(tmp_path, damage, 
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == damage + b"\n"
 
 
+def test_a_metric_that_is_no_finite_number_is_json_and_is_read_back(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    logged = {"a": math.inf, "b": -math.inf, "c": math.nan, "d": 0.5, "e": 3}
+    JsonlSink(file, 0).log(0, logged)
+    assert parse_json(file.read_text()) == {
+        "step": 0, "a": "inf", "b": "-inf", "c": "nan", "d": 0.5, "e": 3,
+    }  # fmt: skip
+    for found in (
+        read_jsonl(file)[0],
+        {k: v[0] for k, v in read_runs([str(file)])[0].curves.items()},
+    ):
+        assert math.isnan(found.pop("c"))
+        found.pop("step", None)
+        assert found == {name: value for name, value in logged.items() if name != "c"}
+
+
 def test_a_full_disk_is_an_error_that_says_where_and_how_to_go_on(tmp_path):
     script = Path(__file__).with_name("full_disk.py")
     path = os.pathsep.join([str(script.parents[3]), os.environ.get("PYTHONPATH", "")])
@@ -121,6 +141,14 @@ def test_a_full_disk_is_an_error_that_says_where_and_how_to_go_on(tmp_path):
     assert [Path(error).name for error in errors] == names
     assert re.fullmatch(r"\S+train.log could not be written \(File too large\)\n", done.stderr)
     assert [record["step"] for record in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
+
+
+def test_a_directory_that_was_removed_is_not_said_to_have_kept_anything(tmp_path):
+    directory = RunDirectory(str(tmp_path / "run"), resumes=False)
+    shutil.rmtree(directory.path)
+    with pytest.raises(OutputError, match=r"was removed .* what it held is lost") as told:
+        directory.record_move(2, "stock", "tis", "k3 over its limit")
+    assert "Nothing that was written before is lost" not in str(told.value)
 
 
 def test_a_run_writes_down_what_it_was_started_with(tmp_path):

@@ -13,6 +13,8 @@ import pytest
 
 from onpolicy.errors import ConfigError, RewardError
 from onpolicy.rewards import endpoint
+from onpolicy.system.proxies import proxy_of
+from tests.support.proxies import EXCEPTIONS, PROXIES, recording_proxy
 from tests.support.samples import rewards_of
 from tests.support.samples import to_score as sample
 
@@ -247,3 +249,84 @@ def test_a_judge_that_sees_no_response_is_refused(judge, tmp_path):
     (tmp_path / "judge.txt").unlink()
     with pytest.raises(ConfigError, match=r"--judge-prompt=.*cannot be read"):
         rule.try_out(sample("").prompt)
+
+
+ANSWER = b'{"rewards": [7.0]}'
+RELAYED = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(ANSWER), ANSWER)
+OUTSIDE = {"rm_type": "remote_rm", "rm_url": "http://rm.example.com:8000/score", "rm_api_key": "K"}
+
+
+def scored(rule, response):
+    rule.score([[asked := sample(response)]])
+    return asked.reward
+
+
+@pytest.fixture
+def proxied(monkeypatch):
+    """Sets the environment of a proxy, which answers as a service would; yields what it was sent."""
+    for name in (*PROXIES, *EXCEPTIONS):
+        monkeypatch.delenv(name, raising=False)
+    with recording_proxy(RELAYED) as (environment, seen):
+
+        def set_variables(**others):
+            for name, value in {**environment, **others}.items():
+                monkeypatch.setenv(name, value)
+            return seen
+
+        yield set_variables
+
+
+def test_a_service_outside_is_asked_through_the_proxy_that_the_environment_names(scorer, proxied):
+    seen = proxied()
+    assert scored(scorer(**OUTSIDE), "a") == 7.0
+    assert seen[-1].startswith("POST http://rm.example.com:8000/score HTTP/1.1")
+
+
+def test_a_key_for_an_encrypted_service_is_not_shown_to_the_proxy(scorer, proxied):
+    seen = proxied()
+    https = {**OUTSIDE, "rm_url": "https://rm.example.com/score", "rm_retries": 0}
+    scored(scorer(**https, rm_max_error_rate=1.0), "a")
+    assert seen and all(each.startswith("CONNECT rm.example.com:443") for each in seen)
+    assert "Bearer" not in "".join(seen)
+
+
+def test_a_service_of_this_host_takes_no_proxy(remote, proxied):
+    seen = proxied()
+    assert scored(remote(), "abc") == 3.0
+    assert seen == []
+
+
+@pytest.mark.parametrize(
+    ("url", "is_direct"),
+    [
+        ("http://127.0.0.5:1/x", True),
+        ("http://[::1]:1/x", True),
+        ("http://localhost:1/x", True),
+        ("http://10.1.2.3:1/x", True),
+        ("http://192.168.0.9/x", True),
+        ("http://[fd00::7]/x", True),
+        ("http://reward-server:8000/x", True),
+        ("http://rm.cluster.example/x", True),
+        ("http://8.8.8.8/x", False),
+        ("https://api.example.com/v1", False),
+        ("wss://env.example.com/ws", False),
+        ("http://cluster.example.com/x", False),
+    ],
+)
+def test_which_services_are_asked_directly(proxied, url, is_direct):
+    """aio-libs/aiohttp#4431: a service that no_proxy names went through the proxy."""
+    proxied(no_proxy="elsewhere.example,.cluster.example", NO_PROXY="")
+    assert (proxy_of(url, "--rm-url") is None) == is_direct
+
+
+def test_without_a_proxy_in_the_environment_there_is_none(proxied):
+    assert proxy_of("https://api.example.com/v1", "--rm-url") is None
+
+
+def test_a_proxy_of_another_kind_is_refused_with_what_to_do(proxied, scorer):
+    """aio-libs/aiohttp#3075: a proxy that the library cannot use was passed over without a word."""
+    socks = dict.fromkeys(PROXIES, "") | {"all_proxy": "socks5://127.0.0.1:1080"}
+    proxied(**socks)
+    rule = "all_proxy is a proxy of socks5.*Name one in http_proxy, or rm.example.com in no_proxy"
+    with pytest.raises(ConfigError, match=rf"--rm-url={OUTSIDE['rm_url']}: .*{rule}"):
+        scored(scorer(**OUTSIDE), "a")

@@ -208,7 +208,7 @@ def test_episodes_that_are_begun_anew_have_other_seeds_and_are_dropped_after_thr
 
 
 def test_a_run_all_of_whose_episodes_fail_ends(tmp_path):
-    with pytest.raises(AgentError, match="all episodes of a rollout have failed"):
+    with pytest.raises(AgentError, match=r"have failed \(the first \S+.*\)\. Mend"):
         run(tmp_path, "returns_text", episode_failures="drop", eval_sets={})
 
 

@@ -98,6 +98,22 @@ def test_a_key_opens_one_session_and_dies_with_it():
     through(act)
 
 
+def test_a_key_of_bytes_that_are_no_text_is_refused_as_any_other():
+    async def act(post, opened, gateway):
+        host, port = gateway.url.removeprefix("http://").split(":")
+        path = opened.base_url.removeprefix(gateway.url)
+        for key in (b"\x80\xff", b"\xc3\xa9", b"Bearer \xf0\x9f"):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            head = f"POST {path}/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 2\r\n"
+            writer.write(head.encode() + b"Authorization: " + key + b"\r\n\r\n{}")
+            status = await reader.readline()
+            writer.close()
+            assert status.split()[1] == b"401", (key, status)
+        assert (await post(HI))[0] == 200
+
+    through(act)
+
+
 def test_a_session_that_ends_while_a_request_is_being_read_samples_nothing():
     async def act(post, opened, gateway):
         assert (await post(HI))[0] == 200

@@ -52,6 +52,14 @@ def test_a_checkpoint_says_which_are_too_long_and_what_its_template_makes(capsys
     assert "1+1<|im_end|>" in said["row 1"]
 
 
+def test_of_rows_that_are_all_refused_none_is_shown_as_read(capsys, tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "hi"}], "label": "x"}\n')
+    assert main(["data", str(path), "--input-key", "messages"]) == 1
+    said = lines(capsys)
+    assert "Add --apply-chat-template" in said["1"] and "row 1" not in said
+
+
 def test_labels_that_a_rule_cannot_read_are_refused_as_a_run_would(capsys, tmp_path):
     path = tmp_path / "data.jsonl"
     rows = [{"prompt": f"{i}", "label": x} for i, x in enumerate(["1", r"\frac{1}{2", r"\sqrt{3}"])]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from onpolicy.errors import CheckpointError
 from onpolicy.run import saving
-from tests.support.unstarted_run import PROMPTS, make_run, state_after
+from tests.support.unstarted_run import EVALUATIONS, PROMPTS, make_run, state_after
 
 
 def limit(size):
@@ -49,7 +49,7 @@ trainer.export = then_limit(export, 1000)  # in the record
 fail()
 
 print(sorted(path.name for path in Path(config.output.save).iterdir() if path.name != ".lock"))
-trainer.load(saving.find(config, PROMPTS).directory)
-print("resumes after", saving.find(config, PROMPTS).state.rollouts_done)
+trainer.load(saving.find(config, PROMPTS, EVALUATIONS).directory)
+print("resumes after", saving.find(config, PROMPTS, EVALUATIONS).state.rollouts_done)
 saving.save(config, engines, state_after(4))
-print("with space, saves", saving.find(config, PROMPTS).state.rollouts_done)
+print("with space, saves", saving.find(config, PROMPTS, EVALUATIONS).state.rollouts_done)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from onpolicy.errors import CheckpointError
 from onpolicy.run import saving
-from tests.support.unstarted_run import PROMPTS, changed, make_run, state_after
+from tests.support.unstarted_run import EVALUATIONS, PROMPTS, changed, make_run, state_after
 
 config, engines = make_run(Path(sys.argv[1]), Path(sys.argv[2]))
 for kept in (0, 1):
@@ -19,5 +19,8 @@ for kept in (0, 1):
             saving.save(config, engines, state_after(done))
     except CheckpointError as error:
         print(error)
-    print(f"keeping {kept}: resumes after", saving.find(config, PROMPTS).state.rollouts_done)
+    print(
+        f"keeping {kept}: resumes after",
+        saving.find(config, PROMPTS, EVALUATIONS).state.rollouts_done,
+    )
     shutil.rmtree(config.output.save)

@@ -8,15 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from onpolicy.config.groups.evaluation import EvalSet
 from onpolicy.errors import ConfigError
 from onpolicy.run import saving
 from onpolicy.run.saving.checkpoint import STATE, _digest, made_with
 from onpolicy.run.saving.resume import _report_other_surroundings
-from tests.support.unstarted_run import PROMPTS, changed, make_config, state_after
+from tests.support.unstarted_run import EVALUATIONS, PROMPTS, changed, make_config, state_after
 
 
-def find(config, prompts=PROMPTS):
-    return saving.find(config, prompts)
+def find(config, prompts=PROMPTS, evaluations=EVALUATIONS):
+    return saving.find(config, prompts, evaluations)
 
 
 def loads(config, path):
@@ -282,6 +283,57 @@ def test_the_same_prompts_at_another_place_are_the_same_settings(run, caplog):
     moved = changed(config, prompt_data=("/mnt/other/prompts.jsonl",))
     assert find(moved).state == state_after(4)
     assert "changed setting" not in caplog.text
+
+
+OTHER_SETS = {
+    "other prompts": {"aime": ("8 samples", PROMPTS[1:])},
+    "other sampling": {"aime": ("16 samples", PROMPTS[:2])},
+    "another name": {"math": ("8 samples", PROMPTS[:2])},
+    "one more": {"aime": ("8 samples", PROMPTS[:2]), "math": ("8 samples", PROMPTS[:2])},
+    "none": {},
+}
+
+
+@pytest.mark.parametrize("other", OTHER_SETS)
+def test_other_evaluation_sets_are_refused_by_name_unless_that_is_allowed(run, other, caplog):
+    config, _ = run
+    sets = saving.digest_sets(OTHER_SETS[other])
+    names = {"another name": "aime, math", "one more": "math"}.get(other, "aime")
+    rule = rf"--eval-prompt-data, --eval-config: other evaluation sets than when .* \({names}\)"
+    with pytest.raises(ConfigError, match=rule):
+        find(config, evaluations=sets)
+    allowed = changed(config, allow_changed_settings=("eval_prompt_data",))
+    assert find(allowed, evaluations=sets).state == state_after(4)
+    assert f"goes on with other evaluation sets: {names}" in caplog.text
+
+
+def test_the_same_evaluation_sets_at_another_place_are_the_same_settings(run, caplog):
+    config, _ = run
+    moved = changed(config, eval_prompt_data=("aime", "/mnt/other/aime.jsonl"))
+    assert find(moved).state == state_after(4)
+    assert "changed setting" not in caplog.text
+
+
+def test_a_checkpoint_of_a_version_that_wrote_down_no_sets_says_so(run, caplog):
+    config, save = run
+    file = save / "step_000004" / STATE
+    record = json.loads(file.read_text())
+    del record["evaluations"], record["digest"]
+    file.write_text(json.dumps({**record, "digest": _digest(record)}))
+    assert find(config).state.evaluations is None
+    assert "does not say what its evaluation sets held" in caplog.text
+
+
+def test_a_measure_is_of_all_of_a_set_but_where_it_lies_and_when_it_is_due():
+    made = {
+        "name": "aime", "path": "a.jsonl", "interval": 4, "n_samples_per_eval_prompt": 8,
+        "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_response_len": 9, "input_key": "prompt",
+        "label_key": "label",
+    }  # fmt: skip
+    one = EvalSet(**made).measure
+    assert EvalSet(**{**made, "path": "/b.jsonl", "interval": 2, "flag": "x"}).measure == one
+    for name, value in [("temperature", 0.5), ("rm_type", "math"), ("max_response_len", 8)]:
+        assert EvalSet(**{**made, name: value}).measure != one
 
 
 def test_a_reward_function_that_was_changed_is_said(checkpoint, tmp_path, caplog):

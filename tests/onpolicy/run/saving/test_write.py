@@ -14,7 +14,7 @@ from onpolicy.run import saving
 from onpolicy.run.saving import write
 from onpolicy.run.saving.checkpoint import checkpoints, read
 from tests.support.forked_processes import forked_processes
-from tests.support.unstarted_run import PROMPTS, changed, make_run, state_after
+from tests.support.unstarted_run import EVALUATIONS, PROMPTS, changed, make_run, state_after
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[3]
@@ -83,7 +83,7 @@ def test_the_newest_checkpoints_are_kept(run):
     for done in (2, 4, 6, 8):
         saving.save(config, engines, state_after(done))
     assert names(save) == ["step_000006", "step_000008"]
-    assert saving.find(config, PROMPTS).state == state_after(8)
+    assert saving.find(config, PROMPTS, EVALUATIONS).state == state_after(8)
 
 
 def test_an_old_checkpoint_goes_only_when_the_new_one_is_complete(run, monkeypatch):
@@ -93,7 +93,7 @@ def test_an_old_checkpoint_goes_only_when_the_new_one_is_complete(run, monkeypat
     monkeypatch.setattr(engines.trainer, "export", lambda directory: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         saving.save(config, engines, state_after(4))
-    assert saving.find(config, PROMPTS).state == state_after(2)
+    assert saving.find(config, PROMPTS, EVALUATIONS).state == state_after(2)
     monkeypatch.undo()
     saving.save(config, engines, state_after(4))
     assert list(checkpoints(save)) == [4]
@@ -103,7 +103,7 @@ def test_checkpoints_that_a_run_was_resumed_from_elsewhere_are_kept(run, saved, 
     config, engines, save = run
     other = shutil.copytree(saved, tmp_path / "other")
     config = changed(config, load=str(other), keep_checkpoints=1)
-    assert saving.find(config, PROMPTS).state == state_after(4)
+    assert saving.find(config, PROMPTS, EVALUATIONS).state == state_after(4)
     saving.save(config, engines, state_after(6))
     assert list(checkpoints(other)) == [2, 4]
     assert list(checkpoints(save)) == [6]
@@ -123,7 +123,7 @@ def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_none_half_there(run, m
         saving.save(config, engines, state_after(4))
     monkeypatch.undo()
     assert names(save) == [".partial_step_000002", "step_000004"]
-    assert saving.find(config, PROMPTS).state == state_after(4)
+    assert saving.find(config, PROMPTS, EVALUATIONS).state == state_after(4)
     saving.save(config, engines, state_after(6))
     assert names(save) == ["step_000006"]
 
@@ -136,7 +136,7 @@ def test_a_damaged_checkpoint_in_the_way_is_set_aside(run):
     saving.find(changed(config, load=str(save / "step_000002")), PROMPTS)
     saving.save(config, engines, state_after(4))
     assert (save / "step_000004.damaged1" / "numbers.json").read_text() == "{}"
-    assert saving.find(config, PROMPTS).state == state_after(4)
+    assert saving.find(config, PROMPTS, EVALUATIONS).state == state_after(4)
 
 
 def test_all_files_may_be_read_by_those_who_may_read_their_neighbours(run, checkpoint, tmp_path):
