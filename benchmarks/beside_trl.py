@@ -2,8 +2,8 @@
 
     python -m benchmarks.beside_trl --json benchmarks/results/beside_trl.json
 
-`benchmarks/beside_trl.md` says what is compared, and what was expected before it was measured. TRL has an
-environment of its own under --work, which is made once.
+`benchmarks/beside_trl.md` says what is compared, and what was expected before it was measured. TRL has
+an environment of its own under --work, which is made once.
 """
 
 from __future__ import annotations

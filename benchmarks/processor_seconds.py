@@ -25,7 +25,9 @@ class Watch:
 
     def __init__(self, command: list[str], variables: dict[str, str], log: Path):
         self._tag = f"{os.getpid()}_{time.time()}"
-        environment = {k: v for k, v in os.environ.items() if k not in ("MKL_CBWR", "OMP_WAIT_POLICY")}
+        environment = {
+            k: v for k, v in os.environ.items() if k not in ("MKL_CBWR", "OMP_WAIT_POLICY")
+        }
         self._environment = {**environment, "PYTHONUNBUFFERED": "1", **variables, TAG: self._tag}
         self._command, self._log = command, log
         self._is_ours: dict[tuple[str, str], bool] = {}
@@ -37,7 +39,11 @@ class Watch:
         self._load = [os.getloadavg()[0]]
         with self._log.open("w") as errors:
             self._process = subprocess.Popen(
-                self._command, env=self._environment, stdout=subprocess.PIPE, stderr=errors, text=True
+                self._command,
+                env=self._environment,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
             )
         self._thread = threading.Thread(target=self._look)
         self._thread.start()

@@ -1,10 +1,10 @@
-"""TRL's GRPOTrainer on the quickstart's model and prompts, in an environment that has TRL and no onpolicy.
+"""TRL's GRPOTrainer on the quickstart's model and prompts, where TRL is installed and onpolicy is not.
 
     python benchmarks/trl_side.py INPUTS STEPS OUT.json
 
-INPUTS is what examples/quickstart/prepare.py makes. OUT.json gets when the first rollout was scored, when
-each step ended (seconds since the epoch), the rewards, and the versions. `benchmarks/beside_trl.py` calls
-this; the flags of both sides are in `benchmarks/beside_trl.md`.
+INPUTS is what examples/quickstart/prepare.py makes. OUT.json gets when the first rollout was scored,
+when each step ended (seconds since the epoch), the rewards, and the versions. It is called by
+`benchmarks/beside_trl.py`; the flags of both sides are in `benchmarks/beside_trl.md`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-
 SHORT_RUN = 64
 """Rows. Longer runs are added where they lie; shorter ones are copied together first, which takes as
 long as three additions, since each call takes as long as some rows."""
@@ -64,7 +63,9 @@ class SharedRows:
         total = grad.new_zeros(count, *grad.shape[1:], dtype=torch.float32)
         if self._has_short_runs:
             for read, lie in self._readings:
-                total.index_copy_(0, lie, total.index_select(0, lie).add_(grad.index_select(0, read)))
+                total.index_copy_(
+                    0, lie, total.index_select(0, lie).add_(grad.index_select(0, read))
+                )
         else:
             for read, lie in self.runs:
                 total[lie] += grad[read]
@@ -72,7 +73,9 @@ class SharedRows:
 
     @cached_property
     def _has_short_runs(self) -> bool:
-        """Whether a reading at a time is faster."""
+        """Whether a reading at a time is faster; on a CPU alone, since a device would be waited for."""
+        if self.rows.device.type != "cpu":
+            return False
         return len(self.rows) < SHORT_RUN * len(self.runs) and 3 * self._most < len(self.runs)
 
     @cached_property

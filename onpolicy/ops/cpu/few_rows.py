@@ -82,7 +82,8 @@ class FewSummed:
         self._found: dict[tuple[int, int], bool] = {}
 
     def multiple(self, columns: int, *sizes: int) -> int:
-        """What the rows of sums of [M, columns] and [M, D] are padded to a multiple of, for D = `sizes`."""
+        """What rows are padded to a multiple of before they are summed over, those of [M, columns] and
+        of [M, D] with D from `sizes`."""
         return self.fewest if all(self._ends(columns, size) for size in sizes) else self.block
 
     def _ends(self, columns: int, size: int) -> bool:
