@@ -6,9 +6,13 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from resource import RUSAGE_CHILDREN, RUSAGE_SELF
 from typing import Any
 
+from benchmarks.bench.own_process import Ask, MakeTrainer, mkl_mode, trainer_apart
 from benchmarks.bench.profile import Seconds, profile, table
 from benchmarks.bench.setting import KINDS, Backend, backends, setting, settings
 from benchmarks.bench.stopwatch import watching
@@ -29,51 +33,84 @@ def bench_step(config: BenchConfig) -> dict[str, Any]:
     Of one engine on both kinds of operators, or of two engines on aligned ones.
     """
     threads = config.cpu.cpu_threads or share_of_cores(1)
-    hf_config = load_config(config.model.hf_checkpoint)
     names = backends(config)
     sides: dict[str, tuple[Backend, str]] = {name: (name, "aligned") for name in names}
     if len(names) == 1:
         sides = {kind: (names[0], kind) for kind in KINDS}
-    rewards = RewardEstimator("reinforce")  # a sample's own, whatever the others have
-    trainers = {
-        side: make_trainer(*setting(config, hf_config, kind, backend), threads, rewards)
-        for side, (backend, kind) in sides.items()
-    }
-    by_tokens = [
-        _measured(trainers, num_tokens, config, threads) for num_tokens in config.num_tokens
-    ]
+    with ExitStack() as on_exit:
+        asks = {
+            side: _ask(partial(_make, config, threads, backend, kind), kind, on_exit)
+            for side, (backend, kind) in sides.items()
+        }
+        by_tokens = [
+            _measured(asks, num_tokens, config, threads) for num_tokens in config.num_tokens
+        ]
+        modes = {side: ask(mkl_mode) for side, ask in asks.items()}
+    peaks = [resource.getrusage(who).ru_maxrss for who in (RUSAGE_SELF, RUSAGE_CHILDREN)]
     return {
         "what": "step",
         "unit": "trained tokens per second",
-        **{side: by_tokens[-1][side] for side in trainers},
+        **{side: by_tokens[-1][side] for side in asks},
         "ratio": by_tokens[-1]["ratio"],
         "by_num_tokens": by_tokens,
-        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_memory_mib": sum(peaks) / 1024,
+        "MKL_CBWR": modes,
         **settings(config),
     }
 
 
+def _make(config: BenchConfig, threads: int, backend: Backend, kind: str) -> PolicyTrainer:
+    rewards = RewardEstimator("reinforce")  # a sample's own, whatever the others have
+    hf_config = load_config(config.model.hf_checkpoint)
+    return make_trainer(*setting(config, hf_config, kind, backend), threads, rewards)
+
+
+def _ask(make: MakeTrainer, kind: str, on_exit: ExitStack) -> Ask:
+    """What asks a side's trainer: in this process, or, stock on a CPU, in one of its own."""
+    import torch
+
+    if kind == "stock" and not torch.cuda.is_available():
+        return on_exit.enter_context(trainer_apart(make))
+    trainer = make()
+    return lambda function: function(trainer)
+
+
 def _measured(
-    trainers: Mapping[str, PolicyTrainer], num_tokens: int, config: BenchConfig, threads: int
+    asks: Mapping[str, Ask], num_tokens: int, config: BenchConfig, threads: int
 ) -> dict[str, Any]:
     """Both sides in turns on so many tokens; a profile is a measurement of its own."""
-    measures = {
-        side: step_measure(trainer, num_tokens, config, threads if side == "stock" else 1)
-        for side, trainer in trainers.items()
+    given = {
+        side: {
+            "num_tokens": num_tokens,
+            "config": config,
+            "torch_threads": threads if side == "stock" else 1,
+        }
+        for side in asks
     }
+    measures = {side: partial(ask, partial(_step, **given[side])) for side, ask in asks.items()}
     result = compare_in_turns(measures, config.repetitions)
-    for side in trainers:
+    for side in asks:
         result[side]["seconds"] = num_tokens / result[side]["tokens_per_second"]
     if config.profile:
-        vocab_size = load_config(config.model.hf_checkpoint).vocab_size
         watched = {
-            side: _watched(trainer, measures[side], vocab_size)
-            for side, trainer in trainers.items()
+            side: partial(ask, partial(_watched_step, **given[side])) for side, ask in asks.items()
         }
         result["profile"] = profile(watched, config.repetitions)
         print(f"{num_tokens} tokens", file=sys.stderr)
-        print(table(result["profile"], list(trainers)), file=sys.stderr)
+        print(table(result["profile"], list(asks)), file=sys.stderr)
     return {"num_tokens": num_tokens, **result}
+
+
+def _step(trainer: PolicyTrainer, **given: Any) -> float:
+    return step_measure(trainer, **given)()
+
+
+def _watched_step(trainer: PolicyTrainer, config: BenchConfig, **given: Any) -> Seconds:
+    measure = step_measure(trainer, config=config, **given)
+    vocab_size = load_config(config.model.hf_checkpoint).vocab_size
+    with watching(trainer, vocab_size) as watch:
+        measure()
+    return dict(watch.seconds)
 
 
 def step_measure(
@@ -110,15 +147,6 @@ def step_measure(
         return len(samples) * length / (time.perf_counter() - started)
 
     return measure
-
-
-def _watched(trainer: PolicyTrainer, measure: Measure, vocab_size: int) -> Callable[[], Seconds]:
-    def watched() -> Seconds:
-        with watching(trainer, vocab_size) as watch:
-            measure()
-        return watch.seconds
-
-    return watched
 
 
 def _made_up(token_ids: list[int], config: BenchConfig, rng: random.Random, told: bool) -> Sample:

@@ -110,9 +110,13 @@ def data_size() -> int:
 
 
 def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """The values of all ranks of `group` (None: of all there are), in their order, on every one."""
+    """The values of all ranks of `group` (None: of all there are), in their order, on every one.
+
+    A rank alone asks nobody: the library would hand even that to a thread of its own and wait for it.
+    """
     values: list[T] = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    if len(values) > 1:
+        dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -161,6 +165,8 @@ def sum_micro_batches(ours: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 def count_over_data(counts: Mapping[str, int], on: torch.device) -> dict[str, int]:
     """Sums over all shares of the samples, name by name, on every rank."""
+    if data_size() == 1:
+        return {**counts}
     names = sorted(counts)
     values = torch.tensor([counts[name] for name in names], device=on)
     dist.all_reduce(values, group=_data_group)

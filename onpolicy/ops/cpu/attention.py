@@ -30,7 +30,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.ops.cpu.attention_batches import Batch, batches_of, work
 from onpolicy.ops.cpu.attention_sums import Sums, attend
-from onpolicy.ops.cpu.attention_tiles import KEY_BLOCK, Shape, Tile
+from onpolicy.ops.cpu.attention_tiles import KEY_BLOCK, ROW_MULTIPLE, Shape, Tile
+from onpolicy.ops.cpu.few_rows import FewSummed
 from onpolicy.ops.cpu.threads import PiecePool
 from onpolicy.ops.layouts import (
     AttentionLayout,
@@ -41,7 +42,10 @@ from onpolicy.ops.layouts import (
 )
 
 ROW_BLOCK = 64
-"""Query rows of one product in the backward pass, where keys and values sum over them."""
+"""Query rows of one product in the backward pass, where keys and values sum over them; the last ones of
+a tile may be fewer, where the rows of zeros that are missing add nothing."""
+
+_few_summed = FewSummed(ROW_MULTIPLE, ROW_BLOCK)
 
 
 def _forward_batch(
@@ -71,9 +75,9 @@ def _forward_batch(
 
 @dataclass(slots=True)
 class _Rows:
-    """A tile's rows in the backward pass, all [B, R, ...] with R a multiple of ROW_BLOCK.
+    """A tile's rows in the backward pass, all [B, R, ...] with R a multiple of what sums over rows need.
 
-    So every product below has a shape that no other sequence decides.
+    So no sequence beside it decides a bit of the products below.
     """
 
     tile: Tile
@@ -89,15 +93,20 @@ class _Rows:
     ) -> _Rows:
         grad = tile.zero_padding_(tile.gather(grad))
         delta = (grad * tile.gather(out)).sum(-1, keepdim=True)
-        rows = _padded(tile.gather(q).mul_(scores.scale))
-        return _Rows(
-            tile, rows, _padded(grad), _padded(delta), tile.gather(lse), torch.zeros_like(rows)
+        multiple = _few_summed.multiple(KEY_BLOCK, q.shape[-1], out.shape[-1])
+        q, grad, delta = (
+            _padded(x, multiple) for x in (tile.gather(q).mul_(scores.scale), grad, delta)
         )
+        return _Rows(tile, q, grad, delta, tile.gather(lse), torch.zeros_like(q))
+
+    def padded(self, rows: Tensor) -> Tensor:
+        """[B, rows of the tile, ...] with as many rows as these have."""
+        return _padded(rows, self.q.shape[1])
 
 
-def _padded(rows: Tensor) -> Tensor:
-    """[B, R, D] with rows of zeros up to a multiple of ROW_BLOCK."""
-    missing = -rows.shape[1] % ROW_BLOCK
+def _padded(rows: Tensor, multiple: int) -> Tensor:
+    """[B, R, D] with rows of zeros up to a multiple of so many."""
+    missing = -rows.shape[1] % multiple
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
@@ -145,10 +154,10 @@ def _backward_block(
     tile = rows.tile
     weights = tile.scores(rows.q[:, : tile.rows], keys, scores.softcap)
     slopes = _slopes(weights, scores.softcap)
-    weights = _padded(tile.weigh_(weights, rows.lse, block))
+    weights = rows.padded(tile.weigh_(weights, rows.lse, block))
     ds = torch.bmm(rows.grad, values.transpose(1, 2)).sub_(rows.delta).mul_(weights)
     if scores.softcap:
-        ds.mul_(_padded(slopes))
+        ds.mul_(rows.padded(slopes))
     rows.grad_q.baddbmm_(ds, keys)
     for r in range(0, weights.shape[1], ROW_BLOCK):
         part = slice(r, r + ROW_BLOCK)

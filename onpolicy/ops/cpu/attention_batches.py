@@ -172,7 +172,10 @@ def _plan(layout: AttentionLayout, shape: Shape, num_threads: int) -> list[tuple
 def work(layout: AttentionLayout, shape: Shape) -> float:
     """Floating-point operations, padding included."""
     seen = shape.window or float("inf")
-    pairs = sum(max(q, ROW_MULTIPLE // shape.group) * min(k, seen) for q, k in _lens(layout, shape))
+    fewest = ROW_MULTIPLE // shape.group
+    pairs = sum(
+        max(q, fewest) * KEY_BLOCK * -(-min(k, seen) // KEY_BLOCK) for q, k in _lens(layout, shape)
+    )
     return 2.0 * pairs * shape.heads * (shape.dim + shape.value_dim)
 
 

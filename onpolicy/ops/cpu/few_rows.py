@@ -1,4 +1,5 @@
-"""How few rows a product may have: a decode step of one sequence need not multiply sixteen.
+"""How few rows a product may have: a decode step of one sequence need not multiply sixteen, nor a
+backward pass of a short one sum over sixty-four.
 
 From 16 rows on a single-threaded GEMM gives a row the same bits whatever rows surround it. Of fewer it
 often does too, MKL on an AMD EPYC from 4 on, but no library promises it. So the first product of each
@@ -15,6 +16,9 @@ from torch import Tensor
 
 MULTIPLES = (4, 8)
 """Numbers of rows that are tried, with their multiples, in this order."""
+
+BATCHES = (1, 3, 64)
+"""Matrices of the sums that are tried at once."""
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """`x @ weight.T + bias`: [M, K], [N, K], [N] or None -> [M, N]."""
@@ -57,3 +61,45 @@ class FewRows:
             if all(map(agrees, range(multiple, self.enough, multiple))):
                 return multiple
         return self.enough
+
+
+SumInto = Callable[[Tensor, Tensor, Tensor], object]
+"""`sums += weights.T @ rows`: [B, N, D], [B, M, N], [B, M, D]."""
+
+
+def add_products(sums: Tensor, weights: Tensor, rows: Tensor) -> None:
+    """Do what `SumInto` says."""
+    sums.baddbmm_(weights.transpose(1, 2), rows)
+
+
+class FewSummed:
+    """What was found of sums over rows, which are in blocks: a block may have rows of zeros at its end,
+    or, where they add nothing, end before them."""
+
+    def __init__(self, fewest: int, block: int, sum_into: SumInto = add_products):
+        """block: rows of a whole one; fewest: a part of one has a multiple of so many."""
+        self.fewest, self.block, self._sum_into = fewest, block, sum_into
+        self._found: dict[tuple[int, int], bool] = {}
+
+    def multiple(self, columns: int, *sizes: int) -> int:
+        """What rows are padded to a multiple of before they are summed over, those of [M, columns] and
+        of [M, D] with D from `sizes`."""
+        return self.fewest if all(self._ends(columns, size) for size in sizes) else self.block
+
+    def _ends(self, columns: int, size: int) -> bool:
+        """Whether rows of zeros at the end of a block change no bit."""
+        key = columns, size
+        if key not in self._found:
+            counts = range(self.fewest, self.block, self.fewest)
+            self._found[key] = all(self._agrees(*key, b, n) for b in BATCHES for n in counts)
+        return self._found[key]
+
+    def _agrees(self, columns: int, size: int, batch: int, count: int) -> bool:
+        numbers = torch.Generator().manual_seed(count)
+        shapes = (columns, size), (self.block, columns), (self.block, size)
+        sums, weights, rows = (torch.randn(batch, *x, generator=numbers) for x in shapes)
+        weights[:, count:], rows[:, count:] = 0, 0
+        few = sums.clone()
+        self._sum_into(sums, weights, rows)
+        self._sum_into(few, *(x[:, :count].contiguous() for x in (weights, rows)))
+        return torch.equal(few, sums)

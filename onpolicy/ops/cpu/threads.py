@@ -65,7 +65,8 @@ class PiecePool:
             del _thread.runs_pieces
             waiting.clear()
             for future in futures:
-                future.result()
+                if not future.cancel():  # a helper that has not begun has nothing left to do
+                    future.result()
 
 
 def _begin_thread() -> None:

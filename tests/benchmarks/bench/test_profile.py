@@ -20,6 +20,7 @@ from benchmarks.bench.stopwatch import (
     watched_operators,
     watching,
 )
+from onpolicy.compat.process import STRICT_SUMS
 from onpolicy.config.groups import CheckpointConfig, CpuConfig
 from onpolicy.config.tools import BenchConfig
 from onpolicy.models.hf_config import load_config
@@ -116,8 +117,12 @@ def test_a_watched_operator_has_the_gradients_of_its_own_graph(rows):
     assert [row for row, _ in watch.seconds] == ["norm"]
 
 
-def test_a_profile_stands_beside_the_measurement(config, capsys):
+def test_a_profile_stands_beside_the_measurement_and_stock_is_not_asked_for_strict_sums(
+    config, capsys, monkeypatch
+):
+    monkeypatch.setenv(*STRICT_SUMS)
     result = bench_step(config)
+    assert result["MKL_CBWR"] == {"aligned": STRICT_SUMS[1], "stock": None}
     (measured,) = result["by_num_tokens"]
     *rows, total = measured["profile"]
     for kind in KINDS:

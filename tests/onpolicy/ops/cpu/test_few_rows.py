@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onpolicy.ops.cpu.few_rows import FewRows
+from onpolicy.ops.cpu.few_rows import FewRows, FewSummed, add_products
 from onpolicy.ops.cpu.gemms import Gemms
 from onpolicy.ops.cpu.linear import tiled_linear
 from onpolicy.ops.cpu.threads import PiecePool
@@ -80,3 +80,23 @@ def test_few_rows_have_the_bits_of_many_with_the_library_that_is_here(count):
     assert torch.equal(
         tiled_linear(gemms, x[:count], weight, None), tiled_linear(gemms, x, weight, None)[:count]
     )
+
+
+def widely(sums, weights, rows):
+    """As a library sums that halves the rows: zeros at the end move the cut."""
+    half = weights.shape[1] // 2
+    for part in (slice(half), slice(half, None)):
+        add_products(sums, weights[:, part], rows[:, part])
+
+
+@pytest.mark.parametrize(("sum_into", "expected"), [(add_products, 16), (widely, 64)])
+def test_a_sum_over_few_rows_leaves_out_zeros_only_where_they_add_nothing(sum_into, expected):
+    assert FewSummed(16, 64, sum_into).multiple(64, 32, 48) == expected
+
+
+def test_one_size_that_needs_whole_blocks_decides_for_all():
+    def sum_into(sums, weights, rows):
+        (widely if rows.shape[-1] == 48 else add_products)(sums, weights, rows)
+
+    assert FewSummed(16, 64, sum_into).multiple(64, 32) == 16
+    assert FewSummed(16, 64, sum_into).multiple(64, 32, 48) == 64

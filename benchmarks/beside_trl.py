@@ -1,0 +1,158 @@
+"""The quickstart beside TRL's GRPOTrainer, in turns: how long until it begins, ends, and for a step.
+
+    python -m benchmarks.beside_trl --json benchmarks/results/beside_trl.json
+
+`benchmarks/beside_trl.md` says what is compared, and what was expected before it was measured. TRL has
+an environment of its own under --work, which is made once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from benchmarks.processor_seconds import Watch
+from onpolicy.outputs.directory import versions
+from onpolicy.outputs.metrics import read_jsonl
+
+ROOT = Path(__file__).resolve().parents[1]
+QUICKSTART = ROOT / "examples/quickstart"
+PACKAGES = ("torch==2.13.0", "trl==1.16.0")
+WARM_UP = 2
+"""Steps that no median is of."""
+
+SIDES = ("onpolicy", "trl")
+NUMBERS = (
+    "seconds", "first_rollout_seconds", "step_seconds", "processor_seconds", "processor_seconds_a_step",
+)  # fmt: skip
+
+
+def trl_python(work: Path, pip_args: list[str]) -> Path:
+    """The Python of TRL's environment, which is made if it is not complete."""
+    venv = work / "trl"
+    python, complete = venv / "bin/python", venv / "complete"
+    if not complete.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
+        install = [str(python), "-m", "pip", "install", "--quiet", *pip_args, *PACKAGES]
+        subprocess.run(install, check=True)
+        complete.touch()
+    return python
+
+
+def run_onpolicy(inputs: Path, steps: int, directory: Path) -> dict[str, Any]:
+    """The quickstart in float32 without its evaluations; when its lines came, and what it rewarded."""
+    directory.mkdir(parents=True)
+    flags = yaml.safe_load((QUICKSTART / "config.yaml").read_text())
+    kept = {name: value for name, value in flags.items() if not name.startswith("eval")}
+    config, run = directory / "config.yaml", directory / "run"
+    config.write_text(yaml.safe_dump({**kept, "num_rollout": steps, "dtype": "float32"}))
+    command = [
+        sys.executable, "-m", "onpolicy.cli", "train", "--custom-config-path", str(config),
+        "--hf-checkpoint", str(inputs / "model"), "--prompt-data", str(inputs / "data.jsonl"),
+        "--run-dir", str(run),
+    ]  # fmt: skip
+    with Watch(command, {"OMP_WAIT_POLICY": "PASSIVE"}, directory / "log.txt") as watch:
+        ends = [stamp for stamp, line in watch.lines() if line.startswith("rollout ")]
+    metrics = [x for x in read_jsonl(run / "metrics.jsonl") if "perf/step_time" in x]
+    after = ("perf/train_time", "perf/weight_sync_time")
+    return {
+        **watch.record(),
+        "first_rollout": ends[0] - sum(metrics[0][name] for name in after),
+        "ends": ends,
+        "rewards": [x["rollout/raw_reward"] for x in metrics],
+        "mismatched_tokens": sum(x["parity/num_mismatched_tokens"] for x in metrics),
+        "compared_tokens": sum(x["parity/num_compared_tokens"] for x in metrics),
+    }
+
+
+def run_trl(python: Path, inputs: Path, steps: int, directory: Path) -> dict[str, Any]:
+    """`benchmarks/trl_side.py`, as a user of TRL starts it: nothing is set for its libraries."""
+    directory.mkdir(parents=True)
+    out = directory / "trl.json"
+    command = [str(python), str(ROOT / "benchmarks/trl_side.py"), str(inputs), str(steps), str(out)]
+    with Watch(command, {"HF_HUB_OFFLINE": "1"}, directory / "log.txt") as watch:
+        for _ in watch.lines():
+            pass
+    return {**watch.record(), **json.loads(out.read_text())}
+
+
+def summed_up(side: str, found: dict[str, Any], watch_from: float) -> dict[str, Any]:
+    """What a run took, from the command on."""
+    ends, seconds = found["ends"], found["processor_seconds"]
+    steps = [b - a for a, b in zip(ends[WARM_UP - 1 :], ends[WARM_UP:], strict=False)]
+    spent = at(seconds, ends[-1]) - at(seconds, ends[WARM_UP - 1])
+    return {
+        "side": side,
+        "seconds": found["ended"] - watch_from,
+        "first_rollout_seconds": found["first_rollout"] - watch_from,
+        "step_seconds": median(steps),
+        "steps": [round(step, 3) for step in steps],
+        "processor_seconds": seconds[-1][1],
+        "processor_seconds_a_step": spent / len(steps),
+        "load": found["load"],
+        "rewards": [round(x, 3) for x in found["rewards"]],
+        **{name: found[name] for name in found if name.endswith("_tokens") or name == "versions"},
+    }
+
+
+def at(samples: list[tuple[float, float]], stamp: float) -> float:
+    """What a number that grows was at a time, by the samples around it."""
+    later = next((i for i, (when, _) in enumerate(samples) if when >= stamp), len(samples) - 1)
+    (t0, a), (t1, b) = samples[max(0, later - 1)], samples[later]
+    return b if t1 == t0 else a + (b - a) * min(1.0, (stamp - t0) / (t1 - t0))
+
+
+def processor() -> str:
+    """The model's name, as Linux has it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--work", type=Path, default=ROOT / "runs/beside_trl")
+    parser.add_argument("--pip-args", nargs="*", default=[], help="for installing torch and TRL")
+    asked = parser.parse_args()
+    if asked.steps <= WARM_UP:
+        parser.error(f"--steps={asked.steps}: must be more than {WARM_UP}, which are left out")
+    work, inputs = asked.work.absolute(), asked.work.absolute() / "inputs"
+    python = trl_python(work, asked.pip_args)
+    subprocess.run([sys.executable, str(QUICKSTART / "prepare.py"), str(inputs)], check=True)
+    runs = []
+    for number in range(asked.rounds):
+        for side in SIDES:
+            directory, started = work / f"{time.time():.0f}_{number}_{side}", time.time()
+            found = (
+                run_onpolicy(inputs, asked.steps, directory)
+                if side == "onpolicy"
+                else run_trl(python, inputs, asked.steps, directory)
+            )
+            runs.append(summed_up(side, found, started))
+            print(json.dumps(runs[-1]), flush=True)
+            asked.json.write_text(json.dumps(record(runs), indent=1) + "\n")
+
+
+def record(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The runs, and medians of each side over its rounds."""
+    medians = {
+        side: {name: median(run[name] for run in runs if run["side"] == side) for name in NUMBERS}
+        for side in {run["side"] for run in runs}
+    }
+    machine = {"processor": processor(), "cores": os.cpu_count()}
+    return {"machine": machine, "versions": versions(), "medians": medians, "runs": runs}
+
+
+if __name__ == "__main__":
+    main()
