@@ -33,6 +33,7 @@ from sglang_patches import (
     lm_head,
     memory_release,
     model,
+    model_modules,
     model_names,
     named_adapters,
     named_weights,
@@ -81,6 +82,8 @@ def load() -> None:
     else:
         memory_release.install()
     asked = extensions.asked_for()
+    if contract.is_aligned:
+        model_modules.install()
     if contract.shares_model:
         operators = make_operators(contract, int(os.environ.get(THREADS_VARIABLE, "1")))
         for extension in asked:

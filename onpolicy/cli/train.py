@@ -40,6 +40,14 @@ def _dry_run(config: TrainConfig) -> int:
 
 
 def _train(config: TrainConfig) -> int:
+    from onpolicy.cluster.session import begun
+
+    with begun(config.cluster):
+        return _train_beside(config)
+
+
+def _train_beside(config: TrainConfig) -> int:
+    """Train; everything is checked while the cluster starts."""
     from onpolicy.outputs.progress import print_summary
     from onpolicy.rewards.scorer import Scorer
     from onpolicy.run.launch.cluster_engines import on_cluster

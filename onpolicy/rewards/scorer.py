@@ -6,12 +6,12 @@ import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from onpolicy.config.groups import RewardConfig
 from onpolicy.config.groups.reward import REMOTE, is_function, name_of
 from onpolicy.errors import ConfigError, RewardError
 from onpolicy.rewards import ANSWER, Answers, Failure, Numbers
-from onpolicy.rewards.classifier import Classifier
 from onpolicy.rewards.failures import Failures
 from onpolicy.rewards.judge import Judge
 from onpolicy.rewards.labels import Refused, refused_labels, told
@@ -21,12 +21,12 @@ from onpolicy.token_weights import TOKEN_WEIGHTS
 from onpolicy.trajectory import Completion, FinishReason, Trajectory
 from onpolicy.types import Prompt, Sample
 
+if TYPE_CHECKING:
+    from onpolicy.rewards.classifier import Classifier
+
 logger = logging.getLogger(__name__)
 
 Groups = Sequence[Sequence[Sample]]
-
-Asked = RemoteReward | Judge | Classifier
-ASKED: dict[str, type[Asked]] = {"remote_rm": RemoteReward, "judge": Judge, "model": Classifier}
 
 
 class Scorer:
@@ -38,7 +38,7 @@ class Scorer:
     def __init__(self, config: RewardConfig):
         self.config, self.sources = config, config.sources
         self._workers: Workers | None = None
-        self._remotes: dict[str, Asked] = {}
+        self._remotes: dict[str, RemoteReward | Judge | Classifier] = {}
         self._imported: set[str] = set()
         self._failures = Failures(config.rm_max_error_rate)
 
@@ -171,10 +171,10 @@ class Scorer:
         assert self._workers is not None
         return self._workers.ask(source, groups)
 
-    def _remote(self, source: str) -> Asked:
+    def _remote(self, source: str) -> RemoteReward | Judge | Classifier:
         """Made once, since it remembers how requests end."""
         if source not in self._remotes:
-            self._remotes[source] = ASKED[source](self.config)
+            self._remotes[source] = _asked(source)(self.config)
         return self._remotes[source]
 
     def _import(self, local: Sequence[str]) -> None:
@@ -247,6 +247,15 @@ def _part(source: str, name: str, is_one: bool) -> str:
     if is_one:
         return name
     return name_of(source) if name == "score" else f"{name_of(source)}/{name}"
+
+
+def _asked(source: str) -> type[RemoteReward | Judge | Classifier]:
+    """What asks for the numbers of a source that is in no process of ours."""
+    if source == "model":
+        from onpolicy.rewards.classifier import Classifier  # imports transformers
+
+        return Classifier
+    return RemoteReward if source == "remote_rm" else Judge
 
 
 def _is_ours(source: str) -> bool:

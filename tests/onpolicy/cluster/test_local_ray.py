@@ -132,7 +132,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("killed", ["ray::RuntimeEnvAgent", "gcs_server", "all"])
+@pytest.mark.parametrize("killed", ["raylet", "gcs_server", "all"])
 def test_ray_that_dies_while_ranks_are_made_ends_the_command_with_its_own_words(tmp_path, killed):
     """Ranks were waited for without end. `all`: also its guard and its owner, who tells nothing then."""
     script = tmp_path / "loser.py"
