@@ -13,7 +13,7 @@ AGENT_PORTS = (
     "dashboard_agent_listen_port",
     "runtime_env_agent_port",
 )
-"""Flags of a raylet with its agents' ports. Where it is given them, it waits for no agent to tell them."""
+"""Flags of a raylet with its agents' ports. If it is given them, it waits for no agent to tell them."""
 
 AGENT_COMMANDS = ("dashboard_agent_command", "runtime_env_agent_command")
 """Flags of a raylet with the programs of its agents. It refuses to start none."""

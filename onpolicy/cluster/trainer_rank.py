@@ -56,7 +56,7 @@ class TrainerRank:
         directory: str,
         variables: Mapping[str, str],
     ):
-        """`directory`: the controller's working directory; `variables`: environment variables under which
+        """`directory`: the controller's working directory. `variables`: of the environment, under which
         the rank computes."""
         environment.work_in(directory)
         self.rank, self.num_threads = rank, num_threads

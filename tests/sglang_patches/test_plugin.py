@@ -1,12 +1,22 @@
 """What the plug-in puts into an engine, by the kinds of operators that its contract aligns."""
 
 import dataclasses
+import importlib
+import sys
 
 import pytest
 
 from onpolicy.contract import KINDS, OUTSIDE, PACKED_VARIABLE
 from onpolicy.ops.cpu import CpuOperators
-from sglang_patches import attention, determinism, experts, plugin, registry, sampler
+from sglang_patches import (
+    attention,
+    determinism,
+    experts,
+    model_modules,
+    plugin,
+    registry,
+    sampler,
+)
 from tests.support.tiny_contract import CONTRACT, LATENT
 
 WHOLE = dataclasses.replace(
@@ -74,6 +84,21 @@ def installed(monkeypatch):
         return asked
 
     return install
+
+
+def test_an_aligned_engine_imports_no_model_definition_but_that_of_the_transformers_backend(
+    monkeypatch,
+):
+    monkeypatch.setenv(model_modules.LEFT_OUT, "")
+    name = f"{model_modules.PACKAGE}.registry"
+    package = importlib.import_module(model_modules.PACKAGE)
+    monkeypatch.setattr(package, "registry", None, raising=False)
+    monkeypatch.setitem(sys.modules, name, None)
+    del sys.modules[name]  # it looks once, when it is imported
+    model_modules.install()
+    models = importlib.import_module(name).ModelRegistry.models
+    assert {model.__module__ for model in models.values()} == {"sglang.srt.models.transformers"}
+    assert models.keys() >= {"TransformersForCausalLM", "TransformersEmbeddingModel"}
 
 
 def test_every_kind_has_the_patches_of_the_whole_contract(installed):

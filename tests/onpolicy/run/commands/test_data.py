@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -50,6 +52,29 @@ def test_a_checkpoint_says_which_are_too_long_and_what_its_template_makes(capsys
     assert said["too long"].startswith("1 of more than ")
     assert said["too long"].endswith(f"the first FILE={file}:5")
     assert "1+1<|im_end|>" in said["row 1"]
+
+
+HEAVY = {"torch", "transformers", "sglang", "ray", "math_verify"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "brought"),
+    [
+        ([], set()),
+        (["--rm-type", "exact"], set()),
+        # transformers imports torch for a configuration, whatever is asked of it.
+        (["--hf-checkpoint", "{model}"], {"torch", "transformers"}),
+    ],
+)
+def test_a_look_imports_no_more_than_what_it_looks_with(file, tmp_path, flags, brought):
+    model = make_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=1, vocab_size=400)
+    byte_tokenizer(PLAIN).save_pretrained(model)
+    argv = ["data", file, *(flag.format(model=model) for flag in flags)]
+    code = f"import sys; from onpolicy.cli.main import main; main({argv})"
+    code += f"; print(*sorted({HEAVY} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {*done.stdout.splitlines()[-1].split()} == brought
 
 
 def test_labels_that_a_rule_cannot_read_are_refused_as_a_run_would(capsys, tmp_path):
