@@ -167,7 +167,7 @@ def environment_of(spec: EngineSpec) -> dict[str, str]:
     """The variables of a server: of this process's less those that describe it in its group. An engine
     that saw a rank's would wait for other ranks, and one that saw Ray's could join the cluster."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    prefixes = ("GROUP_", "ROLE_", "TORCHELASTIC_", "RAY_")
+    prefixes = ("GROUP_", "ROLE_", "TORCHELASTIC_", "RAY_", "PYTHONBREAKPOINT")  # Ray sets it
     kept = {k: v for k, v in os.environ.items() if k not in names and not k.startswith(prefixes)}
     return {**kept, **engine_environment(spec)}
 
