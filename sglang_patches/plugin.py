@@ -29,6 +29,7 @@ from sglang_patches import (
     lm_head,
     memory_release,
     model,
+    model_modules,
     model_names,
     neutral_values,
     prefill_once,
@@ -69,6 +70,7 @@ def load() -> None:
         memory_release.install()
     asked = extensions.asked_for()
     if contract.is_aligned:
+        model_modules.install()
         operators = make_operators(contract, int(os.environ.get(THREADS_VARIABLE, "1")))
         for extension in asked:
             operators = extension.around(operators)

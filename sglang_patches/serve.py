@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import io
 import json
 import os
@@ -28,6 +29,12 @@ from sglang_patches.shared_names import DIRECTORY_VARIABLE, PATTERNS
 GUARDED = "ONPOLICY_GUARDED"
 """Set by a parent that holds the other end of our standard input."""
 
+LATER = "--later"
+"""In place of flags: the parent says later what is to be served (`onpolicy/rollout/early_server.py`)."""
+
+BEFORE_FLAGS = ("sglang.launch_server", "sglang_patches.plugin")
+"""What `serve` imports first, in its order, which no flag changes: what comes after it is patched."""
+
 RENDEZVOUS_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 """SGLang's own. Without it rank 0 opens a store on all interfaces, even for a server of one rank."""
 
@@ -36,14 +43,54 @@ def main(argv: list[str]) -> None:
     prepare_process()
     if not os.environ.get(GUARDED):
         return serve(argv)
-    flags = json.loads(io.FileIO(sys.stdin.fileno(), closefd=False).readline())
+    if argv == [LATER]:
+        sys.exit(_serve_later())
+    flags = json.loads(_line())
     secrets = [flag.split("=", 1)[1] for flag in flags]
 
     def serve_in(directory: Path) -> None:
-        os.environ["TMPDIR"] = os.environ[DIRECTORY_VARIABLE] = tempfile.tempdir = str(directory)
+        _use(directory)
         serve([*argv, *flags])
 
     sys.exit(guard.run(serve_in, secrets=secrets, shared_memory=PATTERNS))
+
+
+def _line() -> bytes:
+    """The line that the parent writes; empty if it has ended."""
+    return io.FileIO(sys.stdin.fileno(), closefd=False).readline()
+
+
+def _use(directory: Path) -> None:
+    os.environ["TMPDIR"] = os.environ[DIRECTORY_VARIABLE] = tempfile.tempdir = str(directory)
+
+
+def _serve_later() -> int:
+    """Import what needs no flags, and serve what the parent says then; its exit code."""
+    told, tell = os.pipe()
+
+    def pass_on() -> list[str]:
+        """Tell the server, and write into its log from now on; the secrets."""
+        if not (line := _line()):
+            return []
+        orders = json.loads(line)
+        log = os.open(orders["log"], os.O_WRONLY | os.O_APPEND)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(log, stream.fileno())
+        with os.fdopen(tell, "wb") as pipe:
+            pipe.write(line)
+        return [flag.split("=", 1)[1] for flag in orders["secrets"]]
+
+    def serve_in(directory: Path) -> None:
+        os.close(tell)
+        _use(directory)
+        import_lightly()
+        for module in BEFORE_FLAGS:
+            importlib.import_module(module)
+        orders = json.loads(os.fdopen(told).readline())
+        os.environ.update(orders["variables"])
+        serve([*orders["flags"], *orders["secrets"]])
+
+    return guard.run(serve_in, shared_memory=PATTERNS, when_told=pass_on)
 
 
 def serve(argv: list[str]) -> None:

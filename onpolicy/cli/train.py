@@ -40,6 +40,15 @@ def _dry_run(config: TrainConfig) -> int:
 
 
 def _train(config: TrainConfig) -> int:
+    from onpolicy.cluster.session import begun
+    from onpolicy.run.launch.early_engine import engine_begun
+
+    with begun(config.cluster), engine_begun(config):
+        return _train_beside(config)
+
+
+def _train_beside(config: TrainConfig) -> int:
+    """Train; all is checked while the cluster starts, and the engine imports SGLang."""
     from onpolicy.outputs.progress import print_summary
     from onpolicy.rewards.scorer import Scorer
     from onpolicy.run.launch.cluster_engines import on_cluster

@@ -197,7 +197,7 @@ def _actor(node: str) -> Any:
             scheduling_strategy=on_node,
             name=f"engines_{node}",
             get_if_exists=True,
-            runtime_env={"env_vars": environment.ALL_GPUS},
+            runtime_env=environment.of_actors(),
         )
         .remote(os.getcwd())
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import secrets
+from typing import Any
 
 ALL_GPUS = {
     # GPUs are told apart by number, as torch and SGLang do (--base-gpu-id): all see all of a host's.
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-"""For every actor, since the nodes of a cluster that others started may not have it."""
+"""For every actor (`of_actors`)."""
 
 ALWAYS = {
     **ALL_GPUS,
@@ -25,6 +26,15 @@ ONLY_THIS_HOST = {
 }
 
 TOKEN = "RAY_AUTH_TOKEN"
+
+_is_local = False
+"""Whether the cluster is this process's own."""
+
+
+def of_actors() -> dict[str, Any] | None:
+    """Ray's runtime_env of every actor: the nodes of a cluster that others started may not have the
+    variables. In one of this process's own all have inherited them, and nobody could prepare it."""
+    return None if _is_local else {"env_vars": ALL_GPUS}
 
 
 def work_in(directory: str) -> None:
@@ -41,6 +51,8 @@ def prepare(*, local: bool) -> None:
 
     local: for a cluster of this process's own, with a token of its own.
     """
+    global _is_local
+    _is_local = local
     for name, value in ALWAYS.items():
         os.environ.setdefault(name, value)
     if local:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -21,9 +20,9 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
 
 from onpolicy.cluster import environment
+from onpolicy.cluster.ray_node import start_node
 from onpolicy.errors import EngineError, in_one_line
 from onpolicy.system import guard
 from onpolicy.system.memory import num_gpus
@@ -44,19 +43,44 @@ SYSTEM = {
     "enable_worker_prestart": False,
     # Ray's workers yield to everything else (15); ranks would yield to the engines beside them.
     "worker_niceness": 0,
+    # An agent would take them, and here there is none (`start_node`).
+    "enable_metrics_collection": False,
 }
 """Ray's settings (ray_config_def.h) as a run on one host needs them."""
 
 
 ATTEMPTS = 3
-"""How often Ray is started in all: on a busy host it gives up after 15 or 30 s, by clocks that no
-setting reaches (ray/_private/node.py, and node_manager.cc waiting for its agents)."""
+"""How often Ray is started in all: on a busy host it gives up after 30 s, by a clock that no setting
+reaches (ray/_private/node.py)."""
 
 _ATTEMPT_SECONDS = 120.0
 """Longest that one start of Ray may take if another one may follow; Ray's own clocks end most before."""
 
 _END_SECONDS = 20.0
 """Longest that a guard may take to end what it guards, before it is killed."""
+
+
+_begun: subprocess.Popen[str] | None = None
+"""A guard whose Ray is starting, until `local_ray` takes it over."""
+
+
+@contextmanager
+def begun() -> Iterator[None]:
+    """Begin to start a cluster on this host, beside what is done in here before `local_ray`."""
+    global _begun
+    _begun = _guard()
+    try:
+        yield
+    finally:
+        if _begun is not None:
+            _end(_begun)
+            _begun = None
+
+
+def _taken_over() -> subprocess.Popen[str] | None:
+    global _begun
+    taken, _begun = _begun, None
+    return taken
 
 
 @contextmanager
@@ -80,7 +104,7 @@ def local_ray(seconds: float, on_loss: Callable[[EngineError], None]) -> Iterato
 def _started(deadline: float) -> tuple[subprocess.Popen[str], str]:
     """A guard whose Ray has started, and Ray's address."""
     for attempt in range(1, ATTEMPTS + 1):
-        process = _guard()
+        process = _taken_over() or _guard()
         left = max(deadline - time.monotonic(), 0.1)
         address, said = _address(
             process, min(left, _ATTEMPT_SECONDS) if attempt < ATTEMPTS else left
@@ -161,11 +185,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _serve(num_gpus: int, directory: Path) -> None:
     """Start Ray's processes, say where, and wait until one of them ends, or the guard ends us."""
-    guard.end_orphans_after_guard(directory)  # Ray's agents outlive its raylet by up to a minute
+    guard.end_orphans_after_guard(directory)  # Ray's workers outlive its raylet
     os.environ["TMPDIR"] = str(directory)  # of all that actors leave, too
     on_memory, store = _object_store()
     node = start_node(
         head=True,
+        with_agents=False,
         temp_dir=str(directory),
         session_name="ray",  # sockets below it have short names
         node_ip_address="127.0.0.1",
@@ -178,32 +203,6 @@ def _serve(num_gpus: int, directory: Path) -> None:
     print(f"{ADDRESS}{node.gcs_address}", flush=True)
     own = [one.process.pid for each in node.all_processes.values() for one in each]
     connection.wait([os.pidfd_open(pid) for pid in own])
-
-
-def start_node(*, head: bool, **parameters: Any) -> Any:
-    """Start Ray's processes of a node (`ray._private.node.Node`), which end with this one.
-
-    `parameters`: what is its own of `RayParams`.
-    """
-    from ray._private.node import Node
-    from ray._private.parameter import RayParams
-
-    class WithoutDashboard(Node):
-        def start_api_server(self, **_: object) -> None:
-            """Start none: without a dashboard it only counts usage, and Ray waits seconds for it."""
-
-    given = RayParams(
-        include_dashboard=False,
-        include_log_monitor=False,  # type: ignore[arg-type]
-        no_monitor=True,
-        min_worker_port=0,
-        max_worker_port=0,
-        **parameters,
-    )
-    node = WithoutDashboard(given, head=head, shutdown_at_exit=False, spawn_reaper=True)
-    # Ray's workers end when there is no process with their raylet's number: it must leave no zombie.
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    return node
 
 
 def _object_store() -> tuple[bool, int]:

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
-from onpolicy.cluster import environment
+from onpolicy.cluster import environment, local_ray
 from onpolicy.cluster.head_watch import watching
 from onpolicy.cluster.hosts import Host
-from onpolicy.cluster.local_ray import local_ray
 from onpolicy.config.groups import HostsConfig
 from onpolicy.errors import ConfigError, EngineError, in_one_line
 from onpolicy.system import ending
@@ -37,6 +36,18 @@ _lost: EngineError | None = None
 
 
 @contextmanager
+def begun(cluster: HostsConfig) -> Iterator[None]:
+    """Begin to start a cluster of this command's own, if it is to have one, beside what is done in here
+    before its session."""
+    if cluster.ray_address:
+        yield
+        return
+    environment.prepare(local=True)
+    with local_ray.begun():
+        yield
+
+
+@contextmanager
 def session(cluster: HostsConfig, start_seconds: float = 600.0) -> Iterator[tuple[Host, ...]]:
     """Be in a cluster: the hosts that it has now, this one first.
 
@@ -48,7 +59,9 @@ def session(cluster: HostsConfig, start_seconds: float = 600.0) -> Iterator[tupl
     environment.prepare(local=not cluster.ray_address)
     _lost = None
     with ExitStack() as stack:
-        address = cluster.ray_address or stack.enter_context(local_ray(start_seconds, _lose))
+        address = cluster.ray_address or stack.enter_context(
+            local_ray.local_ray(start_seconds, _lose)
+        )
         _join(address)
         stack.callback(_leave)
         if cluster.ray_address:
@@ -177,7 +190,7 @@ def _asked(host: Host, ask: Callable[[], T]) -> Any:
     there = NodeAffinitySchedulingStrategy(host.name, soft=False)
     task = ray.remote(max_calls=1)(ask)  # a process that stayed would keep its CUDA contexts
     return task.options(
-        num_cpus=0, scheduling_strategy=there, runtime_env={"env_vars": environment.ALL_GPUS}
+        num_cpus=0, scheduling_strategy=there, runtime_env=environment.of_actors()
     ).remote()
 
 

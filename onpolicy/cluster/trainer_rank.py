@@ -11,7 +11,7 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,10 +48,19 @@ class TrainerRank:
 
     trainer: PolicyTrainer
 
-    def __init__(self, rank: int, log_file: str, num_threads: int, directory: str):
-        """`directory`: the controller's working directory."""
+    def __init__(
+        self,
+        rank: int,
+        log_file: str,
+        num_threads: int,
+        directory: str,
+        variables: Mapping[str, str],
+    ):
+        """`directory`: the controller's working directory. `variables`: of the environment, under which
+        the rank computes."""
         environment.work_in(directory)
         self.rank, self.num_threads = rank, num_threads
+        os.environ.update(variables)
         os.environ["OMP_NUM_THREADS"] = str(num_threads)  # of one CPU Ray gives an actor one thread
         prepare_process()
         _write_into(Path(log_file))

@@ -72,12 +72,10 @@ class TrainerRanks(Trainer):
 
     def _start(self, rank: int, slot: Slot) -> Any:
         on_host = NodeAffinitySchedulingStrategy(slot.host.name, soft=False)
-        options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": on_host}
-        if self.config.operators.is_portable:
-            options["runtime_env"] = {"env_vars": PORTABLE_KERNELS}
-        actor = ray.remote(TrainerRank).options(**options)
+        actor = ray.remote(TrainerRank).options(num_cpus=0, scheduling_strategy=on_host)
         threads = self.config.engine.cpu_threads or slot.cpu_threads
-        return actor.remote(rank, str(self._logs[rank]), threads, os.getcwd())
+        kernels = PORTABLE_KERNELS if self.config.operators.is_portable else {}
+        return actor.remote(rank, str(self._logs[rank]), threads, os.getcwd(), kernels)
 
     def _join(self, slots: Sequence[Slot]) -> None:
         """Form the group of all ranks, at an address of rank 0's host."""

@@ -9,10 +9,9 @@ from decimal import Decimal
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
-from transformers import PreTrainedTokenizerBase
 
 from onpolicy.chat.messages import read_chat, read_tools
 from onpolicy.chat.rendering import NO_TEMPLATE
@@ -22,6 +21,9 @@ from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.rollout import reasoning_gym
 from onpolicy.rollout.data_files import Row, read_rows
 from onpolicy.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 

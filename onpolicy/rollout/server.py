@@ -9,10 +9,9 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import requests
@@ -21,6 +20,7 @@ from onpolicy.config.groups import EngineConfig
 from onpolicy.errors import ConfigError, EngineError
 from onpolicy.rollout.death import cause_of_death, oom_kills
 from onpolicy.rollout.direct_http import ask
+from onpolicy.rollout.early_server import GUARDED, command, take_over
 from onpolicy.rollout.engine_args import (
     EngineSpec,
     engine_environment,
@@ -68,31 +68,27 @@ class EngineServer:
     def start(self) -> None:
         """Start the process; returns at once."""
         files.make_private(self.log_file.parent)
-        command = [
-            sys.executable,
-            "-m",
-            "sglang_patches.serve",
-            *engine_flags(self.spec, self.port),
-        ]
+        flags, secrets = engine_flags(self.spec, self.port), secret_flags(self.spec)
+        environment = {**environment_of(self.spec), GUARDED: "1"}
         self._oom_kills = oom_kills()
         with open(self.log_file, "ab", opener=open_private) as log:
             self._log_start = log.tell()
+            orders = {"flags": flags, "secrets": secrets, "log": str(self.log_file.absolute())}
+            self._process = take_over(environment, orders)
+            if self._process is not None:
+                return
             self._process = subprocess.Popen(
-                command,
+                command(*flags),
                 # The server ends when this pipe closes, so it cannot outlive us however we end.
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={
-                    **_environment(os.environ),
-                    **engine_environment(self.spec),
-                    "ONPOLICY_GUARDED": "1",
-                },
+                env=environment,
                 start_new_session=True,
             )
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it ended at once; its log says why
-            self._process.stdin.write(json.dumps(secret_flags(self.spec)).encode() + b"\n")
+            self._process.stdin.write(json.dumps(secrets).encode() + b"\n")
             self._process.stdin.flush()
 
     def wait_until_healthy(self, timeout: float) -> None:
@@ -165,12 +161,13 @@ def make_servers(
     ]
 
 
-def _environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment less what describes this process in its group: an engine that saw a rank's
-    variables would wait for other ranks, and one that saw Ray's could join the cluster."""
+def environment_of(spec: EngineSpec) -> dict[str, str]:
+    """The variables of a server: of this process's less those that describe it in its group. An engine
+    that saw a rank's would wait for other ranks, and one that saw Ray's could join the cluster."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    prefixes = ("GROUP_", "ROLE_", "TORCHELASTIC_", "RAY_")
-    return {k: v for k, v in environment.items() if k not in names and not k.startswith(prefixes)}
+    prefixes = ("GROUP_", "ROLE_", "TORCHELASTIC_", "RAY_", "PYTHONBREAKPOINT")  # Ray sets it
+    kept = {k: v for k, v in os.environ.items() if k not in names and not k.startswith(prefixes)}
+    return {**kept, **engine_environment(spec)}
 
 
 def open_private(path: str, flags: int) -> int:

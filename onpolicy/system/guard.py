@@ -31,12 +31,18 @@ _STANDARD_INPUT = 0
 
 
 def run(
-    serve: Callable[[Path], None], *, secrets: Sequence[str] = (), shared_memory: Sequence[str] = ()
+    serve: Callable[[Path], None],
+    *,
+    secrets: Sequence[str] = (),
+    shared_memory: Sequence[str] = (),
+    when_told: Callable[[], Sequence[str]] | None = None,
 ) -> int:
     """Call `serve` in a process of its own, until that ends or standard input closes.
 
     `serve` is given a private directory, which is removed in the end, as are files in /dev/shm with
     names like `shared_memory` (`PrivateDirectory`). `secrets` are kept out of its output.
+    when_told: called when there is something to read from standard input, or that has closed; what the
+    server says waits until then for the secrets that it returns.
     Returns its exit code, 128 + n after signal n.
     """
     _prctl(_SET_CHILD_SUBREAPER, 1)
@@ -50,20 +56,25 @@ def run(
         output, log = os.pipe()
         arguments = (serve, directory.path, log, os.getpid())
         server = multiprocessing.get_context("fork").Process(target=_serve, args=arguments)
-        copier = threading.Thread(target=_copy, args=(os.fdopen(output, "rb"), secrets))
+        hidden = [*secrets]
+        copier = threading.Thread(target=_copy, args=(os.fdopen(output, "rb"), hidden))
         server.start()
         try:
             assert server.pid is not None
             os.close(log)
+            ends = [os.pidfd_open(server.pid), _STANDARD_INPUT]
+            if when_told is not None and _STANDARD_INPUT in connection.wait(ends):
+                hidden += when_told()
             copier.start()
             # Both are readable when they end. The server's sentinel would be only when its children,
             # which it forks and which inherit the other end, have ended too.
-            connection.wait([os.pidfd_open(server.pid), _STANDARD_INPUT])
+            connection.wait(ends)
         finally:
             server.kill()  # no more than a signal to nobody if it has ended
             server.join()
             _end_orphans()
-            copier.join()
+            if copier.ident is not None:
+                copier.join()
     code = server.exitcode or 0
     return code if code >= 0 else 128 - code
 

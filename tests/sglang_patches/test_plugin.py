@@ -1,11 +1,13 @@
 """What the plug-in puts into an engine whose contract is aligned."""
 
 import dataclasses
+import importlib
+import sys
 
 import pytest
 
 from onpolicy.ops.cpu import CpuOperators
-from sglang_patches import attention, determinism, plugin, registry, sampler
+from sglang_patches import attention, determinism, model_modules, plugin, registry, sampler
 from tests.support.tiny_contract import CONTRACT, LATENT
 
 WHOLE = dataclasses.replace(
@@ -67,3 +69,18 @@ def installed(monkeypatch):
 
 def test_an_aligned_engine_has_every_patch(installed):
     assert installed(WHOLE) >= OF_AN_ALIGNED_ENGINE
+
+
+def test_an_aligned_engine_imports_no_model_definition_but_that_of_the_transformers_backend(
+    monkeypatch,
+):
+    monkeypatch.setenv(model_modules.LEFT_OUT, "")
+    name = f"{model_modules.PACKAGE}.registry"
+    package = importlib.import_module(model_modules.PACKAGE)
+    monkeypatch.setattr(package, "registry", None, raising=False)
+    monkeypatch.setitem(sys.modules, name, None)
+    del sys.modules[name]  # it looks once, when it is imported
+    model_modules.install()
+    models = importlib.import_module(name).ModelRegistry.models
+    assert {model.__module__ for model in models.values()} == {"sglang.srt.models.transformers"}
+    assert models.keys() >= {"TransformersForCausalLM", "TransformersEmbeddingModel"}

@@ -13,7 +13,8 @@ import sys
 import psutil
 
 from onpolicy.cluster import environment
-from onpolicy.cluster.local_ray import SYSTEM, start_node
+from onpolicy.cluster.local_ray import SYSTEM
+from onpolicy.cluster.ray_node import start_node
 from onpolicy.system import guard
 from tests.support.forked_processes import forked_processes
 from tests.support.train_runs import ROOT

@@ -79,6 +79,6 @@ def of_kind(victim, controller, others):
         return [p for p in controller.children() if "spawn_main" in " ".join(p.cmdline())]
     if victim == "worker":
         return [p for p in others if "onpolicy.agents.worker_process" in " ".join(p.cmdline())]
-    own = {"raylet": "raylet", "gcs_server": "gcs_server", "agent": ("ray::Run", "ray::Dash")}
+    own = {"raylet": "raylet", "gcs_server": "gcs_server", "agent": "sh"}
     name = own.get(victim, f"sglang::{victim}")
     return [process for process in others if process.name().startswith(name)]

@@ -11,12 +11,9 @@ from onpolicy.config.groups import DataConfig, RewardConfig
 from onpolicy.config.groups.reward import RuleName
 from onpolicy.config.look import LookConfig
 from onpolicy.errors import ConfigError
-from onpolicy.models.hf_config import load_config
-from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.engine_args import CONTEXT_MARGIN
 from onpolicy.rollout.prompts import RowReader, identity, rows_of
-from onpolicy.run.launch.lengths import fit_length
 from onpolicy.types import Prompt
 
 QUANTILES = (0, 0.5, 0.9, 0.99, 1)
@@ -85,6 +82,10 @@ def look(config: LookConfig) -> Found:
     found = Found(unit="characters")
     tokenizer: Any = _Characters()
     if config.hf_checkpoint:
+        from onpolicy.models.hf_config import load_config  # imports transformers
+        from onpolicy.models.tokenizer import load_tokenizer
+        from onpolicy.run.launch.lengths import fit_length
+
         hf_config = load_config(config.hf_checkpoint)
         context: int = hf_config.max_position_embeddings
         asked = config.rollout_max_response_len

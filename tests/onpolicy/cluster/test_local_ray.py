@@ -85,6 +85,27 @@ def test_its_end_is_told_unless_it_was_asked_for(attempts):
     assert "Ray's processes on this host have ended" in str(told[0])
 
 
+def test_one_that_was_begun_before_is_taken_over_and_ends_if_nobody_does(attempts):
+    left = attempts(STARTS, FAILS)
+    with local_ray.begun(), local_ray.local_ray(60.0, pytest.fail) as address:
+        assert address == "127.0.0.1:6379" and left == [FAILS]
+    attempts(STARTS)
+    with local_ray.begun():
+        process = local_ray._begun
+        assert process.poll() is None
+    assert process.poll() is not None and local_ray._begun is None
+
+
+def test_one_that_was_begun_and_failed_is_an_attempt(attempts):
+    attempts(FAILS)
+    with (
+        pytest.raises(EngineError, match="in 3 attempts"),
+        local_ray.begun(),
+        local_ray.local_ray(60.0, pytest.fail),
+    ):
+        pass
+
+
 LOSER = """
 import os, signal, sys
 from pathlib import Path
@@ -132,7 +153,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("killed", ["ray::RuntimeEnvAgent", "gcs_server", "all"])
+@pytest.mark.parametrize("killed", ["raylet", "gcs_server", "all"])
 def test_ray_that_dies_while_ranks_are_made_ends_the_command_with_its_own_words(tmp_path, killed):
     """Ranks were waited for without end. `all`: also its guard and its owner, who tells nothing then."""
     script = tmp_path / "loser.py"

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import psutil
@@ -38,9 +39,9 @@ def start(tmp_path):
     """Starts a guard whose server runs `body`; returns it, and what it says first."""
     guards = []
 
-    def start_guard(body, lines=1, temporary=tmp_path / "t"):
-        script = tmp_path / "server.py"
-        script.write_text(SCRIPT.format(body=textwrap.indent(body, "    ")))
+    def start_guard(body, lines=1, temporary=tmp_path / "t", script=SCRIPT):
+        text, script = script, tmp_path / "server.py"
+        script.write_text(text.format(body=textwrap.indent(body, "    ")))
         temporary.mkdir()
         guard = subprocess.Popen(
             [sys.executable, str(script)],
@@ -119,6 +120,28 @@ def test_a_temporary_directory_too_deep_for_sockets_is_refused(start, tmp_path, 
     assert guard.wait(100) == 1
     assert "ConfigError: TMPDIR=" in (error := capfd.readouterr().err)
     assert "(107 bytes). Set TMPDIR to a shorter path" in error
+
+
+def test_what_a_server_says_waits_for_secrets_that_are_told_later(start, tmp_path):
+    """Nothing is passed on before, also of what was said before."""
+    body = "print('s3cret and late', flush=True)\ntime.sleep(1000)"
+    later = "secrets=[], when_told=lambda: [sys.stdin.readline().strip()]"
+    guard, _ = start(body, 0, script=SCRIPT.replace("""secrets=["s3cret", 'quo"te']""", later))
+    time.sleep(1)
+    guard.stdin.write("late\n")
+    guard.stdin.flush()
+    assert guard.stdout.readline() == "s3cret and ...\n"
+    guard.stdin.close()
+    guard.wait(100)
+    assert left(tmp_path) == []
+
+
+def test_a_guard_whose_owner_ends_before_it_tells_anything_ends_too(start, tmp_path):
+    later = "secrets=[], when_told=lambda: [sys.stdin.readline().strip()]"
+    guard, _ = start(HANGS, 0, script=SCRIPT.replace("""secrets=["s3cret", 'quo"te']""", later))
+    guard.stdin.close()
+    guard.wait(100)
+    assert left(tmp_path) == []
 
 
 def test_secrets_do_not_come_into_the_log(start):

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -58,6 +60,29 @@ def test_of_rows_that_are_all_refused_none_is_shown_as_read(capsys, tmp_path):
     assert main(["data", str(path), "--input-key", "messages"]) == 1
     said = lines(capsys)
     assert "Add --apply-chat-template" in said["1"] and "row 1" not in said
+
+
+HEAVY = {"torch", "transformers", "sglang", "ray", "math_verify"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "brought"),
+    [
+        ([], set()),
+        (["--rm-type", "exact"], set()),
+        # transformers imports torch for a configuration, whatever is asked of it.
+        (["--hf-checkpoint", "{model}"], {"torch", "transformers"}),
+    ],
+)
+def test_a_look_imports_no_more_than_what_it_looks_with(file, tmp_path, flags, brought):
+    model = make_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=1, vocab_size=400)
+    byte_tokenizer(PLAIN).save_pretrained(model)
+    argv = ["data", file, *(flag.format(model=model) for flag in flags)]
+    code = f"import sys; from onpolicy.cli.main import main; main({argv})"
+    code += f"; print(*sorted({HEAVY} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {*done.stdout.splitlines()[-1].split()} == brought
 
 
 def test_labels_that_a_rule_cannot_read_are_refused_as_a_run_would(capsys, tmp_path):

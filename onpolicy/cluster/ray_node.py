@@ -1,0 +1,76 @@
+"""Ray's processes of one node, and no more of them than a run needs."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any
+
+AGENT_PORTS = (
+    "metrics_agent_port",
+    "metrics_export_port",
+    "dashboard_agent_listen_port",
+    "runtime_env_agent_port",
+)
+"""Flags of a raylet with its agents' ports. If it is given them, it waits for no agent to tell them."""
+
+AGENT_COMMANDS = ("dashboard_agent_command", "runtime_env_agent_command")
+"""Flags of a raylet with the programs of its agents. It refuses to start none."""
+
+WAITS = "sh -c cat"
+"""A program that takes whatever arguments the raylet adds, and ends when its standard input does, which
+the raylet holds; a raylet ends with the first of its agents."""
+
+
+def start_node(*, head: bool, with_agents: bool = True, **parameters: Any) -> Any:
+    """Start Ray's processes of a node (`ray._private.node.Node`), which end with this one.
+
+    with_agents: whether the raylet has agents, without which no actor has environment variables of its
+    own (Ray's runtime_env). Each is a Python process that imports Ray for seconds before the raylet
+    serves, and on a busy host the raylet gives up on it. `parameters`: what is its own of `RayParams`.
+    """
+    from ray._private import services
+    from ray._private.node import Node
+    from ray._private.parameter import RayParams
+
+    class WithoutDashboard(Node):
+        def start_api_server(self, **_: object) -> None:
+            """Start none: without a dashboard it only counts usage, and Ray waits seconds for it."""
+
+    if not with_agents:
+        services.start_ray_process = _without_agents(services.start_ray_process)
+    given = RayParams(
+        include_dashboard=False,
+        include_log_monitor=False,  # type: ignore[arg-type]
+        no_monitor=True,
+        min_worker_port=0,
+        max_worker_port=0,
+        **parameters,
+    )
+    node = WithoutDashboard(given, head=head, shutdown_at_exit=False, spawn_reaper=True)
+    # Ray's workers end when there is no process with their raylet's number: it must leave no zombie.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    return node
+
+
+def _without_agents(start: Callable[..., Any]) -> Callable[..., Any]:
+    """What starts Ray's processes, and a raylet with programs that only wait in place of its agents."""
+
+    def start_ray_process(command: list[str], process_type: str, **options: Any) -> Any:
+        if process_type == "raylet":  # the last of equal flags counts
+            command = [*command, *(f"--{name}={WAITS}" for name in AGENT_COMMANDS)]
+            command += [f"--{name}={_closed_port()}" for name in AGENT_PORTS]
+        return start(command, process_type, **options)
+
+    return start_ray_process
+
+
+_closed: list[socket.socket] = []
+
+
+def _closed_port() -> int:
+    """A port of this host on which nobody can listen as long as this process lives."""
+    _closed.append(socket.socket())
+    _closed[-1].bind(("127.0.0.1", 0))
+    return int(_closed[-1].getsockname()[1])

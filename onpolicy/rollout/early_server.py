@@ -1,0 +1,86 @@
+"""A server's process that imports SGLang before it is known what it serves.
+
+That takes it as long as a run needs to check what it was given, so both are done at once. The process is
+taken over by the first server of the environment that it began with.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+OURS = "ONPOLICY_"
+"""What the variables begin with that nothing reads before it serves."""
+
+GUARDED = "ONPOLICY_GUARDED"
+"""Tells a server that we hold the other end of its standard input (`sglang_patches/serve.py`)."""
+
+_waiting: tuple[subprocess.Popen[bytes], dict[str, str]] | None = None
+
+
+def command(*flags: str) -> list[str]:
+    """A server with these flags of SGLang's."""
+    return [sys.executable, "-m", "sglang_patches.serve", *flags]
+
+
+@contextmanager
+def begun(environment: Mapping[str, str]) -> Iterator[None]:
+    """Begin to import SGLang in this environment, for a server that is started in here."""
+    global _waiting
+    environment = {**environment, GUARDED: "1"}
+    process = subprocess.Popen(
+        command("--later"),
+        # It ends when this pipe closes, so it cannot outlive us however we end.
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+    )
+    _waiting = process, environment
+    try:
+        yield
+    finally:
+        if _waiting is not None:
+            _end(process)
+            _waiting = None
+
+
+def take_over(
+    environment: Mapping[str, str], orders: Mapping[str, Any]
+) -> subprocess.Popen[bytes] | None:
+    """Let the process that waits, if there is one, serve in this environment: the process.
+
+    None if there is none, or it began in another environment: what a library has read stays.
+    """
+    global _waiting
+    taken, _waiting = _waiting, None
+    if taken is None:
+        return None
+    process, began = taken
+    differs = {name for name in {*began, *environment} if began.get(name) != environment.get(name)}
+    if process.poll() is None and all(name.startswith(OURS) for name in differs):
+        variables = {name: environment[name] for name in differs if name in environment}
+        line = json.dumps({**orders, "variables": variables}).encode() + b"\n"
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):
+            process.stdin.write(line)
+            process.stdin.flush()
+            return process
+    logger.debug("the server that waited began in another environment: %s", sorted(differs))
+    _end(process)
+    return None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):
+        process.stdin.close()
+    process.wait()

@@ -1,0 +1,51 @@
+"""The process of a run's engine, begun while the run is checked."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from onpolicy.config import TrainConfig
+from onpolicy.contract import NumericsContract, OperatorShapes
+from onpolicy.errors import ConfigError
+from onpolicy.rollout.early_server import begun
+from onpolicy.rollout.engine_args import EngineSpec
+from onpolicy.rollout.server import environment_of
+from onpolicy.run.launch.host_shares import placement_here
+from onpolicy.system.memory import num_gpus
+
+
+def engine_begun(config: TrainConfig) -> AbstractContextManager[None]:
+    """Let the one engine of a run on this host's cores import SGLang beside what is done in here."""
+    engine = config.engine
+    if engine.rollout_server_url or config.cluster.ray_address or engine.num_started != 1:
+        return nullcontext()
+    if (
+        num_gpus()
+    ):  # a driver's context may not be forked, and what SGLang imports there was not tried
+        return nullcontext()
+    try:
+        return begun(environment_of(_likely(config)))
+    except ConfigError:  # the run's own checks say it better
+        return nullcontext()
+
+
+def _likely(config: TrainConfig) -> EngineSpec:
+    """What decides the environment of the engine's process, as far as flags tell."""
+    aligned = "cpu" if config.plan.aligned_by else "stock"
+    contract = NumericsContract(
+        backend="portable" if config.operators.is_portable else aligned,
+        device="cpu",
+        dtype=config.model.dtype,
+        shapes=OperatorShapes(linear=(), attention=(), norm=(), vocab_size=1),
+    )
+    (slot,) = placement_here(config, contract).engines
+    return EngineSpec(
+        hf_checkpoint=config.model.hf_checkpoint,
+        contract=contract,
+        host=config.engine.rollout_host,
+        api_key="",
+        seed=config.seed,
+        num_threads=config.engine.cpu_threads or slot.cpu_threads,
+        trust_remote_code=config.model.trust_remote_code,
+        sglang_args=config.sglang_args,
+    )
