@@ -41,7 +41,7 @@ def test_requests_say_the_one_adapter_of_a_stock_server_and_pushes_do_not(monkey
     session.post.side_effect = aiohttp.ClientConnectorError(MagicMock(), OSError())
     with pytest.raises(EngineLostError):
         asyncio.run(client.generate(session, REQUEST))
-    assert session.post.call_args.kwargs["json"]["lora_path"] == "mine"
+    assert session.post.call_args.kwargs["json"]["requests"][0]["lora_path"] == "mine"
     assert client.adapter_name == "" and client.patience(0) == 1
 
 
