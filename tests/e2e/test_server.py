@@ -1,6 +1,5 @@
 """A real server: who may talk to it, what it refuses, and what it refuses to start with."""
 
-import asyncio
 import dataclasses
 import os
 import re
@@ -9,7 +8,6 @@ import sys
 import textwrap
 from pathlib import Path
 
-import aiohttp
 import psutil
 import pytest
 import requests
@@ -123,25 +121,6 @@ def test_requests_that_begin_together_are_one_call(engines):
     before = log.read_text().count('"POST /generate')
     engines.generate(make_requests(24, seed=11, max_new_tokens=3))
     assert log.read_text().count('"POST /generate') == before + 1
-
-
-def test_a_call_that_is_left_ends_at_the_server_too(client):
-    """Else what nobody waits for would keep the next push waiting."""
-
-    async def leave():
-        async with aiohttp.ClientSession() as session:
-            short, *long = [
-                client.generate(session, request)
-                for count in (1, 400)
-                for request in make_requests(1, seed=12, max_new_tokens=count)
-            ]
-            asked = [asyncio.create_task(each) for each in (short, *long)]
-            await asked[0]  # the answer has begun
-            for each in asked:
-                each.cancel()
-
-    asyncio.run(leave())
-    client.flush_cache()  # waits for a few seconds for what is under way
 
 
 def test_a_stop_token_ends_the_response_and_belongs_to_it(engines):
