@@ -79,6 +79,11 @@ def test_a_refused_request_says_the_servers_reason():
         completion_of({"error": {"message": "top_p=0.9: not available"}}, 400, REQUEST, "http://e")
 
 
+def test_a_server_of_another_version_is_refused_with_the_remedy():
+    with pytest.raises(ContractError, match="of the same version as the run"):
+        completion_of({"detail": "Not Found"}, 404, REQUEST, "http://e")
+
+
 def test_experts_come_for_every_token_but_the_last_if_they_were_asked_for():
     found = completion_of(answer(PAIRS, **ROUTED), 200, REPLAYED, "http://e").routed_experts
     assert np.array_equal(found, EXPERTS)
