@@ -24,8 +24,8 @@ def completion_of(answer: Any, status: int, request: Request, url: str) -> Compl
     """What was sampled. Raises ContractError for a refusal, EngineError for what is of no use."""
     if status == 404:
         raise ContractError(
-            f"{url}: HTTP 404 for a run's requests: the server has the plug-in of another version. Start "
-            "it by `onpolicy serve`, of the same version as the run."
+            f"{url}: HTTP 404 for a run's requests: the server has the plug-in of another version. "
+            "Start it by `onpolicy serve`, of the same version as the run."
         )
     if status != 200 or "output_ids" not in answer:
         raise ContractError(f"{url}/generate refused a request (HTTP {status}): {answer}")
