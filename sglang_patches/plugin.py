@@ -21,6 +21,7 @@ from sglang_patches import (
     embedding,
     experts,
     extensions,
+    generate_each,
     grammars,
     harmful_requests,
     head_sizes,
@@ -59,6 +60,7 @@ def load() -> None:
     shared_names.install()
     harmful_requests.install()
     who_may_ask.install()
+    generate_each.install()
     model_names.install()
     chats.install()
     neutral_values.install()

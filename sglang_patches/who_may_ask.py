@@ -35,7 +35,7 @@ OF_RUNS = frozenset({
 
 OF_CLIENTS = frozenset({
     "/", "/docs", "/docs/oauth2-redirect", "/openapi.json", "/redoc", "/ping",
-    "/generate", "/encode", "/classify", "/tokenize", "/detokenize",
+    "/generate", "/generate_each", "/encode", "/classify", "/tokenize", "/detokenize",
     "/model_info", "/get_model_info", "/server_info", "/get_server_info",
     "/parse_function_call", "/separate_reasoning", "/get_hicache_l3_cache_layout",
     "/v1/audio/transcriptions", "/v1/chat/completions", "/v1/classify", "/v1/completions",

@@ -1,4 +1,4 @@
-"""The answers of SGLang's /generate, as what was sampled, or as what is wrong with them."""
+"""The answers of a server, as what was sampled, or as what is wrong with them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,19 @@ def was_aborted(answer: Any) -> bool:
 
 def completion_of(answer: Any, status: int, request: Request, url: str) -> Completion:
     """What was sampled. Raises ContractError for a refusal, EngineError for what is of no use."""
+    if status == 404:
+        raise ContractError(
+            f"{url}: HTTP 404 for a run's requests: the server has the plug-in of another version. "
+            "Start it by `onpolicy serve`, of the same version as the run."
+        )
     if status != 200 or "output_ids" not in answer:
         raise ContractError(f"{url}/generate refused a request (HTTP {status}): {answer}")
-    meta, response_ids = answer["meta_info"], answer["output_ids"]
-    pairs = meta.get("output_token_logprobs") or []
-    log_probs = [pair[0] for pair in pairs]
-    if [pair[1] for pair in pairs] != response_ids or None in log_probs:
+    meta, response_ids = answer["meta_info"], _numbers(answer["output_ids"], "<i4")
+    values, tokens = meta["output_token_logprobs"]
+    log_probs = _numbers(values, "<f8")
+    if _numbers(tokens, "<i4") != response_ids:
         raise EngineError(
-            f"{url}: {len(response_ids)} tokens, but log-probabilities for {len(pairs)} of them. "
+            f"{url}: {len(response_ids)} tokens, but log-probabilities for {len(log_probs)} of them. "
             "Training needs one for each; use SGLang from the supported range."
         )
     if not all(map(math.isfinite, log_probs)):
@@ -56,6 +61,12 @@ def completion_of(answer: Any, status: int, request: Request, url: str) -> Compl
         return completion
     # Whether the last token ends the response, an abort does not say.
     return completion.until(max(len(response_ids) - 1, 0), completion.finish_reason)
+
+
+def _numbers(encoded: str, dtype: str) -> list[Any]:
+    """What `sglang_patches/generate_each.py` put into base64."""
+    found: list[Any] = np.frombuffer(base64.b64decode(encoded), dtype=dtype).tolist()
+    return found
 
 
 def _kept_tokens(meta: dict[str, Any], request: Request, count: int, url: str) -> list[bytes]:

@@ -12,6 +12,7 @@ import requests
 
 from onpolicy.errors import ContractError, EngineError
 from onpolicy.rollout.answers import completion_of, was_aborted
+from onpolicy.rollout.bursts import PATH, Burst
 from onpolicy.rollout.direct_http import ask
 from onpolicy.trajectory import Completion
 from onpolicy.types import Request
@@ -45,6 +46,7 @@ class EngineClient:
         self.health_timeout = health_timeout
         self.headers = _authorization(api_key)
         self.admin_headers = _authorization(admin_api_key or api_key)
+        self._bursts: dict[aiohttp.ClientSession, Burst] = {}
 
     async def generate(
         self, session: aiohttp.ClientSession, request: Request, takes_parts: bool = False
@@ -58,21 +60,33 @@ class EngineClient:
             if attempt:
                 await asyncio.sleep(_BACKOFF_SECONDS * 2**attempt)
             try:
-                async with session.post(
-                    f"{self.url}/generate",
-                    json=_payload(request),
-                    headers=self.headers,
-                    timeout=aiohttp.ClientTimeout(total=self.request_timeout),
-                ) as response:
-                    answer = await response.json()
+                status, answer = await self._burst(session).ask(_payload(request))
             except aiohttp.ClientConnectorError as error:
                 raise EngineLostError(f"{self.url} is gone ({error}).") from error
             except (aiohttp.ClientError, TimeoutError, ValueError):
                 continue
-            if response.status >= 500 or (was_aborted(answer) and not takes_parts):
+            if status >= 500 or (was_aborted(answer) and not takes_parts):
                 continue
-            return completion_of(answer, response.status, request, self.url)
+            return completion_of(answer, status, request, self.url)
         raise EngineLostError(f"{self.url}: no answer after {_RETRIES} attempts.")
+
+    def _burst(self, session: aiohttp.ClientSession) -> Burst:
+        """The call that takes up what is asked for at this moment."""
+        if session not in self._bursts:
+            self._bursts[session] = Burst(
+                lambda requests: session.post(
+                    f"{self.url}{PATH}",
+                    json={"requests": requests},
+                    headers=self.headers,
+                    timeout=aiohttp.ClientTimeout(total=self.request_timeout),
+                ),
+                lambda burst: self._leave(session, burst),
+            )
+        return self._bursts[session]
+
+    def _leave(self, session: aiohttp.ClientSession, burst: Burst) -> None:
+        if self._bursts.get(session) is burst:
+            del self._bursts[session]
 
     async def abort(self, session: aiohttp.ClientSession) -> None:
         """Have the server answer everything that it samples now, with what it has.
@@ -197,7 +211,6 @@ def _payload(request: Request) -> dict[str, Any]:
             **_grammar(request),
             "custom_params": _custom(request),
         },
-        "return_logprob": True,
         **({"return_routed_experts": True} if params.return_routed_experts else {}),
     }
 

@@ -116,6 +116,13 @@ def test_a_greedy_request_takes_the_likeliest_token_beside_sampled_ones(engines)
         assert completion.rollout_log_probs[0] == max(scored)
 
 
+def test_requests_that_begin_together_are_one_call(engines):
+    log = engines.rollout.servers[0].log_file
+    before = log.read_text().count('"POST /generate')
+    engines.generate(make_requests(24, seed=11, max_new_tokens=3))
+    assert log.read_text().count('"POST /generate') == before + 1
+
+
 def test_a_stop_token_ends_the_response_and_belongs_to_it(engines):
     request = make_requests(1, seed=8)[0]
     full = engines.generate([request])[0]

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from sglang_patches import generate_each
 from sglang_patches.who_may_ask import (
     BELOW_CLIENTS,
     OF_CLIENTS,
@@ -19,10 +20,13 @@ RUNS, CLIENTS = "key-of-runs", "key-of-clients"
 
 @pytest.fixture(scope="module")
 def app():
-    """SGLang's own application, with all its routes and none of its processes."""
+    """SGLang's own application, with all its routes, ours too, and none of its processes."""
     from sglang.srt.entrypoints.http_server import app
 
-    return app
+    before = [*app.router.routes]
+    generate_each._add_route()
+    yield app
+    app.router.routes[:] = before
 
 
 def ask(app, path, key=None, method="POST", kind="http", keys=(RUNS, CLIENTS), **headers):

@@ -28,12 +28,17 @@ class SharedMemoryTransport(Transport):
     def __init__(self) -> None:
         self._buffer = flat.Buffer(_make_shared)
         self._ranks: dict[str, int] = {}
+        """Of each engine by its URL, since the last push that failed."""
 
     def open(self, engines: Sequence[Engine]) -> None:
-        self._ranks = {engine.url: int(engine.report()["tp_size"]) for engine in engines}
+        """Ask those that are new; a server reads all its settings out to answer that."""
+        for engine in engines:
+            if engine.url not in self._ranks:
+                self._ranks[engine.url] = int(engine.report()["tp_size"])
 
     def abandon(self) -> None:
         self._buffer.free()  # an engine may still read what it was sent
+        self._ranks.clear()  # one that is started again may have others
 
     def end(self) -> None:
         self._buffer.free()

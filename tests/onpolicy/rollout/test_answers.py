@@ -25,11 +25,16 @@ ROUTED = {
 }
 
 
-def answer(pairs, **meta):
+def numbers(dtype, values):
+    return base64.b64encode(np.array(values, dtype=dtype).tobytes()).decode()
+
+
+def answer(pairs, output_ids=(5, 6), **meta):
+    log_probs, tokens = [p[0] for p in pairs], [p[1] for p in pairs]
     return {
-        "output_ids": [5, 6],
+        "output_ids": numbers("<i4", output_ids),
         "meta_info": {
-            "output_token_logprobs": pairs,
+            "output_token_logprobs": [numbers("<f8", log_probs), numbers("<i4", tokens)],
             "finish_reason": {"type": "stop"},
             "weight_version": 3,
             **meta,
@@ -57,9 +62,8 @@ def test_a_version_is_the_number_of_a_push_and_weights_from_elsewhere_are_of_non
 @pytest.mark.parametrize(
     ("pairs", "message"),
     [
-        (None, "2 tokens, but log-probabilities for 0"),
+        ([], "2 tokens, but log-probabilities for 0"),
         ([(-0.5, 5, None)], "2 tokens, but log-probabilities for 1"),
-        ([(-0.5, 5, None), (None, 6, None)], "2 tokens, but log-probabilities for 2"),
         ([(-0.5, 5, None), (-0.5, 7, None)], "2 tokens, but log-probabilities for 2"),
         ([(-0.5, 5, None), (math.nan, 6, None)], "log_prob=nan at response position 1"),
         ([(-math.inf, 5, None), (-1.0, 6, None)], "log_prob=-inf at response position 0"),
@@ -73,6 +77,11 @@ def test_a_response_without_usable_log_probabilities_is_an_error(pairs, message)
 def test_a_refused_request_says_the_servers_reason():
     with pytest.raises(ContractError, match=r"HTTP 400.*top_p"):
         completion_of({"error": {"message": "top_p=0.9: not available"}}, 400, REQUEST, "http://e")
+
+
+def test_a_server_of_another_version_is_refused_with_the_remedy():
+    with pytest.raises(ContractError, match="of the same version as the run"):
+        completion_of({"detail": "Not Found"}, 404, REQUEST, "http://e")
 
 
 def test_experts_come_for_every_token_but_the_last_if_they_were_asked_for():
@@ -124,8 +133,7 @@ def test_what_an_abort_leaves_goes_on_after_its_last_token_but_one():
 def test_an_abort_may_leave_nothing(tokens):
     """One that waits for the engine comes back without what only the model's pass adds."""
     spans = [{"version": "3", "start": 0, "end": tokens}]
-    given = answer(PAIRS[:tokens], **ABORTED, weight_versions=spans)
-    given["output_ids"] = given["output_ids"][:tokens]
+    given = answer(PAIRS[:tokens], (5, 6)[:tokens], **ABORTED, weight_versions=spans)
     if tokens:
         given["meta_info"] |= {**ROUTED, "prompt_tokens": 2, "completion_tokens": 1}
     part = completion_of(given, 200, REPLAYED, "http://e")

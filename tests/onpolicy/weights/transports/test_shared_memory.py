@@ -34,9 +34,10 @@ class Engine:
     url = "an engine"
 
     def __init__(self, ranks):
-        self.ranks, self.read = ranks, []
+        self.ranks, self.read, self.reports = ranks, [], 0
 
     def report(self):
+        self.reports += 1
         return {"tp_size": self.ranks}
 
     def post(self, path, body, num_bytes):
@@ -58,6 +59,18 @@ def test_every_rank_reads_whole_tensors_and_parts_of_one():
     transport.open([engine])
     transport.send(bucket, [engine], "1")
     assert engine.read == ["norm=4.0 experts.0=6.0 experts.1=22.0 experts.2=38.0"] * 3
+
+
+def test_an_engine_is_asked_for_its_ranks_once_and_again_after_a_push_that_failed():
+    engine, transport = Engine(ranks=1), SharedMemoryTransport()
+    for _ in range(3):
+        transport.open([engine])
+    assert engine.reports == 1
+    transport.abandon()
+    engine.ranks = 2
+    transport.open([engine])
+    handles = transport.handles([("norm", torch.ones(4))])
+    assert len(handles(engine)) == 2
 
 
 def test_what_a_process_shared_goes_after_it_without_a_word():
