@@ -1,6 +1,6 @@
 """The quickstart beside TRL's GRPOTrainer, in turns: how long until it begins, ends, and for a step.
 
-    python -m benchmarks.beside_trl --json benchmarks/results/beside_trl.json
+    python -m benchmarks.beside_trl --json OUT.json
 
 `benchmarks/beside_trl.md` says what is compared, and what was expected before it was measured. TRL has
 an environment of its own under --work, which is made once.

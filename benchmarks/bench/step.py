@@ -79,7 +79,7 @@ def _measured(
     asks: Mapping[str, Ask], num_tokens: int, config: BenchConfig, threads: int
 ) -> dict[str, Any]:
     """Both sides in turns on so many tokens; a profile is a measurement of its own."""
-    given = {
+    given: dict[str, dict[str, Any]] = {
         side: {
             "num_tokens": num_tokens,
             "config": config,

@@ -62,10 +62,9 @@ class SharedRows:
         """
         total = grad.new_zeros(count, *grad.shape[1:], dtype=torch.float32)
         if self._has_short_runs:
-            for read, lie in self._readings:
-                total.index_copy_(
-                    0, lie, total.index_select(0, lie).add_(grad.index_select(0, read))
-                )
+            for source, place in self._readings:
+                more = grad.index_select(0, source)
+                total.index_copy_(0, place, total.index_select(0, place).add_(more))
         else:
             for read, lie in self.runs:
                 total[lie] += grad[read]

@@ -1,8 +1,16 @@
 """What ranks find together of their micro-batches."""
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from onpolicy.train.distributed import gather_micro_batches, sum_micro_batches
+from onpolicy.train.distributed import (
+    count_over_data,
+    gather,
+    gather_micro_batches,
+    init_process_group,
+    sum_micro_batches,
+)
 from onpolicy.train.packing import pack
 from tests.support.ranks import on_ranks
 
@@ -31,3 +39,14 @@ def test_micro_batches_come_in_the_order_of_one_rank(ranks):
 def test_ranks_that_sum_their_own_first_have_another_sum():
     """So the test above would notice."""
     assert sum(sum(share) for share in by_rank(2, VALUES)) != sum(VALUES)
+
+
+def test_a_rank_alone_sends_nothing(monkeypatch):
+    def sent(*args, **named):
+        raise AssertionError("a message to itself")
+
+    init_process_group()
+    for name in ("all_gather_object", "all_reduce"):
+        monkeypatch.setattr(dist, name, sent)
+    assert gather("ours", None) == ["ours"]
+    assert count_over_data({"b": 2, "a": 1}, torch.device("cpu")) == {"a": 1, "b": 2}
