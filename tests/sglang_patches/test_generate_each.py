@@ -134,12 +134,11 @@ def test_log_probabilities_keep_their_bits_and_tokens_without_one_are_left_out()
 
 
 def test_a_batch_has_what_its_requests_ask_for():
-    batch = _batch_of(body({"input_ids": [1], "lora_path": "a"}, {"input_ids": [2, 3]}))
+    batch = _batch_of(body({"input_ids": [1]}, {"input_ids": [2, 3]}))
     assert (batch.input_ids, batch.sampling_params) == ([[1], [2, 3]], [PARAMS, PARAMS])
-    assert batch.lora_path == ["a", None] and batch.return_logprob is True
-    assert batch.return_routed_experts is False
+    assert batch.return_logprob is True and batch.return_routed_experts is False
     batch = _batch_of(body({"input_ids": [1]}, {"input_ids": [2], "return_routed_experts": True}))
-    assert batch.return_routed_experts is True and batch.lora_path is None
+    assert batch.return_routed_experts is True
 
 
 @pytest.mark.parametrize(
