@@ -133,7 +133,7 @@ def test_a_damaged_checkpoint_in_the_way_is_set_aside(run):
     for done in (2, 4):
         saving.save(config, engines, state_after(done))
     (save / "step_000004" / "numbers.json").write_text("{}")
-    saving.find(changed(config, load=str(save / "step_000002")), PROMPTS)
+    saving.find(changed(config, load=str(save / "step_000002")), PROMPTS, EVALUATIONS)
     saving.save(config, engines, state_after(4))
     assert (save / "step_000004.damaged1" / "numbers.json").read_text() == "{}"
     assert saving.find(config, PROMPTS, EVALUATIONS).state == state_after(4)
