@@ -29,6 +29,9 @@ BY_CONTENT = frozenset(
 """Paths of which whoever compares settings compares the contents instead (`digest_prompts`,
 `digest_sets`)."""
 
+_GONE = ("align", "lora_dora", "rollout_kv_format")
+"""Settings of earlier versions that decided results where they were set."""
+
 _LENGTHS = {"num_rollout", "num_epoch", "max_steps"}
 """Settings that say when a run ends."""
 
@@ -52,7 +55,8 @@ def changes(recorded: Mapping[str, Any], config: AnyRun) -> list[Change]:
     A flag that the record lacks was added since, and meant its default.
     """
     was, now = type(config)().to_dict() | dict(recorded), config.to_dict()
-    return [
+    gone = [Change(name=n, recorded=was[n], now="removed") for n in _GONE if was.get(n)]
+    return gone + [
         Change(name=name, recorded=was[name], now=value)
         for name, value in now.items()
         if name not in DECIDE_NO_RESULT | BY_CONTENT

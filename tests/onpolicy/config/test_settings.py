@@ -77,3 +77,9 @@ def test_a_run_that_draws_ahead_may_not_be_made_longer_unasked():
     """At the end of the shorter one nothing was drawn ahead."""
     recorded = changed(CONFIG, rollout_lag=1).to_dict()
     assert names(changed(CONFIG, rollout_lag=1, num_rollout=101), recorded) == ["num_rollout"]
+
+
+@pytest.mark.parametrize("name", ["align", "lora_dora", "rollout_kv_format"])
+def test_a_record_with_a_setting_that_was_removed_is_of_another_run(name):
+    assert names(CONFIG, {**CONFIG.to_dict(), name: "int8"}) == [name]
+    assert names(CONFIG, {**CONFIG.to_dict(), name: ""}) == []
