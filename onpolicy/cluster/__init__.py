@@ -1,1 +1,2 @@
-"""The hosts of a run and what runs on them: all that knows Ray, imported when a session begins."""
+"""The hosts of a run and the processes on them; all code that uses Ray, imported when a session
+begins."""
