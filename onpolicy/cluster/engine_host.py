@@ -178,7 +178,7 @@ class PlacedServer(EngineServer):
 def make_server(
     spec: EngineSpec, port: int, log_file: Path, *, elsewhere: Elsewhere
 ) -> EngineServer:
-    """A server where its spec says, not started yet."""
+    """Return a server on the host in its spec, not started yet."""
     if spec.node:
         return PlacedServer(spec, port, log_file, elsewhere)
     return EngineServer(spec, port, log_file)

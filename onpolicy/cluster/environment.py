@@ -7,7 +7,7 @@ import secrets
 from typing import Any
 
 ALL_GPUS = {
-    # GPUs are chosen by number, as in torch and SGLang (--base-gpu-id), so processes see all of a host's.
+    # GPUs are chosen by number, as in torch and SGLang (--base-gpu-id): processes see all of them.
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }

@@ -86,11 +86,11 @@ def _taken_over() -> subprocess.Popen[str] | None:
 
 @contextmanager
 def local_ray(seconds: float, on_loss: Callable[[EngineError], None]) -> Iterator[str]:
-    """Start a cluster on this host, and end it afterwards: the address to join it by.
+    """Yield the address of a cluster on this host, which is started before and ended afterwards.
 
-    Its GPUs are those that PyTorch sees; Ray's own count needs a library of the driver's.
-    seconds: longest that the start may take, with all attempts. `on_loss` is called in another thread if
-    the cluster ends meanwhile. Raises EngineError if Ray does not start.
+    Its number of GPUs is PyTorch's; Ray's own count needs a library of the driver. seconds: the limit
+    on the start, with all attempts. `on_loss` is called in another thread if the cluster ends
+    meanwhile. Raises EngineError if Ray does not start.
     """
     process, address = _started(time.monotonic() + seconds)
     has_ended = threading.Event()
