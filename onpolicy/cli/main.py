@@ -32,9 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the `onpolicy` command, and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None and {"-h", "--help"} & {*arguments}:
-        signal.signal(
-            signal.SIGPIPE, signal.SIG_DFL
-        )  # a reader such as `| head` may close the pipe early
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may close the pipe early
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
         return 0 if arguments else 2

@@ -1,4 +1,4 @@
-"""What a run is, resolved once from its flags, under names that no flag has."""
+"""The plan of a run: its properties, resolved once from its flags, under names that no flag has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ corrected, the log says so, or the metrics do."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """What a run of any command is; `TrainConfig.plan`, and that of the other commands."""
+    """The properties of a run of any command; see `TrainConfig.plan` and the `plan` of other
+    commands."""
 
     starts_aligned: bool = False
     """Whether the first rollout runs on aligned operators."""
@@ -69,16 +70,16 @@ class RunPlan:
 
     @property
     def row_parallel_blocks(self) -> int:
-        """Blocks of every sum that ranks share."""
+        """The number of blocks of every sum that ranks share."""
         return self.blocks or max(self.degrees.values())
 
     def on_mismatch(self, *, is_aligned: bool) -> OnMismatch:
-        """What a mismatched token leads to under a contract that is aligned, or is not."""
+        """Return the reaction to a mismatched token under an aligned or another contract."""
         return self.on_aligned_mismatch if is_aligned else self.on_stock_mismatch
 
 
 def tool_plan(config: Any, *, mode: bool, **more: Any) -> RunPlan:
-    """The plan of a command with one kind of engines; `mode`: whether operators are aligned."""
+    """Return the plan of a command with one kind of engines. mode: whether operators are aligned."""
     return RunPlan(
         starts_aligned=mode,
         may_align=mode,

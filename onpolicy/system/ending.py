@@ -39,9 +39,9 @@ class Ended(SystemExit):
 
 @contextmanager
 def heard() -> Iterator[None]:
-    """Say so at once, and raise Ended in the main thread, when SIGTERM comes or something is lost.
+    """Report at once, and raise Ended in the main thread, when SIGTERM comes or something is lost.
 
-    Changes nothing in another thread than the main one, which hears no signals.
+    Do nothing in other threads than the main one, which get no signals.
     """
     global _loss, _is_heard
     if threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""From rewards to the loss."""
+"""The flags of the algorithm, from rewards to the loss."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -22,7 +22,7 @@ from onpolicy.config.rules import NO_RESULT, Against, Together
 
 
 def _read_by(setting: str) -> ReadBy:
-    """What the registry says of a setting of objectives."""
+    """Return the note on a flag that only some objectives read, by the registry."""
     return ReadBy(f"--policy-loss {readers(setting)}", lambda run: reads(run.policy_loss, setting))
 
 

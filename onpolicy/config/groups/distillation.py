@@ -1,4 +1,4 @@
-"""A teacher, whose log-probabilities of the sampled tokens are learnt from."""
+"""The flags of distillation from a teacher's log-probabilities of the sampled tokens."""
 
 from dataclasses import dataclass
 from functools import partial
