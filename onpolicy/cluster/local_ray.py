@@ -3,7 +3,7 @@
 `python -m onpolicy.cluster.local_ray` is a guard (system/guard.py) over Ray's processes, and so over
 everything that actors start. Its owner holds its standard input; when that closes, it kills all of them
 and removes the session's directory. They also end with the first of Ray's own processes that ends, and
-the owner is told; Ray's C++ would abort the owner only a minute later.
+the owner notices at once; Ray's C++ would abort the owner only a minute later.
 """
 
 from __future__ import annotations

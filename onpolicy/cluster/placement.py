@@ -33,24 +33,24 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """All slots of a run, by rank and by engine number."""
+    """The slots of a run, by rank and by engine number."""
 
     trainer: tuple[Slot, ...]
     engines: tuple[Slot, ...]
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """The slots of ranks and of engines."""
+        """Return the slots of ranks and of engines."""
         return *self.trainer, *self.engines
 
     @property
     def hosts(self) -> tuple[Host, ...]:
-        """The hosts in use, starting with the host of the trainer's rank 0."""
+        """Return the hosts in use, starting with the host of the trainer's rank 0."""
         return tuple(dict.fromkeys(slot.host for slot in self.slots))
 
     @property
     def is_here(self) -> bool:
-        """Whether all slots are on the controller's own host."""
+        """Return whether all slots are on the controller's own host."""
         return all(host.is_here for host in self.hosts)
 
     def gpus(self, host: Host) -> set[int]:
@@ -64,7 +64,7 @@ class Placement:
 
     @property
     def device(self) -> str:
-        """The device of its processes: `cuda` or `cpu`."""
+        """Return the device of its processes: `cuda` or `cpu`."""
         return "cuda" if any(slot.devices for slot in self.slots) else "cpu"
 
     def counts(self, host: Host) -> tuple[int, int]:

@@ -71,7 +71,7 @@ _closed: list[socket.socket] = []
 
 
 def _closed_port() -> int:
-    """Return a port of this host on which nobody can listen while this process lives."""
+    """Return a port of this host on which no process can listen while this process lives."""
     _closed.append(socket.socket())
     _closed[-1].bind(("127.0.0.1", 0))
     return int(_closed[-1].getsockname()[1])

@@ -33,7 +33,7 @@ released."""
 
 
 _lost: EngineError | None = None
-"""The error that says why the session's cluster is gone, once it is."""
+"""The error about the loss of the session's cluster, once it is lost."""
 
 
 @contextmanager
@@ -156,8 +156,8 @@ def gpus_on(hosts: Sequence[Host]) -> dict[Host, tuple[Gpu, ...]]:
 def told_by(hosts: Sequence[Host], ask: Callable[[], T], what: str) -> dict[Host, T]:
     """Return the result of `ask` on each host of the cluster, called in a process that then ends.
 
-    Raises ConfigError, which says that a host does not say `what`, if one does not answer; EngineError
-    as soon as this host leaves the cluster.
+    Raises ConfigError if a host does not answer, with `what` in the message; EngineError as soon as
+    this host leaves the cluster.
     """
     from ray.exceptions import RayError
 
@@ -204,7 +204,7 @@ def when_it_fits(
 ) -> T:
     """Return `place` of the cluster's hosts, as soon as there are enough.
 
-    Raises the ConfigError of `place`: at once in a cluster of our own, which nobody joins, else after
+    Raises the ConfigError of `place`: at once in a cluster of our own, which no host joins, else after
     --placement-timeout. After a loss it waits for seconds only, and raises EngineError.
     """
     seconds = cluster.placement_timeout if cluster.ray_address else 0.0

@@ -1,4 +1,4 @@
-"""One rank of the trainer, in a process that Ray started for it.
+"""A rank of the trainer, in a process that Ray started for it.
 
 The process is prepared before any heavy import, so this module imports nothing heavy. The rank logs
 into a file of its own; lines for the user also go back with each answer.
@@ -44,7 +44,7 @@ class Answer:
 
 
 class TrainerRank:
-    """One rank. A call may be collective: then all ranks have to be called alike."""
+    """A rank. A call may be collective: then all ranks have to be called alike."""
 
     trainer: PolicyTrainer
 

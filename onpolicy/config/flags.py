@@ -69,7 +69,7 @@ class Flag:
 
     @cached_property
     def name(self) -> str:
-        """The name, with _ for -."""
+        """Return the name, with _ for -."""
         return self.spell(self.path[-1])
 
     def spell(self, field: str) -> str:
@@ -82,12 +82,12 @@ class Flag:
 
     @cached_property
     def value(self) -> Callable[[Any], Any]:
-        """The function that reads its value from a configuration."""
+        """Return the function that reads its value from a configuration."""
         return attrgetter(".".join(self.path))
 
     @property
     def help(self) -> str:
-        """The docstring under the field."""
+        """Return the docstring under the field."""
         found = [_docs(owner).get(self.path[-1], "") for owner in self.owner.__mro__]
         return next(filter(None, found), "")
 

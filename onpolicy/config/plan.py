@@ -64,13 +64,13 @@ class RunPlan:
 
     @property
     def is_always_on_policy(self) -> bool:
-        """Whether every rollout runs on aligned operators and the newest weights, uncorrected."""
+        """Return whether every rollout runs on aligned operators and the newest weights, uncorrected."""
         falls_back = self.on_aligned_mismatch == "fall back"
         return self.starts_aligned and not (self.is_governed or falls_back or self.may_lag)
 
     @property
     def row_parallel_blocks(self) -> int:
-        """The number of blocks of every sum that ranks share."""
+        """Return the number of blocks of every sum that ranks share."""
         return self.blocks or max(self.degrees.values())
 
     def on_mismatch(self, *, is_aligned: bool) -> OnMismatch:

@@ -31,7 +31,7 @@ class Facts(SimpleNamespace):
 
 @dataclass(frozen=True)
 class Together:
-    """Flags that contradict each other, whether they are given or not."""
+    """A contradiction between flags, whether they are given or not."""
 
     when: Callable[[Facts], object]
     """What is found where they do; nothing where they do not."""

@@ -38,7 +38,7 @@ _LENGTHS = {"num_rollout", "num_epoch", "max_steps"}
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A setting that a checkpoint was made under, and what it is now."""
+    """A setting with its value in a checkpoint and its present value."""
 
     name: str
     recorded: Any

@@ -58,7 +58,7 @@ class AnswersConfig:
 
     @property
     def sources(self) -> str:
-        """What --prompt-data was given, for messages."""
+        """Return the value of --prompt-data, for messages."""
         return self.prompt_data
 
 
@@ -152,7 +152,7 @@ class SftConfig:
 
     @property
     def samples_per_rollout(self) -> int:
-        """The rows of a step."""
+        """Return the rows of a step."""
         return self.trainer.global_batch_size
 
     @property

@@ -181,7 +181,7 @@ class BenchConfig:
 
     @property
     def plan(self) -> RunPlan:
-        """The plan of both sides: aligned operators beside stock ones."""
+        """Return the plan of both sides: aligned operators beside stock ones."""
         return RunPlan(
             may_align=True,
             aligned_by="aligned operators",
@@ -230,7 +230,7 @@ class ServeConfig:
 
     @property
     def serves_text(self) -> bool:
-        """Whether clients may send text, or tokens alone."""
+        """Return whether clients may send text, or only tokens."""
         return "--skip-tokenizer-init" not in self.sglang_args
 
     @property

@@ -67,7 +67,7 @@ class TrainConfig:
 
     @cached_property
     def plan(self) -> RunPlan:
-        """The properties of the run, resolved from its flags."""
+        """Return the properties of the run, resolved from its flags."""
         return _plan_of(self)
 
     @property
@@ -76,27 +76,28 @@ class TrainConfig:
 
     @property
     def compares_with_greedy(self) -> bool:
-        """Whether the samples of a prompt are compared with a greedy answer to it."""
+        """Return whether the samples of a prompt are compared with a greedy answer to it."""
         return ESTIMATORS[self.algorithm.advantage_estimator].baseline == "greedy"
 
     @property
     def answers_per_prompt(self) -> int:
-        """The number of sampled answers: `n_samples_per_prompt`, and one more with a greedy answer."""
+        """Return the number of sampled answers: `n_samples_per_prompt`, and one more with a greedy
+        answer."""
         return self.rollout.n_samples_per_prompt + self.compares_with_greedy
 
     @property
     def global_batch_size(self) -> int:
-        """The number of samples per optimizer step."""
+        """Return the number of samples per optimizer step."""
         return self.trainer.global_batch_size or self.samples_per_rollout
 
     @property
     def steps_per_rollout(self) -> int:
-        """The number of optimizer steps per rollout."""
+        """Return the number of optimizer steps per rollout."""
         return self.samples_per_rollout // self.global_batch_size
 
     @property
     def has_ratio(self) -> bool:
-        """Whether the objective has a ratio to an old policy that may differ from 1."""
+        """Return whether the objective has a ratio to an old policy that may differ from 1."""
         algorithm = self.algorithm
         return (
             OBJECTIVES[algorithm.policy_loss].ratio != "none"
@@ -110,27 +111,28 @@ class TrainConfig:
 
     @property
     def loss_aggregation(self) -> groups.LossAggregation:
-        """The loss aggregation; by default the one in the objective's paper: for GSPO a mean over
-        sequences."""
+        """Return the loss aggregation; by default the one in the objective's paper: for GSPO a mean
+        over sequences."""
         own = OBJECTIVES[self.algorithm.policy_loss].aggregation
         return self.algorithm.loss_aggregation or own
 
     @property
     def loads_reference(self) -> bool:
-        """Whether a reference policy has weights of its own; adapters share their base with the
+        """Return whether a reference policy has weights of its own; adapters share their base with the
         reference."""
         is_base = self.lora.lora_rank and not self.algorithm.ref_checkpoint
         return self.algorithm.reads_reference and not is_base
 
     @property
     def critic_checkpoint(self) -> str:
-        """The initial checkpoint of the critic; "" without one."""
+        """Return the initial checkpoint of the critic; "" without one."""
         own = self.critic.critic_load or self.model.hf_checkpoint
         return own if self.algorithm.advantage_estimator == "gae" else ""
 
     @property
     def gdpo_rewards(self) -> dict[str, float]:
-        """The named rewards that gdpo learns from, with their weights; by default all of --rewards."""
+        """Return the named rewards that gdpo learns from, with their weights; by default all of
+        --rewards."""
         keys, weights = self.algorithm.gdpo_reward_keys, self.algorithm.gdpo_reward_weights
         if not keys:
             sources = self.reward.sources if self.reward.rewards else {}
@@ -139,17 +141,17 @@ class TrainConfig:
 
     @property
     def open_groups(self) -> int:
-        """The number of groups that are sampled at a time."""
+        """Return the number of groups that are sampled at a time."""
         return self.rollout.over_sampling_batch_size or self.rollout.rollout_batch_size
 
     @cached_property
     def eval_sets(self) -> dict[str, groups.EvalSet]:
-        """The evaluation sets by name; the name of a single path is empty."""
+        """Return the evaluation sets by name; the name of a single path is empty."""
         return groups.sets_of(self.eval, self.rollout, self.data)
 
     @property
     def takes_steps(self) -> bool:
-        """Whether the trainer changes weights, or only scores."""
+        """Return whether the trainer changes weights, or only scores."""
         return self.rollout.num_rollout > 0
 
     def batch_equation(self) -> str:

@@ -29,8 +29,7 @@ from onpolicy.run.sampler import Rollout, Work
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The rule that says under which weights each rollout is sampled, so that timing does not decide
-    what is learnt.
+    """The schedule of rollouts and weights: a fixed rule, so that results do not depend on timing.
 
     Version v of the weights is pushed after v rollouts have been trained on. With a lag of K, step k is
     sampled under version max(0, k - K), and all samples of a version are complete before the next one

@@ -67,7 +67,7 @@ class Case:
 
     @property
     def request(self) -> Request:
-        """The request that sampled that answer."""
+        """Return the request that sampled that answer."""
         return Request(
             prompt_ids=self.trajectory["token_ids"][: self.prompt_len],
             sampling_seed=self.sampling_seed,

@@ -97,13 +97,13 @@ class EnginePair:
 
     @property
     def replays_routing(self) -> bool:
-        """Whether the trainer replays the rollout's expert choices."""
+        """Return whether the trainer replays the rollout's expert choices."""
         return replays_routing(self.config, self.contract)
 
     @property
     def tells_entropy(self) -> bool:
-        """Whether the trainer uses the entropies that the engine reported, which aligned operators make
-        equal to its own."""
+        """Return whether the trainer uses the entropies that the engine reported, which aligned
+        operators make equal to its own."""
         return self.config.algorithm.compares_entropies and self.contract.is_aligned
 
     def push_weights(self, version: int) -> None:

@@ -1,4 +1,4 @@
-"""One evaluation of a run, logged even if it fails."""
+"""An evaluation of a run, logged even if it fails."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Ladder:
 
     @property
     def contract(self) -> NumericsContract:
-        """The contract of both engines at present."""
+        """Return the contract of both engines at present."""
         rung = first_rung(self.config) if self._governor is None else self._governor.rung
         if rung != "aligned":
             return self._stock
@@ -52,7 +52,7 @@ class Ladder:
 
     @property
     def fallback(self) -> FallbackConfig:
-        """The corrections in force at present.
+        """Return the corrections in force at present.
 
         With a governor, stock has none; from tis on there are importance weights, the discrepancy
         penalty, and the user's own function; from mis on rejection, the veto and M2PO. Stale samples
@@ -74,7 +74,7 @@ class Ladder:
 
     @property
     def lr_scale(self) -> float:
-        """The factor on the learning rate at present."""
+        """Return the factor on the learning rate at present."""
         return 1.0 if self._governor is None else self._governor.lr_scale
 
     def update(self, metrics: Mapping[str, float]) -> Move | None:

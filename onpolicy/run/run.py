@@ -47,7 +47,7 @@ Metrics = dict[str, float]
 
 
 class Run:
-    """One training run: its engines, its data and its files."""
+    """A training run: its engines, its data and its files."""
 
     engines: EnginePair
     journal: Journal

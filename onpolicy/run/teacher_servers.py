@@ -106,8 +106,8 @@ def _question(token_ids: Sequence[int], first: int, top_k: int) -> dict[str, Any
     `top_k` likeliest tokens there.
 
     Source: GenerateReqInput, sglang/srt/managers/io_struct.py. The first entry of the answer is null:
-    it belongs to the token before. Stock SGLang scores a prompt at temperature 1 whatever the request
-    says.
+    it belongs to the token before. Stock SGLang scores a prompt at temperature 1 and ignores the
+    request's.
     """
     return {
         "input_ids": [*token_ids],

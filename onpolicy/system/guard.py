@@ -67,8 +67,8 @@ def run(
             if when_told is not None and _STANDARD_INPUT in connection.wait(ends):
                 hidden += when_told()
             copier.start()
-            # Both are readable at their end. The sentinel of the server would not be: its children inherit
-            # the other end when it forks them, and may outlive it.
+            # Both are readable at their end. The server's sentinel would not be, since its children
+            # inherit the other end when it forks them, and may outlive it.
             connection.wait(ends)
         finally:
             server.kill()  # does nothing if it has ended

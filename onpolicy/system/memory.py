@@ -60,7 +60,7 @@ def gib(size: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU, whose number is its index for processes of its host."""
+    """A GPU, whose number is its index for processes of its host."""
 
     name: str
 

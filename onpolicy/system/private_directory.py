@@ -106,7 +106,7 @@ def _start_tracker_without_words() -> None:
 def name_semaphores_after(directory: str) -> None:
     """Let the names of future semaphores of this process and its children begin with a directory's
     name, so that they match `sem.NAME*` in /dev/shm."""
-    # CPython's own prefix (multiprocessing/process.py), which child processes inherit.
+    # CPython's own prefix (multiprocessing/process.py), inherited by child processes.
     multiprocessing.current_process()._config["semprefix"] = f"/{directory}"  # type: ignore[attr-defined]
 
 

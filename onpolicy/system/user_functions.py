@@ -21,7 +21,8 @@ def load_function(path: str, flag: str) -> Callable[..., Any]:
     """Return the function at `package.module.function` or `path/to/file.py:function`.
 
     Modules are also searched in the current directory, after all other places; a file can import
-    modules beside it. Raises a ConfigError that names `flag`, whatever an import of the module raises.
+    modules beside it. Raises a ConfigError that names `flag`, also for any error in the import of the
+    module.
     """
     file, colon, name = path.rpartition(":")
     if not colon:
@@ -51,10 +52,7 @@ def source_of(path: str) -> Path | None:
 def _import(load: Callable[[], ModuleType], path: str, flag: str) -> ModuleType:
     try:
         return load()
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # a module is a program of the user's own and may raise anything
+    except (Exception, SystemExit) as error:  # the module is user code
         raise ConfigError(
             f"{flag}={path}: cannot be imported: {describe(error)}. {FORMS} Modules are looked for "
             "among the installed ones, in PYTHONPATH and in the current directory."

@@ -80,7 +80,7 @@ BY_SESSIONS = ReadBy("--sessions", lambda run: run.sessions)
 
 
 def gateway_read_by(reader: ReadBy) -> dict[str, list[ReadBy]]:
-    """Return a note for each flag of the gateway that says what reads it."""
+    """Return the flags of the gateway, each with a note on its reader."""
     return {field.name: [reader] for field in fields(GatewayConfig)}
 
 

@@ -265,15 +265,16 @@ class AlgorithmConfig:
 
     @property
     def reads_reference(self) -> bool:
-        """Whether a reference model takes part."""
+        """Return whether a reference model takes part."""
         return self.use_kl_loss or self.kl_coef > 0
 
     @property
     def compares_covariances(self) -> bool:
-        """Whether tokens are told apart by log-probabilities of before the first optimizer step."""
+        """Return whether tokens are selected by log-probabilities from before the first optimizer
+        step."""
         return self.clip_cov_ratio > 0 or self.kl_cov_ratio > 0
 
     @property
     def compares_entropies(self) -> bool:
-        """Whether they are by entropies of before it."""
+        """Return whether tokens are selected by entropies from before the first optimizer step."""
         return self.top_entropy_quantile < 1

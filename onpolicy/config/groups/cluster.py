@@ -50,10 +50,10 @@ class ClusterConfig(HostsConfig):
 
     @property
     def ranks_per_node(self) -> int:
-        """The number of trainer ranks on each of its hosts."""
+        """Return the number of trainer ranks on each of its hosts."""
         return self.actor_num_gpus_per_node or self.actor_num_ranks_per_node or 1
 
     @property
     def num_ranks(self) -> int:
-        """The number of trainer ranks."""
+        """Return the number of trainer ranks."""
         return self.actor_num_nodes * self.ranks_per_node

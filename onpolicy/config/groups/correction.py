@@ -159,7 +159,7 @@ class FallbackConfig(CorrectionSettings):
 
     @property
     def corrections(self) -> tuple[str, ...]:
-        """The switches of the corrections that these flags turn on; may be empty."""
+        """Return the switches of the corrections that these flags turn on; may be empty."""
         switches = {
             "use_tis": self.use_tis,
             "use_rs": self.use_rs,
@@ -172,7 +172,7 @@ class FallbackConfig(CorrectionSettings):
 
     @property
     def is_measured(self) -> bool:
-        """Whether the distance between the engines is measured."""
+        """Return whether the distance between the engines is measured."""
         return self.get_mismatch_metrics or bool(self.corrections)
 
 

@@ -156,7 +156,7 @@ class EngineCountConfig:
 
     @property
     def num_started(self) -> int:
-        """Servers that the command starts itself."""
+        """Return the number of servers that the command starts itself."""
         return self.rollout_num_engines
 
 

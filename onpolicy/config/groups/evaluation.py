@@ -31,7 +31,8 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSet:
-    """One set: its prompts, how they are sampled and scored, and when. A key of --eval-config each."""
+    """An evaluation set: its prompts, sampling, scoring and interval. Each field is a key of
+    --eval-config."""
 
     name: str
     path: str
@@ -56,12 +57,14 @@ class EvalSet:
 
     @property
     def measure(self) -> "EvalSet":
-        """What its values depend on besides its prompts: all but where it lies and when it is due."""
+        """Return the settings that its values depend on besides its prompts, without its path and
+        interval."""
         return replace(self, path="", interval=0, flag="")
 
     @property
     def sources(self) -> dict[str, float]:
-        """What scores its responses, and the weight of each; empty: what scores the run's."""
+        """Return the rules and functions that score its responses, with their weights; empty: the
+        run's."""
         return sources_of(self.rm_type, self.rewards)
 
     def is_due(self, step: int) -> bool:

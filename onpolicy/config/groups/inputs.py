@@ -122,5 +122,5 @@ class DataConfig(RowsConfig):
 
     @property
     def sources(self) -> str:
-        """The value of --prompt-data, for messages."""
+        """Return the value of --prompt-data, for messages."""
         return " ".join(self.prompt_data)

@@ -50,6 +50,6 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """The factor on the product of an adapter's two matrices."""
+        """Return the factor on the product of an adapter's two matrices."""
         root = 0.5 if self.lora_rslora else 1.0
         return float(self.lora_alpha / self.lora_rank**root)

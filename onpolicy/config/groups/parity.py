@@ -87,6 +87,6 @@ class OperatorsConfig:
 
     @property
     def is_portable(self) -> bool:
-        """Whether all computation of a run, the optimizer step included, has the same bits on every
-        x86-64 processor with AVX2."""
+        """Return whether all computation of a run, the optimizer step included, has the same bits on
+        every x86-64 processor with AVX2."""
         return self.operators == "portable"

@@ -115,12 +115,13 @@ class RewardConfig(RemoteRewardConfig):
 
     @property
     def sources(self) -> dict[str, float]:
-        """The rules (by name) and functions (by path) that score, with their weights; may be empty."""
+        """Return the rules (by name) and functions (by path) that score, with their weights; may be
+        empty."""
         return sources_of(self.rm_type or self.custom_rm_path, self.rewards)
 
     @property
     def flag(self) -> str:
-        """The flag that names the sources of rewards."""
+        """Return the flag that names the sources of rewards."""
         if self.rewards:
             return "--rewards"
         return "--custom-rm-path" if self.custom_rm_path else "--rm-type"

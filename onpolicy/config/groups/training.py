@@ -110,7 +110,7 @@ class TrainerConfig:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether prefixes are shared, once `auto` is resolved (`run/launch/sharing.py`)."""
+        """Return whether prefixes are shared, once `auto` is resolved (`run/launch/sharing.py`)."""
         return self.share_prefixes == "on"
 
 

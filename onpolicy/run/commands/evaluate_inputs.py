@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     """Read the checkpoint and the evaluation sets; there are no training prompts.
 
-    Raises ConfigError for whatever is wrong.
+    Raises ConfigError for any error in them.
     """
     make_rollouter(config)
     path, trust = config.model.hf_checkpoint, config.model.trust_remote_code

@@ -42,7 +42,7 @@ START_SECONDS = 3600.0
 
 
 def checked_spec(config: ServeConfig) -> EngineSpec:
-    """Return the spec of each server. Raises ConfigError for whatever the servers could not run."""
+    """Return the spec of each server. Raises ConfigError if the servers could not run."""
     model, server = config.model, config.server
     hf_config = load_config(model.hf_checkpoint, model.trust_remote_code)
     if config.serves_text or config.gateway.sessions:

@@ -69,7 +69,7 @@ class ServedSession:
 
 
 class ServedSessions:
-    """All open sessions, behind one gateway.
+    """The open sessions of one gateway.
 
     Samples are a function of `seed`, of the number of sessions opened before, and of the requests.
     """

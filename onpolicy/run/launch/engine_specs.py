@@ -175,6 +175,6 @@ def cache_tokens(
 
 
 def replays_routing(config: TrainConfig, contract: NumericsContract) -> bool:
-    """Whether the trainer replays the rollout's expert choices; aligned engines make the same choices
-    anyway."""
+    """Return whether the trainer replays the rollout's expert choices; aligned engines make the same
+    choices anyway."""
     return config.fallback.use_rollout_routing_replay and not contract.is_aligned

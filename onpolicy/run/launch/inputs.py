@@ -56,8 +56,7 @@ class Inputs:
     hf_config: PretrainedConfig
 
     ladder: Ladder
-    """The contract and corrections that the engines start with, and those of the governor's other
-    rungs."""
+    """The contract and corrections of each rung, for the start and for moves of the governor."""
 
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSource
@@ -72,7 +71,7 @@ class Inputs:
 
     @property
     def evaluations(self) -> dict[str, str]:
-        """The result of `digest_sets` for the evaluation sets."""
+        """Return the result of `digest_sets` for the evaluation sets."""
         sets = self.eval_sets.items()
         return digest_sets({name: (each.settings.measure, each.prompts) for name, each in sets})
 
@@ -95,7 +94,7 @@ class Inputs:
 
 
 def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
-    """Read and check the checkpoint and all data. Raises ConfigError for whatever is wrong."""
+    """Read and check the checkpoint and all data. Raises ConfigError for any error in them."""
     check_layout(config)
     make_rollouter(config)
     check_sinks(config.output)

@@ -239,7 +239,7 @@ class RunMemory:
 
     @property
     def is_colocated(self) -> bool:
-        """Whether ranks and servers share GPUs, in turn (--colocate)."""
+        """Return whether ranks and servers share GPUs, in turn (--colocate)."""
         return self.config.engine.colocate and self.spec.contract.device == "cuda"
 
     def moments(self) -> list[ProcessMemory]:

@@ -29,7 +29,7 @@ class ProcessMemory:
 
     @property
     def each(self) -> int:
-        """The bytes of one process, where it computes."""
+        """Return the bytes of one process, where it computes."""
         return sum(self.parts.values())
 
     @property

@@ -52,7 +52,7 @@ class SftInputs:
 
     @property
     def evaluations(self) -> dict[str, str]:
-        """The result of `digest_sets` for the evaluation rows."""
+        """Return the result of `digest_sets` for the evaluation rows."""
         measured = [example.prompt for example in self.eval_examples]
         return digest_sets({"": (None, measured)} if measured else {})
 
@@ -63,7 +63,7 @@ class SftInputs:
 
 
 def read_inputs(config: SftConfig) -> SftInputs:
-    """Read and check the checkpoint and all rows. Raises ConfigError for whatever is wrong."""
+    """Read and check the checkpoint and all rows. Raises ConfigError for any error in them."""
     check_sinks(config.output)
     _require_free(config.output.save_hf)
     path, trust = config.model.hf_checkpoint, config.model.trust_remote_code
