@@ -1,4 +1,4 @@
-"""`onpolicy bench rollout | decode | agents | step | loop`."""
+"""The command `onpolicy bench rollout | decode | agents | step | loop`."""
 
 from __future__ import annotations
 

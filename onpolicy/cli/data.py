@@ -1,4 +1,4 @@
-"""`onpolicy data FILE`."""
+"""The command `onpolicy data FILE`."""
 
 from __future__ import annotations
 

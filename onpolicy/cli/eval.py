@@ -1,4 +1,4 @@
-"""`onpolicy eval CHECKPOINT`."""
+"""The command `onpolicy eval CHECKPOINT`."""
 
 from __future__ import annotations
 

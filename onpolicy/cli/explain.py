@@ -1,4 +1,4 @@
-"""`onpolicy explain`."""
+"""The command `onpolicy explain`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`onpolicy export`."""
+"""The command `onpolicy export`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`onpolicy report RUN...`."""
+"""The command `onpolicy report RUN...`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

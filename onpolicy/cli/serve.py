@@ -1,4 +1,4 @@
-"""`onpolicy serve`."""
+"""The command `onpolicy serve`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`onpolicy train`."""
+"""The command `onpolicy train`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`onpolicy verify`."""
+"""The command `onpolicy verify`."""
 
 from __future__ import annotations
 

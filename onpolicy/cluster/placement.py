@@ -137,6 +137,7 @@ def place_engines(
     if len(found) < number:
         number += len(placement.engines)
         raise ConfigError(_sum(placement, colocate, number, gpus_per_engine, hosts))
+    # New engines share a host's cores with the engines already there.
     there = Counter([slot.host for slot in placement.engines] + [host for host, _ in found])
     engines = [Slot(h, gpus, _share(h, there[h] * gpus_per_engine)) for h, gpus in found]
     return Placement(placement.trainer, (*placement.engines, *engines))
@@ -201,6 +202,7 @@ def _free_gpus(
     for host in hosts:
         free: list[int] = []
         for gpu in range(host.num_gpus):
+            # A taken GPU interrupts a run of free neighbours.
             free = [] if (host.name, gpu) in taken else [*free, gpu]
             if len(free) == per_engine:
                 yield host, tuple(free)

@@ -137,6 +137,7 @@ def asked_at(request: Request, trajectory: Trajectory, place: int) -> Request:
     sampled = way(place)
     assert sampled is not None
     temperature, span = sampled
+    # Widen from this token to all adjacent tokens that were sampled in the same way.
     first = next(at for at in count(place, -1) if way(at - 1) != sampled)
     last = next(at for at in count(place) if way(at + 1) != sampled)
     return Request(

@@ -162,6 +162,7 @@ class FreeRollouts(Drawing):
         self._job.begin(episodes)
         self._begin(partial(self._engines.work, self._job, self._push_again))
         started = time.perf_counter()
+        # Wait for a batch of complete groups; meanwhile serve pushes to restarted servers.
         while (groups := self._batch()) is None:
             self._hear()
         self._waited = time.perf_counter() - started
@@ -180,9 +181,8 @@ class FreeRollouts(Drawing):
 
     def settle(self) -> float:
         """Interrupt sampling; unfinished responses are continued under the next weights."""
-        with (
-            self._lock
-        ):  # a new episode belongs to the running job or to the next one, never to both
+        # A new episode belongs to the running job or to the next one, never to both.
+        with self._lock:
             self._job.interrupt()
         seconds = super().settle()
         self._drew_before = max(seconds - self._waited, 0.0)

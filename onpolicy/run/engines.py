@@ -88,6 +88,7 @@ class EnginePair:
         if changes:
             self.rollout.stop()
             self.rollout = self._new_rollout()
+            # Free the shared GPUs before new servers measure them.
             if self.config.engine.colocate:
                 self.trainer.release_memory("weights")
             self._launch()
@@ -140,9 +141,8 @@ class EnginePair:
             self.rollout.resume_memory("weights")
             self.weight_digest = way(self.rollout.clients, self.weight_version)
         finally:
-            if (
-                colocate
-            ):  # also if a server died, since its successor measures free memory at its start
+            # Also if a server died, since its successor measures free memory at its start.
+            if colocate:
                 self.trainer.release_memory("weights")
         self.rollout.resume_memory("kv_cache")
 
@@ -167,9 +167,7 @@ class EnginePair:
                 call()
                 return
             except Exception:
-                if (
-                    not self.rollout.revive()
-                ):  # the call failed for another reason than a dead server
+                if not self.rollout.revive():  # no server has died
                     raise
             logger.warning("%s again", what)
 

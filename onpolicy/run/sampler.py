@@ -158,6 +158,7 @@ class Sampler:
         self.curriculum.begin(step, version)
         self._failed = []
         wanted, found = self.config.rollout.rollout_batch_size, defaultdict[str, float](float)
+        # Each round samples every open group further; complete ones are scored and kept.
         while len(self.ready) < wanted:
             self._draw_round(version, work, found)
             self._require_signal(step, found["rollout/num_resampled_groups"])

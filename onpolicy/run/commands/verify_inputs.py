@@ -116,6 +116,7 @@ def make_prompts(config: VerifyConfig, vocab_size: int, longest: int) -> list[Pr
     prompts = []
     for i in range(config.num_prompts):
         prefix = shared[: rng.randrange(len(shared))]
+        # The first prompt has the full length, so that one takes all prefill chunks.
         length = longest if i == 0 else rng.randrange(1, longest - len(prefix))
         token_ids = (prefix + [rng.randrange(vocab_size) for _ in range(length)])[:longest]
         prompts.append(Prompt(index=i, prompt_ids=token_ids, label="", text=""))

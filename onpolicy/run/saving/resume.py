@@ -56,9 +56,8 @@ def take_over(found: Checkpoint, config: AnyRun, engines: EnginePair) -> None:
     The digest matters for a model with adapters, whose base weights are not in the checkpoint.
     """
     engines.trainer.load(found.directory)
-    is_alike = (
-        versions().items() <= found.made_with.items()
-    )  # otherwise names or digests may differ
+    # With other versions or settings, names or digests may differ.
+    is_alike = versions().items() <= found.made_with.items()
     if is_alike and not settings.changes(found.config, config):
         engines.expected_digest = found.state.weights or ""
     logger.info("resumed from %s", found.directory)

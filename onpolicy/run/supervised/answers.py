@@ -111,10 +111,7 @@ class _Reader:
                 trajectories = [self._text(content, self._label(row, where), where)]
         except ConfigError:
             raise
-        except (
-            TypeError,
-            ValueError,
-        ) as error:  # an error of the template, or half of a surrogate pair
+        except (TypeError, ValueError) as error:  # of the template, or half of a surrogate pair
             raise ConfigError(f"{where}: {in_one_line(error)}. Correct the row.") from error
         return self._example(index, trajectories)
 
