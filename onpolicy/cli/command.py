@@ -32,8 +32,7 @@ def begin(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
 
 
 def begin_with(config: Any) -> None:
-    """Start to log; raise ConfigError if the logs or the result of a configuration could not be
-    written."""
+    """Start to log; raise ConfigError if its logs or its result could not be written."""
     written = getattr(config, "output", config)
     with ExitStack() as tried:  # a result may be written beside the logs
         for name in ("run_dir", "save", "save_hf"):

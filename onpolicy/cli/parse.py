@@ -50,8 +50,8 @@ Config = TypeVar("Config")
 def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
     """Parse flags of `config_class`, a dataclass of flags or of groups of flags.
 
-    Raises ConfigError for a bad YAML file, for a value that is not of its flag's type, and for
-    arguments that are no flags, with the nearest name.
+    Raises ConfigError for a bad YAML file, for a value that is not of its flag's type, and for arguments
+    that are no flags, with the nearest name.
     """
     rest, sglang_args = sglang_flags.split(argv)
     require_not_gone(rest)
@@ -133,8 +133,7 @@ _BOXES = (
 
 
 def _rule_in(box: str) -> str | None:
-    """Return our message for one of tyro's error boxes, whose lines are wrapped; None for another kind
-    of box."""
+    """Return our message for one of tyro's error boxes, whose lines are wrapped; None for others."""
     words = " ".join(re.sub(r"[^\w\s!-~]", " ", box).split())
     said = re.split(r" -{9,} | Argument helptext", f"{words} ")
     for pattern, form in _BOXES:

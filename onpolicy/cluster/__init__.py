@@ -1,2 +1,1 @@
-"""The hosts of a run and the processes on them; all code that uses Ray, imported when a session
-begins."""
+"""The hosts of a run and their processes; all code that uses Ray, imported when a session begins."""

@@ -77,9 +77,9 @@ class EngineHost:
 class PlacedServer(EngineServer):
     """A server on another host, seen from the controller.
 
-    If the host's actor is gone, so are its servers: they count as not running, and a restart begins
-    with another actor there. If the host is gone, the server starts on the host that `elsewhere`
-    chooses, which raises HostLostError if there is none.
+    If the host's actor is gone, so are its servers: they count as not running, and a restart begins with
+    another actor there. If the host is gone, the server starts on the host that `elsewhere` chooses,
+    which raises HostLostError if there is none.
     """
 
     def __init__(self, spec: EngineSpec, port: int, log_file: Path, elsewhere: Elsewhere):
@@ -118,7 +118,7 @@ class PlacedServer(EngineServer):
         self._start_anew()
 
     def _add_again(self) -> None:
-        """Add the server again at its old port, which may be in use until the guard has ended the old
+        """Add the server again at its old port, which is in use until the guard has ended the old
         server."""
         deadline = time.monotonic() + CALL_SECONDS
         while True:
@@ -205,8 +205,7 @@ def _actor(node: str) -> Any:
 
 
 def _result(call: Any, seconds: float) -> Any:
-    """Return the result of an actor's method, or raise its error. Raises EngineError without an
-    answer."""
+    """Return an actor's result, or raise its error. Raises EngineError without an answer."""
     from ray.exceptions import RayError, RayTaskError
 
     try:

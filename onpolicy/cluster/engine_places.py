@@ -16,8 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 RequireRoom = Callable[[Placement, Placement], None]
-"""A check that raises ConfigError if the second placement adds engines to a host without room for
-them."""
+"""A check: raises ConfigError if the second placement adds engines to a host without room."""
 
 
 class Places:
@@ -32,8 +31,7 @@ class Places:
         hosts: Callable[[], Sequence[Host]] = alive_hosts,
         require_room: RequireRoom | None = None,
     ):
-        """Take a placement. cpu_threads: of each process, instead of its slot's share of the cores if
-        not 0."""
+        """Take a placement. cpu_threads: of each process; 0: its slot's share of the cores."""
         self.placement = placement
         self._cpu_threads, self._colocate, self.hosts = cpu_threads, colocate, hosts
         self._require_room = require_room

@@ -35,8 +35,8 @@ def of_actors() -> dict[str, Any] | None:
     """Return Ray's runtime_env for actors, since nodes of a cluster that others started may lack the
     variables.
 
-    In a cluster of this process's own, return None: all nodes have inherited them, and there is no
-    agent to prepare a runtime_env.
+    In a cluster of this process's own, return None: all nodes have inherited them, and there is no agent
+    to prepare a runtime_env.
     """
     return None if _is_local else {"env_vars": ALL_GPUS}
 

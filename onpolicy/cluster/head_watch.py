@@ -27,8 +27,7 @@ _KEEPALIVE = (
     (socket.TCP_KEEPINTVL, socket.IPPROTO_TCP, 2),
     (socket.TCP_KEEPCNT, socket.IPPROTO_TCP, 3),
 )
-"""The keepalive options: a host without power closes no connection, and the kernel gives up after 11
-s."""
+"""The keepalive options: the kernel gives up a host without power, which closes nothing, after 11 s."""
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """The detection of hung trainer ranks by the processor time that they use.
 
 A call of the ranks may take hours, so there is no time limit for it. But a rank that computes, copies,
-reads or drives a GPU uses a processor, while a stopped one, or one that waits in a gloo collective,
-uses next to none; if all ranks are such, none will end the wait. (Ranks that wait in an NCCL collective
-use a processor; NCCL's own time limit ends them.)
+reads or drives a GPU uses a processor, while a stopped one, or one that waits in a gloo collective, uses
+next to none; if all ranks are such, none will end the wait. (Ranks that wait in an NCCL collective use a
+processor; NCCL's own time limit ends them.)
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ class HungRanks:
         seconds: float,
         told: Callable[..., dict[Host, Any]] = told_by,
     ):
-        """Observe ranks, each a host and a process id; they count as hung after `seconds` without
-        work."""
+        """Observe ranks (host, process id), which count as hung after `seconds` without work."""
         self._ranks, self._seconds, self._told = ranks, seconds, told
         self._next_look = time.monotonic() + seconds / LOOKS
         self._before: list[Look] = []
@@ -110,8 +109,7 @@ class HungRanks:
 
 
 def look_at(pids: Sequence[int]) -> dict[int, Look]:
-    """Return processor time and state of processes on this host; (0.0, "gone") for one that has
-    ended."""
+    """Return processor time and state of processes on this host; (0.0, "gone") for ended ones."""
     found: dict[int, Look] = {}
     for pid in pids:
         try:
@@ -139,8 +137,7 @@ class NotStarted:
         self._says_at = self._began + SAYS_AFTER
 
     def require_work(self) -> None:
-        """Raise TrainerLostError after too long a wait; log from time to time that they are waited
-        for."""
+        """Raise TrainerLostError after too long a wait; log from time to time."""
         now = time.monotonic()
         if now - self._began >= self._seconds:
             raise TrainerLostError(

@@ -33,8 +33,7 @@ ADDRESS = "address of the cluster: "
 """The beginning of the line that the owner waits for."""
 
 LEAST_STORE, MOST_STORE = 80 << 20, 2 << 30
-"""The least and most bytes of Ray's object store, which allocates them on use; Ray accepts 75 MiB or
-more."""
+"""The least and most bytes of Ray's object store, allocated on use; Ray accepts 75 MiB or more."""
 
 SHARED_MEMORY = "/dev/shm"
 
@@ -88,9 +87,9 @@ def _taken_over() -> subprocess.Popen[str] | None:
 def local_ray(seconds: float, on_loss: Callable[[EngineError], None]) -> Iterator[str]:
     """Yield the address of a cluster on this host, which is started before and ended afterwards.
 
-    Its number of GPUs is PyTorch's; Ray's own count needs a library of the driver. seconds: the limit
-    on the start, with all attempts. `on_loss` is called in another thread if the cluster ends
-    meanwhile. Raises EngineError if Ray does not start.
+    Its number of GPUs is PyTorch's; Ray's own count needs a library of the driver. seconds: the limit on
+    the start, with all attempts. `on_loss` is called in another thread if the cluster ends meanwhile.
+    Raises EngineError if Ray does not start.
     """
     process, address = _started(time.monotonic() + seconds)
     has_ended = threading.Event()
@@ -156,8 +155,7 @@ def _watch(
     has_ended: threading.Event,
     on_loss: Callable[[EngineError], None],
 ) -> None:
-    """Read a guard's output to its end; an end before `has_ended` means that Ray's processes have
-    ended."""
+    """Read a guard's output; if it ends before `has_ended` is set, Ray's processes have ended."""
     assert process.stdout is not None
     for line in process.stdout:
         logger.debug("Ray: %s", line.rstrip())
@@ -186,8 +184,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve(num_gpus: int, directory: Path) -> None:
-    """Start Ray's processes, print the address, and wait until one of them ends, or the guard ends
-    us."""
+    """Start Ray's processes, print the address, and wait until one ends, or the guard ends us."""
     guard.end_orphans_after_guard(directory)  # Ray's workers outlive its raylet
     os.environ["TMPDIR"] = str(directory)  # for files that actors leave, too
     on_memory, store = _object_store()

@@ -152,8 +152,8 @@ def place_again(
     """Return `placement` on the remaining `hosts`: engines of lost hosts get new slots, and keep their
     numbers.
 
-    Processes on remaining hosts stay where they are. Raises ConfigError if the engines do not fit, or
-    if a host with ranks of the trainer is gone.
+    Processes on remaining hosts stay where they are. Raises ConfigError if the engines do not fit, or if
+    a host with ranks of the trainer is gone.
     """
     left = {host.name for host in hosts}
     if any(slot.host.name not in left for slot in placement.trainer):
@@ -239,8 +239,7 @@ def _sum(
 def _enough(
     cluster: ClusterConfig, hosts: Sequence[Host], suits: Callable[[Host], bool]
 ) -> list[Host]:
-    """Return the first suitable hosts, as many as the trainer takes. Raises ConfigError if they are too
-    few."""
+    """Return the first suitable hosts for the trainer. Raises ConfigError if they are too few."""
     found = [host for host in hosts if suits(host)][: cluster.actor_num_nodes]
     if len(found) < cluster.actor_num_nodes:
         gpus = cluster.actor_num_gpus_per_node

@@ -19,8 +19,8 @@ AGENT_COMMANDS = ("dashboard_agent_command", "runtime_env_agent_command")
 """The raylet flags for its agents' programs; a raylet refuses to start without them."""
 
 WAITS = "sh -c cat"
-"""A program that accepts any arguments, and ends when its standard input closes, which the raylet
-holds; a raylet ends with the first of its agents."""
+"""A program that accepts any arguments, and ends when its standard input closes, which the raylet holds;
+a raylet ends with the first of its agents."""
 
 
 def start_node(*, head: bool, with_agents: bool = True, **parameters: Any) -> Any:
@@ -55,8 +55,7 @@ def start_node(*, head: bool, with_agents: bool = True, **parameters: Any) -> An
 
 
 def _without_agents(start: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a starter of Ray's processes that gives the raylet programs that only wait as its
-    agents."""
+    """Return a starter of Ray's processes; a raylet gets programs that only wait as its agents."""
 
     def start_ray_process(command: list[str], process_type: str, **options: Any) -> Any:
         if process_type == "raylet":  # the last of equal flags counts

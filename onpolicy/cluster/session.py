@@ -28,8 +28,7 @@ _ANSWER_SECONDS = 60.0
 """The most seconds for a host to start a process that answers."""
 
 _SECONDS_AFTER_A_LOSS = 20.0
-"""The most seconds that a run waits for room after the loss of a host: resources may still be
-released."""
+"""The most seconds that a run waits for room after the loss of a host, which may be released late."""
 
 
 _lost: EngineError | None = None
@@ -38,8 +37,7 @@ _lost: EngineError | None = None
 
 @contextmanager
 def begun(cluster: HostsConfig) -> Iterator[None]:
-    """Start a cluster of this command's own, if it needs one, in the background, until its session
-    begins."""
+    """Start a cluster of this command's own in the background, if it needs one, until its session."""
     if cluster.ray_address:
         yield
         return
@@ -52,9 +50,9 @@ def begun(cluster: HostsConfig) -> Iterator[None]:
 def session(cluster: HostsConfig, start_seconds: float = 600.0) -> Iterator[tuple[Host, ...]]:
     """Join a cluster within the context, and yield its present hosts, this one first.
 
-    Actors that are made meanwhile end with it. So does a cluster that was started for it, which may
-    take `start_seconds` to start. If the cluster or its head is lost, the command ends. Raises
-    ConfigError if there is no cluster at --ray-address, EngineError if one of its own does not start.
+    Actors that are made meanwhile end with it. So does a cluster that was started for it, which may take
+    `start_seconds` to start. If the cluster or its head is lost, the command ends. Raises ConfigError if
+    there is no cluster at --ray-address, EngineError if one of its own does not start.
     """
     global _lost
     environment.prepare(local=not cluster.ray_address)
@@ -143,8 +141,7 @@ def _host(node: dict[str, object], here: str) -> Host:
 
 
 def free_memory_on(hosts: Sequence[Host]) -> dict[Host, int]:
-    """Return the bytes that new processes may take on each host of the cluster; raises as `told_by`
-    does."""
+    """Return the bytes that new processes may take on each host; raises as `told_by` does."""
     return told_by(hosts, free_memory, "how much memory is free there")
 
 
@@ -156,8 +153,8 @@ def gpus_on(hosts: Sequence[Host]) -> dict[Host, tuple[Gpu, ...]]:
 def told_by(hosts: Sequence[Host], ask: Callable[[], T], what: str) -> dict[Host, T]:
     """Return the result of `ask` on each host of the cluster, called in a process that then ends.
 
-    Raises ConfigError if a host does not answer, with `what` in the message; EngineError as soon as
-    this host leaves the cluster.
+    Raises ConfigError if a host does not answer, with `what` in the message; EngineError as soon as this
+    host leaves the cluster.
     """
     from ray.exceptions import RayError
 
@@ -177,8 +174,8 @@ def told_by(hosts: Sequence[Host], ask: Callable[[], T], what: str) -> dict[Host
 def answer_of(call: Any, seconds: float) -> Any:
     """Return the result of a task or of an actor's method.
 
-    Raises RayError if it failed, or takes longer than `seconds`; EngineError as soon as this host
-    leaves the cluster.
+    Raises RayError if it failed, or takes longer than `seconds`; EngineError as soon as this host leaves
+    the cluster.
     """
     import ray
 

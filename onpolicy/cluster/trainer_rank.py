@@ -1,7 +1,7 @@
 """A rank of the trainer, in a process that Ray started for it.
 
-The process is prepared before any heavy import, so this module imports nothing heavy. The rank logs
-into a file of its own; lines for the user also go back with each answer.
+The process is prepared before any heavy import, so this module imports nothing heavy. The rank logs into
+a file of its own; lines for the user also go back with each answer.
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ class TrainerRank:
         environment.work_in(directory)
         self.rank, self.num_threads = rank, num_threads
         os.environ.update(variables)
-        os.environ["OMP_NUM_THREADS"] = str(
-            num_threads
-        )  # Ray gives an actor with one CPU one thread
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)  # else Ray gives an actor one thread
         prepare_process()
         _write_into(Path(log_file))
         self._records = _RecordList(logging.WARNING if rank else logging.INFO)
@@ -167,8 +165,7 @@ def _write_into(file: Path) -> None:
 
 
 def _that_travels(error: Exception) -> Exception:
-    """Return the error, or, if it cannot be sent to another process, an OnPolicyError with its
-    message."""
+    """Return the error, or an OnPolicyError with its message if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -201,8 +201,7 @@ class TrainerRanks(Trainer):
         return answer
 
     def _blame_the_lost(self, calls: list[Any], waiting: list[Any], error: Exception) -> None:
-        """Raise TrainerLostError if a rank is gone, since its loss is the cause of the others'
-        failures."""
+        """Raise TrainerLostError if a rank is gone, which causes the others' failures."""
         if isinstance(error, OnPolicyError):
             return
         deadline = time.monotonic() + GRACE

@@ -11,12 +11,10 @@ from onpolicy.errors import ConfigError
 from onpolicy.system.network import proxy_exceptions
 
 STRICT_SUMS = ("MKL_CBWR", "AUTO,STRICT")
-"""The strict mode of MKL, without which it sums in another order for few rows on Intel CPUs (from AVX2
-on)."""
+"""The strict mode of MKL, else it sums in another order for few rows on Intel CPUs (from AVX2 on)."""
 
 PATIENT_THREADS = ("OMP_WAIT_POLICY", "PASSIVE")
-"""The sleeping mode of waiting threads; spinning ones take cores from the engines: 7 times slower on a
-busy machine."""
+"""The sleeping mode of waiting threads; spinning ones take the engines' cores (7 times slower)."""
 
 
 NCCL_MEMORY = ("NCCL_CUMEM_ENABLE", "0")
@@ -33,8 +31,7 @@ trainer and engines share one so that each finds kernels that the other compiled
 
 COMPILED = ("TORCHINDUCTOR_CACHE_DIR", "~/.cache/onpolicy/torchinductor")
 """The directory of code that PyTorch compiles. Its default is in the temporary directory, under a
-predictable name from which it would load code; an import of PyTorch would also leave it there,
-empty."""
+predictable name from which it would load code; an import of PyTorch would also leave it there, empty."""
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 """The parameters of glibc's mallopt (malloc.h)."""
@@ -47,8 +44,8 @@ HAS_GLIBC = "CS_GNU_LIBC_VERSION" in os.confstr_names and bool(os.confstr("CS_GN
 
 
 def prepare_process() -> None:
-    """Set these variables unless the environment sets them; children inherit them. Exempt this host
-    from proxies, for all libraries.
+    """Set these variables unless the environment sets them; children inherit them. Exempt this host from
+    proxies, for all libraries.
 
     Call it first in a process: OpenMP reads its variable when torch is imported, MKL before its first
     product.
@@ -88,16 +85,14 @@ def _compile_at_home() -> None:
 
 
 def _keep_buffers() -> None:
-    """Set KEPT_BUFFERS in glibc's malloc; other C libraries keep their defaults, which cost time
-    only."""
+    """Set KEPT_BUFFERS in glibc's malloc; other C libraries' defaults only cost time."""
     if HAS_GLIBC:
         for parameter, value in KEPT_BUFFERS:
             ctypes.CDLL(None).mallopt(parameter, value)
 
 
 WORTH_GIVING_BACK = 256 << 20
-"""The least bytes to return. Pages that come back are zeroed, which would take a seventh of a small
-model's step."""
+"""The least bytes to return; zeroing pages again would take a seventh of a small model's step."""
 
 
 class _Malloc(ctypes.Structure):
@@ -129,8 +124,7 @@ def give_back_buffers() -> None:
 
 
 def strict_sums_remedy() -> str:
-    """Return the remedy for MKL's mode in a process whose sums depend on the number of rows; "" if it
-    is strict."""
+    """Return the remedy for MKL's mode if sums depend on the number of rows; "" if it is strict."""
     name, strict = STRICT_SUMS
     asked = os.environ.get(name)
     if asked is None:

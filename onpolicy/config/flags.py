@@ -1,11 +1,11 @@
 """A configuration as a list of flags: names, types, defaults and values, without their groups.
 
 A field is a flag of the same name. A record inside a group contributes its fields as flags, with the
-prefix in its annotation, `dc: Annotated[DiscrepancyConfig, Prefix("dc_")]`, and so do records inside
-it. A trailing underscore of a field, as in `lambda_`, is no part of its flag.
+prefix in its annotation, `dc: Annotated[DiscrepancyConfig, Prefix("dc_")]`, and so do records inside it.
+A trailing underscore of a field, as in `lambda_`, is no part of its flag.
 
-Other notes about a field are in its annotation, too (`config.rules`). Notes on a record apply to all
-its flags; notes on flags of a base class, or of a record, are passed to `also`.
+Other notes about a field are in its annotation, too (`config.rules`). Notes on a record apply to all its
+flags; notes on flags of a base class, or of a record, are passed to `also`.
 """
 
 from __future__ import annotations
@@ -168,8 +168,7 @@ def _replaced(
     flags: Sequence[Flag],
     place: tuple[str, ...] = (),
 ) -> Record:
-    """Return this part of a configuration, at `place`, with new values, whose paths are relative to
-    it."""
+    """Return a configuration's part at `place` with new values, keyed by paths from there."""
     changes: dict[str, Any] = {}
     for name in dict.fromkeys(path[0] for path in values):
         inner = {path[1:]: value for path, value in values.items() if path[0] == name}

@@ -16,8 +16,7 @@ corrected, the log says so, or the metrics do."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """The properties of a run of any command; see `TrainConfig.plan` and the `plan` of other
-    commands."""
+    """The properties of a run of any command (`TrainConfig.plan`, and `plan` of other commands)."""
 
     starts_aligned: bool = False
     """Whether the first rollout runs on aligned operators."""

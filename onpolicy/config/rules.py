@@ -139,8 +139,8 @@ def _contradictions(config: Any) -> Iterator[str]:
 def refuse_unread(config: Any) -> None:
     """Raise ConfigError for the first flag that is set and that nothing would read.
 
-    A flag counts as set if it differs from its default. Corrections that may be turned on during the
-    run count as on.
+    A flag counts as set if it differs from its default. Corrections that may be turned on during the run
+    count as on.
     """
     run, defaults = Facts.of(config), flag_defaults(type(config))
     vars(run).update(dict.fromkeys(config.plan.may_come_on, True))
@@ -160,8 +160,7 @@ def refuse_unread(config: Any) -> None:
 
 
 def rule_against(config: Any, name: str) -> str:
-    """Return the first rule by which other flags contradict the value of a flag, without the remedy;
-    else ""."""
+    """Return the first rule by which other flags contradict a flag, without the remedy; else ""."""
     (flag,) = (each for each in flags_of(type(config)) if each.name == name)
     run = Facts.of(config)
     for note in (*flag.notes, *flag.outer):

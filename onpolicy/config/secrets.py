@@ -38,8 +38,7 @@ def is_key(name: str) -> bool:
 
 
 def is_secret(argument: str) -> bool:
-    """Return whether an argument's flag has a secret value, by its name: --admin-api-key,
-    --x-password=y."""
+    """Return whether a flag's value is secret, by its name: --admin-api-key, --x-password=y."""
     return argument.startswith("--") and argument.split("=")[0].endswith(
         ("key", "password", "secret")
     )

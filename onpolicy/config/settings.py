@@ -73,16 +73,15 @@ def same_run(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 def _only_goes_on(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Return whether a changed length only extends the run.
 
-    It does not if the learning rate depends on the length, or if samples beyond the old end, which a
-    run with --rollout-lag draws ahead, are missing.
+    It does not if the learning rate depends on the length, or if samples beyond the old end, which a run
+    with --rollout-lag draws ahead, are missing.
     """
     longer: bool = now[name] > was[name] and now["lr_decay_style"] == "constant"
     return longer and not now.get("rollout_lag")
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Return whether two values are equal; one may be the single text of a flag that now takes
-    several."""
+    """Return whether two values are equal; a single text equals a list of it."""
     if isinstance(a, (list, tuple)) or isinstance(b, (list, tuple)):
         a, b = ([x] if isinstance(x, str) else x for x in (a, b))
     return _text(a) == _text(b)

@@ -166,8 +166,7 @@ class SftConfig:
         return flag_values(self)
 
     def train_config(self, num_steps: int) -> TrainConfig:
-        """Return the trainer's configuration: a run of `num_steps` rollouts, each of one optimizer
-        step."""
+        """Return the trainer's configuration: a run of `num_steps` rollouts with a step each."""
         return TrainConfig(
             model=self.model,
             rollout=groups.RolloutConfig(

@@ -134,8 +134,8 @@ def memory_fraction(sglang_args: Sequence[str]) -> float | None:
 
 
 def chunked_prefill_size(sglang_args: Sequence[str]) -> int | None:
-    """Return the tokens of a prefill chunk, if --sglang-chunked-prefill-size is given; below 1 there
-    are no chunks. Raises ConfigError for an invalid number."""
+    """Return the tokens of a prefill chunk, if --sglang-chunked-prefill-size is given; below 1 there are
+    no chunks. Raises ConfigError for an invalid number."""
     names, remedy = ("--chunked-prefill-size",), "Give a number of tokens, such as 8192."
     return _value(sglang_args, names, int, remedy)[1]
 

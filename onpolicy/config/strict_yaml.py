@@ -1,7 +1,7 @@
 """The strict reading of YAML files with settings: each value must have its setting's type.
 
-So `shuffle: "no"` or `save:` (null) is an error that names the file and the key, rather than a text
-that a setting happens to accept.
+So `shuffle: "no"` or `save:` (null) is an error that names the file and the key, rather than a text that
+a setting happens to accept.
 """
 
 from __future__ import annotations
@@ -91,8 +91,7 @@ _NUMBERS = {int: "whole number", float: "number"}
 
 
 def _is_number(value: object, kind: type) -> bool:
-    """Return whether a value is a number; texts count, too, since YAML reads 1e-6, without a dot, as
-    text."""
+    """Return whether a value is a number, or its text: YAML reads 1e-6, without a dot, as text."""
     allowed = (int, str) if kind is int else (int, float, str)
     if isinstance(value, bool) or not isinstance(value, allowed):
         return False

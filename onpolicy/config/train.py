@@ -81,8 +81,7 @@ class TrainConfig:
 
     @property
     def answers_per_prompt(self) -> int:
-        """Return the number of sampled answers: `n_samples_per_prompt`, and one more with a greedy
-        answer."""
+        """Return the number of sampled answers to a prompt, with the greedy one, if any."""
         return self.rollout.n_samples_per_prompt + self.compares_with_greedy
 
     @property
@@ -111,15 +110,13 @@ class TrainConfig:
 
     @property
     def loss_aggregation(self) -> groups.LossAggregation:
-        """Return the loss aggregation; by default the one in the objective's paper: for GSPO a mean
-        over sequences."""
+        """Return the loss aggregation; by default from the objective's paper (GSPO: over sequences)."""
         own = OBJECTIVES[self.algorithm.policy_loss].aggregation
         return self.algorithm.loss_aggregation or own
 
     @property
     def loads_reference(self) -> bool:
-        """Return whether a reference policy has weights of its own; adapters share their base with the
-        reference."""
+        """Return whether a reference policy has weights of its own, which adapters' base is not."""
         is_base = self.lora.lora_rank and not self.algorithm.ref_checkpoint
         return self.algorithm.reads_reference and not is_base
 
@@ -131,8 +128,7 @@ class TrainConfig:
 
     @property
     def gdpo_rewards(self) -> dict[str, float]:
-        """Return the named rewards that gdpo learns from, with their weights; by default all of
-        --rewards."""
+        """Return the named rewards that gdpo learns from, with weights; by default all --rewards."""
         keys, weights = self.algorithm.gdpo_reward_keys, self.algorithm.gdpo_reward_weights
         if not keys:
             sources = self.reward.sources if self.reward.rewards else {}

@@ -1,10 +1,9 @@
-"""Rollouts by a fixed schedule: a step's own, and, while the trainer works, the rollouts of later
-steps.
+"""Rollouts by a fixed schedule: of a step itself, and, while the trainer works, of later steps.
 
 A thread drives the engines while the loop's thread is in the trainer. The thread never calls the
-trainer: after engines were restarted, it asks the loop for the weights of its version and continues
-once they are pushed. The loop serves such requests whenever it waits for the thread: before it pushes
-the next version, and in `take`.
+trainer: after engines were restarted, it asks the loop for the weights of its version and continues once
+they are pushed. The loop serves such requests whenever it waits for the thread: before it pushes the
+next version, and in `take`.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ class Schedule:
     """The schedule of rollouts and weights: a fixed rule, so that results do not depend on timing.
 
     Version v of the weights is pushed after v rollouts have been trained on. With a lag of K, step k is
-    sampled under version max(0, k - K), and all samples of a version are complete before the next one
-    is pushed:
+    sampled under version max(0, k - K), and all samples of a version are complete before the next one is
+    pushed:
 
             lag 0    push 0 | draw 0 | train 0 | push 1 | draw 1 | train 1 | push 2 ...
 
@@ -154,8 +153,7 @@ class Drawing(ABC):
         self._seconds += time.perf_counter() - started
 
     def _push_again(self) -> None:
-        """Ask the loop's thread to push the weights again, and wait for it (called in the sampling
-        thread)."""
+        """Ask the loop's thread (from the sampling thread) to push the weights again; wait for it."""
         done: Future[None] = Future()
         self._messages.put(done)
         done.result()

@@ -1,5 +1,4 @@
-"""The sources of a run's rollouts: a fixed schedule, completion order (asynchronous), or the replay of
-an earlier run's order."""
+"""The sources of a run's rollouts: a fixed schedule, the order of completion, or a recorded order."""
 
 from __future__ import annotations
 
@@ -28,10 +27,10 @@ class Replayed(Drawing):
     """A replay of a journal's rollouts, each span under its weight version.
 
     After each push it samples what the recorded run sampled under that version: as many tokens of each
-    branch as the journal says, continued from earlier versions. The episodes' functions are called
-    anew, with the observations written beside the journal. Every rollout is compared with its record.
-    Spans for rollouts beyond --num-rollout are sampled, too, so that a checkpoint at the end holds the
-    same open episodes as the recorded run.
+    branch as the journal says, continued from earlier versions. The episodes' functions are called anew,
+    with the observations written beside the journal. Every rollout is compared with its record. Spans
+    for rollouts beyond --num-rollout are sampled, too, so that a checkpoint at the end holds the same
+    open episodes as the recorded run.
     """
 
     def __init__(
@@ -124,8 +123,7 @@ class Replayed(Drawing):
                     )
 
     def _require_as_many(self, step: int, recorded: Record, now: Record) -> None:
-        """Raise OtherTokensError if functions returned more or fewer trajectories than in the recorded
-        run."""
+        """Raise OtherTokensError if functions returned more or fewer trajectories than recorded."""
         counts = len(now["samples"]), len(recorded["samples"])
         if counts[0] != counts[1]:
             prompt = self._sampler.inputs.prompts.at(recorded["number"]).index

@@ -148,8 +148,7 @@ class EnginePair:
 
     @contextmanager
     def room(self) -> Iterator[None]:
-        """Release the colocated servers' memory while the trainer writes its state, and push the
-        weights again."""
+        """Release colocated servers' memory while the trainer writes its state; push again after."""
         self.make_room()
         yield
         if self.config.engine.colocate:

@@ -99,8 +99,7 @@ class Journal:
         metrics: Metrics,
         failed: Sequence[FailedAttempt],
     ) -> None:
-        """Record an evaluation set that was sampled and scored after `step` rollouts, and its failed
-        attempts."""
+        """Record an evaluation set that was scored after `step` rollouts, and its failed attempts."""
         self._log(step, metrics)
         self._write_samples(_eval_file(name), step, groups)
         self._write_failed(_eval_file(name), step, failed)
@@ -108,8 +107,7 @@ class Journal:
         logger.info("after %d rollouts, %s: %s", step, name or "evaluation", numbers)
 
     def on_training(self, step: int, groups: Sequence[SampleGroup]) -> None:
-        """Mark the samples that are shown, before a rollout is trained on, so that the trainer reports
-        on them."""
+        """Mark the shown samples before a rollout is trained on, so that the trainer reports on them."""
         if step % self._log_samples_interval == 0:
             for sample in self._samples.shown(groups):
                 sample.is_shown = True
@@ -126,8 +124,7 @@ class Journal:
         failed: Callable[[], Sequence[FailedAttempt]],
         eval_set: str | None = None,
     ) -> Iterator[None]:
-        """Write the attempts that failed so far if the body, which samples a rollout or an evaluation
-        set, raises."""
+        """Write the attempts that failed so far if the body, which samples, raises."""
         try:
             yield
         except OnPolicyError:

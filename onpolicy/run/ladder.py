@@ -55,8 +55,8 @@ class Ladder:
         """Return the corrections in force at present.
 
         With a governor, stock has none; from tis on there are importance weights, the discrepancy
-        penalty, and the user's own function; from mis on rejection, the veto and M2PO. Stale samples
-        get importance weights on stock, too.
+        penalty, and the user's own function; from mis on rejection, the veto and M2PO. Stale samples get
+        importance weights on stock, too.
         """
         flags, plan = self.config.fallback, self.config.plan
         if plan.bypasses_lag:
@@ -105,8 +105,7 @@ class Ladder:
         return {} if self._governor is None else self._governor.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned. Raises ConfigError if it is no state of a
-        governor."""
+        """Restore a state of `state_dict`. Raises ConfigError if it is no state of a governor."""
         if self._governor is None or not state:
             return
         try:

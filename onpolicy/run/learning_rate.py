@@ -35,8 +35,7 @@ _SHAPE = TypeAdapter(_State)
 
 
 class LearningRate:
-    """The learning rates of a run's optimizer steps; trainers get them as numbers and know no
-    schedule."""
+    """The learning rates of a run's optimizer steps, which trainers get as numbers."""
 
     def __init__(self, config: TrainConfig):
         self.config = config.trainer
@@ -81,8 +80,7 @@ class LearningRate:
         return {"steps_taken": self.steps_taken, "length_decay": decay}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned. Raises ConfigError if it belongs to another
-        schedule."""
+        """Restore a state of `state_dict`. Raises ConfigError if it belongs to another schedule."""
         try:
             checked(_SHAPE, state)
             if bool(state["length_decay"]) != (self.decay is not None):

@@ -1,5 +1,5 @@
-"""The comparison of engines and trainer after a push, for runs whose samples are too stale to compare
-in training.
+"""The comparison of engines and trainer after a push, for runs whose samples are too stale to compare in
+training.
 
 Each engine answers the same few requests. The trainer, which holds the pushed weights at that time,
 scores the answers, and every log-probability is compared bit by bit. The governor decides by their
@@ -54,8 +54,7 @@ class Probe:
         self._requests = make_requests(prompts, 1, params, config.seed, "probe")
 
     def compare(self) -> dict[str, float]:
-        """Compare, and return the metrics. Raises ParityError if tokens differ in a run that forbids
-        it."""
+        """Compare, and return metrics. Raises ParityError if tokens differ that must not."""
         # Requests are shared equally among the engines, so each engine answers all prompts once.
         requests = self._requests * len(self._engines.rollout.clients)
         completions = self._engines.generate(requests)

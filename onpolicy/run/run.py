@@ -147,8 +147,7 @@ class Run:
         self.probe = Probe(config, self.inputs, self.engines)
 
     def _begin_rollouts(self, resumed: saving.Checkpoint | None) -> None:
-        """Make the source of rollouts; restore the rollouts of a checkpoint, unless it is resumed as
-        another run."""
+        """Make the source of rollouts; restore a checkpoint's rollouts if it is of the same run."""
         self.sampler.open.next_number = self.first_step * self.config.rollout.rollout_batch_size
         prompts = saving.digest_prompts(self.inputs.prompts.prompts)
         if self._is_free:
@@ -169,8 +168,7 @@ class Run:
         return {"perf/weight_sync_time": time.perf_counter() - started}
 
     def probe_engines(self) -> Metrics:
-        """Compare the engines with the trainer after a push, where samples will be too stale for it in
-        training."""
+        """Compare engines and trainer after a push, if samples may be stale in training."""
         started = time.perf_counter()
         self._probed = self.probe.compare() if self.config.plan.may_lag else {}
         return {**self._probed, "perf/probe_time": time.perf_counter() - started}
@@ -184,8 +182,7 @@ class Run:
         return rollout.groups, rollout.metrics
 
     def draw_ahead(self, step: int) -> None:
-        """Start the sampling for later steps that the schedule has under the same weights, beside the
-        trainer."""
+        """Start to sample for later steps under the same weights, beside the trainer."""
         self.rollouts.draw_ahead(step)
 
     def settle_drawing(self) -> Metrics:
@@ -203,8 +200,7 @@ class Run:
                 self.best = saving.better(self.config.output, self.best, step, metrics)
 
     def train(self, groups: Sequence[SampleGroup], step: int) -> Metrics:
-        """Take the optimizer steps of a rollout. Some samples are written to the run directory, even if
-        training fails."""
+        """Take the optimizer steps of a rollout. Some samples are written even if training fails."""
         try:
             metrics = self._train(groups, step)
         finally:

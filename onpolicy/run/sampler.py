@@ -115,8 +115,8 @@ class Sampler:
         """The groups of an evaluation in progress."""
 
     def _tokens_of(self, more: Any, so_far: Trajectory) -> list[int]:
-        """Return the tokens of a text, of token ids or of chat messages that are appended to an
-        episode. Raises ValueError for anything else, and for messages that do not follow an answer."""
+        """Return the tokens of a text, of token ids or of chat messages that are appended to an episode.
+        Raises ValueError for anything else, and for messages that do not follow an answer."""
         if isinstance(more, str):
             encode = self.inputs.tokenizer.encode
             return list(encode(more, add_special_tokens=False))
@@ -271,8 +271,7 @@ class Sampler:
         return groups, eval_metrics(groups, count, name, num_failed), failed
 
     def failed_so_far(self) -> list[FailedAttempt]:
-        """Return the failed attempts of the evaluation in progress, or since the last rollout, for a
-        run that ends."""
+        """Return failed attempts of the evaluation in progress, else since the last rollout."""
         if self._evaluated:
             return failed_attempts(self._evaluated)
         return [*self._failed, *failed_attempts(self.open.groups)]

@@ -1,5 +1,4 @@
-"""Teachers that are external SGLang servers, which score the policy's samples before it is trained on
-them."""
+"""Teachers that are external SGLang servers, which score samples before these are trained on."""
 
 from __future__ import annotations
 
@@ -105,9 +104,8 @@ def _question(token_ids: Sequence[int], first: int, top_k: int) -> dict[str, Any
     """Return the request for the log-probabilities of tokens from position `first` (> 0) on, and of the
     `top_k` likeliest tokens there.
 
-    Source: GenerateReqInput, sglang/srt/managers/io_struct.py. The first entry of the answer is null:
-    it belongs to the token before. Stock SGLang scores a prompt at temperature 1 and ignores the
-    request's.
+    Source: GenerateReqInput, sglang/srt/managers/io_struct.py. The first entry of the answer is null: it
+    belongs to the token before. Stock SGLang scores a prompt at temperature 1 and ignores the request's.
     """
     return {
         "input_ids": [*token_ids],

@@ -1,5 +1,4 @@
-"""The training samples of a rollout, from groups with a signal; and the trainer's findings about
-them."""
+"""The training samples of a rollout, from groups with a signal; the trainer's findings about them."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ def worth_training(groups: Sequence[SampleGroup], config: TrainConfig) -> Sequen
 
 
 def has_signal(group: SampleGroup) -> bool:
-    """Return whether the rewards of a group's scored episodes differ, from each other or from the
-    greedy answer's."""
+    """Return whether the rewards of a group's scored episodes (and greedy answer) differ."""
     if not _learnt(group):
         return False
     greedy = [] if group.greedy is None else [group.greedy.reward]

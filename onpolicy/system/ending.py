@@ -16,12 +16,11 @@ from types import FrameType
 from onpolicy.errors import OnPolicyError
 
 SECONDS = 20.0
-"""The most seconds that a command may take to end. SLURM and Kubernetes kill 30 s after SIGTERM; after
-a kill the servers' guards clean up."""
+"""The most seconds that a command may take to end. SLURM and Kubernetes kill 30 s after SIGTERM; after a
+kill the servers' guards clean up."""
 
 HEARD_SECONDS = 3.0
-"""The most seconds for the main thread to notice a loss; it does not if it waits in C++, as in a Ray
-call."""
+"""The most seconds for the main thread to notice a loss; in C++, as in a Ray call, it does not."""
 
 ASKED = (
     "SIGTERM: this command was asked to end, by somebody or by a scheduler of jobs, and ends now. A run "

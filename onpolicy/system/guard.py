@@ -1,5 +1,4 @@
-"""A guard process over a server (SGLang or Ray), which ends it with its owner and removes its
-leftovers.
+"""A guard process over a server (SGLang or Ray), which ends it with its owner and removes its leftovers.
 
 It is small and only waits, so it works when the server hangs. The owner holds its standard input, which
 closes however the owner ends. As a child subreaper it adopts the server's orphans, so it knows when the

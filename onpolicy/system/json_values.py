@@ -17,9 +17,9 @@ def json_value(value: Any) -> Any:
     """Return a value as strict JSON: None, booleans, numbers, text, lists, and objects with text keys.
 
     NumPy arrays and numbers become lists and numbers, sets become sorted lists, times ISO 8601 text,
-    decimals their digits, bytes base64 (RFC 4648, section 4). NaN becomes null, since it means a
-    missing number, as in a pandas column. Raises ValueError for infinity, half of a surrogate pair, two
-    keys with the same text, and anything else that JSON cannot represent.
+    decimals their digits, bytes base64 (RFC 4648, section 4). NaN becomes null, since it means a missing
+    number, as in a pandas column. Raises ValueError for infinity, half of a surrogate pair, two keys
+    with the same text, and anything else that JSON cannot represent.
     """
     if isinstance(value, Mapping):
         said = {_key(key): json_value(each) for key, each in value.items()}

@@ -82,8 +82,7 @@ def num_gpus() -> int:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that PyTorch sees, by number; none without CUDA. Creates a CUDA context on
-    each."""
+    """Return the GPUs that PyTorch sees, by number; create a CUDA context on each."""
     import torch
 
     if not torch.cuda.is_available():

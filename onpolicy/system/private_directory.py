@@ -2,8 +2,8 @@
 
 A killed process removes nothing. So its temporary files are in a directory of its own, which also
 records the names of its files in /dev/shm. The directory is locked while its owner, or a process that
-the owner forked, lives. The next owner that starts or ends removes all directories without a lock;
-after a kill of a run, these are the guards of its servers.
+the owner forked, lives. The next owner that starts or ends removes all directories without a lock; after
+a kill of a run, these are the guards of its servers.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class PrivateDirectory:
     """A new directory below the temporary one, and a context that removes it at the end."""
 
     def __init__(self, shared_memory: Sequence[str] = ()):
-        """Make and lock it. shared_memory: patterns of its files in /dev/shm, with `NAME` for its
-        name."""
+        """Make and lock it. shared_memory: patterns of its files in /dev/shm (`NAME`: its name)."""
         sweep()
         # Locked and complete before it has a name that a sweep looks for.
         hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}"))
@@ -47,8 +46,7 @@ class PrivateDirectory:
         hidden.rename(self.path)
 
     def fits_socket(self, name: str) -> bool:
-        """Return whether the path of a socket with this name, or another one as long, fits in the
-        directory."""
+        """Return whether a socket with this name, or another one as long, fits in the directory."""
         return len(os.fsencode(self.path / name)) <= MAX_SOCKET_PATH
 
     def record_socket(self, socket: Path) -> None:
@@ -78,8 +76,7 @@ class PrivateDirectory:
 
 @functools.cache
 def of_this_process() -> PrivateDirectory:
-    """Return this process's directory until it exits; semaphores and torch's shared files are removed
-    with it."""
+    """Return this process's directory, which is removed at its exit, with its shared memory."""
     directory = PrivateDirectory(("sem.NAME*", f"torch_{os.getpid()}_*"))
     atexit.register(directory.remove)
     name_semaphores_after(directory.path.name)
@@ -90,8 +87,8 @@ def of_this_process() -> PrivateDirectory:
 def _start_tracker_without_words() -> None:
     """Start CPython's resource tracker without an output.
 
-    After a kill it would warn about leaked semaphores, and about missing ones that the directory's
-    guard has removed.
+    After a kill it would warn about leaked semaphores, and about missing ones that the directory's guard
+    has removed.
     """
     nowhere, standard_error = os.open(os.devnull, os.O_WRONLY), os.dup(2)
     os.dup2(nowhere, 2)
@@ -104,8 +101,8 @@ def _start_tracker_without_words() -> None:
 
 
 def name_semaphores_after(directory: str) -> None:
-    """Let the names of future semaphores of this process and its children begin with a directory's
-    name, so that they match `sem.NAME*` in /dev/shm."""
+    """Let the names of future semaphores of this process and its children begin with a directory's name,
+    so that they match `sem.NAME*` in /dev/shm."""
     # CPython's own prefix (multiprocessing/process.py), inherited by child processes.
     multiprocessing.current_process()._config["semprefix"] = f"/{directory}"  # type: ignore[attr-defined]
 

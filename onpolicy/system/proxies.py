@@ -1,5 +1,4 @@
-"""The choice of a proxy for requests to external services. Processes of a run use none among
-themselves."""
+"""The choice of a proxy for requests to external services; a run's processes use none."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ def proxy_of(url: str, flag: str) -> str | None:
     """Return the proxy that the environment names for a service, or None for a direct connection.
 
     `https_proxy` or `http_proxy` applies by the service's scheme, else `all_proxy`. A service on this
-    host, in a private network, or named by `no_proxy` is connected to directly. Raises ConfigError for
-    a proxy of another kind than HTTP.
+    host, in a private network, or named by `no_proxy` is connected to directly. Raises ConfigError for a
+    proxy of another kind than HTTP.
     """
     parts = urlsplit(url)
     host, proxies = parts.hostname or "", getproxies()

@@ -14,8 +14,7 @@ CLOSED = ConfigDict(extra="forbid")
 """The configuration of a TypedDict (`with_config`) that refuses unknown fields."""
 
 OPEN = ConfigDict(extra="allow")
-"""The configuration of a TypedDict inside a closed one that allows unknown fields, which other readers
-use."""
+"""The configuration of a TypedDict inside a closed one that allows fields for other readers."""
 
 SHOWN = 60
 """The most characters of a value in a message."""
@@ -31,8 +30,7 @@ def checked(shape: TypeAdapter[Shape], value: Any) -> Shape:
 
 
 def checked_text(shape: TypeAdapter[Shape], text: bytes) -> Shape:
-    """Return the value of JSON text if it has the shape; unlike `checked`, the shape may be a
-    dataclass."""
+    """Return the value of JSON text if it has the shape; it may be a dataclass (not in `checked`)."""
     with _first_fault_named():
         return shape.validate_json(text, strict=True)
 

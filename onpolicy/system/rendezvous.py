@@ -10,8 +10,7 @@ from onpolicy.system.network import listen
 
 
 def open_store(address: str, timeout: timedelta) -> tuple[dist.TCPStore, int]:
-    """Return a store and its port. It listens on that address only; torch's own listener would use
-    all."""
+    """Return a store and its port. It listens on that address only, where torch would use all."""
     with listen(address, 0) as listener:
         port = listener.getsockname()[1]
         store = dist.TCPStore(

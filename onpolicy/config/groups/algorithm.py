@@ -270,11 +270,10 @@ class AlgorithmConfig:
 
     @property
     def compares_covariances(self) -> bool:
-        """Return whether tokens are selected by log-probabilities from before the first optimizer
-        step."""
+        """Return whether tokens are selected by log-probabilities before the first optimizer step."""
         return self.clip_cov_ratio > 0 or self.kl_cov_ratio > 0
 
     @property
     def compares_entropies(self) -> bool:
-        """Return whether tokens are selected by entropies from before the first optimizer step."""
+        """Return whether tokens are selected by entropies before the first optimizer step."""
         return self.top_entropy_quantile < 1

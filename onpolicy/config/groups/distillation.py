@@ -113,8 +113,7 @@ class DistillationConfig:
 
     @property
     def loss_top_k(self) -> int:
-        """Return the number of likeliest tokens that the loss uses of a teacher; 0 if it uses all, or
-        none."""
+        """Return the number of a teacher's likeliest tokens in the loss; 0 if it uses all, or none."""
         return self.opd_top_k if self.opd_loss == "top-k" else 0
 
     @property

@@ -31,8 +31,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSet:
-    """An evaluation set: its prompts, sampling, scoring and interval. Each field is a key of
-    --eval-config."""
+    """An evaluation set: prompts, sampling, scoring, interval. Each field is a key of --eval-config."""
 
     name: str
     path: str
@@ -57,14 +56,12 @@ class EvalSet:
 
     @property
     def measure(self) -> "EvalSet":
-        """Return the settings that its values depend on besides its prompts, without its path and
-        interval."""
+        """Return the settings that its values depend on besides its prompts: no path, no interval."""
         return replace(self, path="", interval=0, flag="")
 
     @property
     def sources(self) -> dict[str, float]:
-        """Return the rules and functions that score its responses, with their weights; empty: the
-        run's."""
+        """Return the rules and functions that score its responses, with weights; empty: the run's."""
         return sources_of(self.rm_type, self.rewards)
 
     def is_due(self, step: int) -> bool:
@@ -202,8 +199,7 @@ def _not_due(run: Facts) -> str | None:
 
 
 def ks_of(count: int) -> list[int]:
-    """Return the k of pass@k: 1, 2, 4, 8 ... below the number of samples of a prompt, and that
-    number."""
+    """Return the k of pass@k: 1, 2, 4, 8 ... below the samples of a prompt, and their number."""
     return [*(1 << i for i in range((count - 1).bit_length())), count]
 
 

@@ -13,8 +13,7 @@ NO_USE_ALONE = "the one does nothing without the other. Give both, or neither."
 
 
 def _unknown_setting(run: Facts) -> str | None:
-    """Return the message about the first unknown name in --allow-changed-settings, with the nearest
-    known one."""
+    """Return the message about the first unknown name in --allow-changed-settings, with a hint."""
     known = run.config.to_dict()
     for name in run.allow_changed_settings:
         if name not in known:

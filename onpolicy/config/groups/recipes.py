@@ -38,8 +38,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
 
 
 def recipe_of(values: Mapping[str, Any]) -> str:
-    """Return a line about the flags that a run's recipe set, and those that were overridden; "" without
-    one."""
+    """Return a line about the flags that a recipe set, and the overridden ones; "" without one."""
     if not (name := values["recipe"]):
         return ""
     given = RECIPES[name]

@@ -115,8 +115,7 @@ class RewardConfig(RemoteRewardConfig):
 
     @property
     def sources(self) -> dict[str, float]:
-        """Return the rules (by name) and functions (by path) that score, with their weights; may be
-        empty."""
+        """Return the rules (by name) and functions (by path) that score, with weights; may be empty."""
         return sources_of(self.rm_type or self.custom_rm_path, self.rewards)
 
     @property

@@ -1,2 +1,1 @@
-"""The work of `verify`, `eval`, `serve` and `data`; `train` is the parent folder, `bench` its
-sibling."""
+"""The work of `verify`, `eval`, `serve` and `data`; `train` is in the parent folder."""

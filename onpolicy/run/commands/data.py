@@ -38,8 +38,8 @@ class Found:
     """The length of each prompt that a run accepts, too long ones included."""
 
     duplicates: int = 0
-    """The number of rows that a run leaves out because policy and reward would get an earlier row
-    again."""
+    """The number of rows that a run leaves out, since for policy and reward they equal an earlier
+    row."""
 
     unlabelled: int = 0
     """The number of rows without a label, which rules such as math need."""
@@ -123,8 +123,7 @@ def look(config: LookConfig) -> Found:
 
 
 def _refused_labels(prompts: Mapping[str, Prompt], rule: RuleName) -> list[str]:
-    """Return a run's error messages for the labels of prompts, which are keyed by their place in the
-    file."""
+    """Return a run's error messages for labels; prompts: by their place in the file."""
     places = [*prompts]
     numbered = [replace(prompt, index=i) for i, prompt in enumerate(prompts.values())]
     return [

@@ -1,5 +1,4 @@
-"""The command `onpolicy eval`: evaluates a checkpoint on servers that hold its weights, without a
-trainer."""
+"""The command `onpolicy eval`: the evaluation of a checkpoint on servers, without a trainer."""
 
 from __future__ import annotations
 
@@ -68,8 +67,7 @@ class PublishedEngines(EnginePair):
         return rounded(parts, format_of_push(self.contract, asked))
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the checkpoint's tensors as a trainer sends them: parameters cast to the dtype, buffers
-        not."""
+        """Yield the checkpoint's tensors as a trainer sends them: parameters are cast, buffers not."""
         model = self.config.model
         dtype = getattr(torch, self.contract.dtype)
         empty = empty_causal_lm(self.hf_config, model.trust_remote_code)
@@ -79,8 +77,7 @@ class PublishedEngines(EnginePair):
 
 
 def evaluate(config: TrainConfig, inputs: Inputs, rollouts_done: int) -> Report:
-    """Sample and score every evaluation set as a run does after `rollouts_done` rollouts; return the
-    report."""
+    """Sample and score every evaluation set as after `rollouts_done` rollouts; return the report."""
     contract, engines = inputs.ladder.contract, config.engine
     tp_size, host = tensor_parallel_size(config.sglang_args), engines.rollout_host
     place = partial(placement_of_servers, engines, tp_size, host, contract)

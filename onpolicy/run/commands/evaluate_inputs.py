@@ -71,8 +71,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
 
 
 def _require_fits(config: TrainConfig, inputs: Inputs, spec: EngineSpec) -> None:
-    """Raise ConfigError if the servers, or the weights during the push, need more memory than is
-    free."""
+    """Raise ConfigError if servers, or weights during the push, need more memory than is free."""
     size = ModelSize.of(inputs.hf_config, config.model.trust_remote_code)
     run = RunMemory(config, inputs.hf_config, spec, size)
     processes = [*run.with_push(0, config.engine.num_started), *run.agents()]

@@ -144,8 +144,7 @@ def _sessions(
 
 
 class KeyFiles:
-    """The files with the two keys: files that the user named, or files of our own, removed at the
-    end."""
+    """The files with the two keys: the user's, or our own ones, which are removed at the end."""
 
     def __init__(self, config: ServeConfig, spec: EngineSpec, directory: Path):
         self._own: dict[Path, str] = {}

@@ -32,8 +32,7 @@ from onpolicy.types import Prompt, Request, SamplingParams
 
 
 class ServedSession:
-    """An episode that stays open until its client ends it, or for `time_limit` seconds; `engine`
-    samples."""
+    """An episode that is open until its client ends it, or for `time_limit` seconds."""
 
     def __init__(self, engine: EngineClient, time_limit: float):
         self._engine, self._time_limit = engine, time_limit
@@ -121,8 +120,7 @@ class ServedSessions:
         return answer
 
     async def _open(self, _: web.Request) -> dict[str, str]:
-        """Open a session, with an episode number of its own: observations and failures are kept by
-        number."""
+        """Open a session with its own episode number, by which observations and failures are kept."""
         number = next(self._numbers)
         session = ServedSession(self._engines[number % len(self._engines)], self._time_limit)
         rollouter = AgentRollouter(lambda: self.gateway, session.act)
@@ -163,8 +161,7 @@ class ServedSessions:
         }
 
     def _written(self, trajectory: Trajectory) -> dict[str, Any]:
-        """Return a trajectory as checkpoints store it, with the text of each given and each sampled
-        stretch."""
+        """Return a trajectory as in checkpoints, with the text of each given and sampled stretch."""
         tokens = zip(trajectory.sampled, trajectory.token_ids, strict=True)
         turns = [
             {"sampled": is_sampled, "text": self._rules.decode([token for _, token in stretch])}

@@ -1,5 +1,4 @@
-"""The command `onpolicy verify`: measures on real engines whether rollout and training agree on every
-sampled token."""
+"""The command `onpolicy verify`: a comparison of rollout and training on real engines."""
 
 from __future__ import annotations
 
@@ -110,8 +109,7 @@ def passes(report: Report, config: VerifyConfig) -> bool:
 
 
 def draw_adapters(engines: EnginePair, config: VerifyConfig) -> None:
-    """Fill freshly initialised adapters with random values, so that they change what the model
-    computes."""
+    """Fill freshly initialised adapters with random values, so that they change the output."""
     if config.lora.lora_rank and not config.lora.lora_adapter:
         engines.trainer.on_each_rank(fill_with_drawn, config.seed)
 
@@ -165,8 +163,7 @@ def requests_of(
 def _score(
     engines: EnginePair, samples: Sequence[Sample], config: VerifyConfig, phases: Phases
 ) -> ParityCounts:
-    """Compare rollout log-probabilities and tokens with the trainer's, computed in another order and
-    packing."""
+    """Compare log-probabilities and tokens with the trainer's, in another order and packing."""
     shuffled = list(samples)
     random.Random(config.seed).shuffle(shuffled)
     train: list[Rescored] = []

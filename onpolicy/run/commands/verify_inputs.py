@@ -1,5 +1,4 @@
-"""The inputs of `onpolicy verify`: its prompts, the run that its flags describe, and the checks before
-it."""
+"""The inputs of `onpolicy verify`: its prompts, the run of its flags, and the checks before it."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ from onpolicy.run.launch.push_checks import require_transport
 from onpolicy.types import Prompt
 
 LONGEST_PROMPT = 1024
-"""The number of tokens of the longest prompt, unless --max-prompt-len is given or the context is
-shorter."""
+"""The tokens of the longest prompt, unless --max-prompt-len is given or the context is shorter."""
 
 SHORTEST_PROMPT = 8
 """The least number of tokens that the context must leave for a prompt."""
@@ -49,8 +47,7 @@ BUCKETS = 8
 
 
 def check_inputs(config: VerifyConfig) -> tuple[TrainConfig, NumericsContract]:
-    """Return the run and the contract of `verify`. Raises ConfigError for what could not be run; starts
-    nothing."""
+    """Return the run and the contract of `verify`. Raises ConfigError if it could not be run."""
     model = config.model
     hf_config = load_config(model.hf_checkpoint, model.trust_remote_code)
     longest = longest_prompt(config, hf_config)
@@ -83,8 +80,7 @@ def _say_how_long(
 
 
 def longest_prompt(config: VerifyConfig, hf_config: PretrainedConfig) -> int:
-    """Return the number of tokens of the longest prompt. Raises ConfigError if the context is too
-    short."""
+    """Return the tokens of the longest prompt. Raises ConfigError if the context is too short."""
     context = hf_config.max_position_embeddings
     room: int = context - CONTEXT_MARGIN - config.max_new_tokens
     if room < SHORTEST_PROMPT:
@@ -109,8 +105,7 @@ def chunk_size(longest: int) -> int:
 
 
 def make_prompts(config: VerifyConfig, vocab_size: int, longest: int) -> list[Prompt]:
-    """Return prompts of random tokens and lengths, some longer than a prefill chunk, with shared
-    prefixes."""
+    """Return random prompts with shared prefixes, some longer than a prefill chunk."""
     rng = random.Random(f"prompts/{config.seed}")
     shared = [rng.randrange(vocab_size) for _ in range(longest // 2)]
     prompts = []

@@ -107,8 +107,7 @@ def places_on_cluster(
     """Yield the places of servers without a trainer: on this host, or on the cluster at --ray-address,
     which this process joins meanwhile.
 
-    Raises ConfigError if they do not fit, or, if their needs are given, if a host has too little
-    memory.
+    Raises ConfigError if they do not fit, or, if their needs are given, if a host has too little memory.
     """
     with ExitStack() as stack:
         if cluster.ray_address:

@@ -104,8 +104,7 @@ def require_roundable(facts: ModelFacts, weight_format: str) -> None:
 def require_bytes(
     facts: ModelFacts, backend: str, formats: tuple[str, str], row_parallel_blocks: int
 ) -> None:
-    """Raise ConfigError if the operators multiply FP8 and the formats are others, or a rank would hold
-    part of a block."""
+    """Raise ConfigError if the formats are not FP8, or if a rank would hold part of a block."""
     if formats != ("fp8_e4m3_block128", "fp8_e4m3"):
         raise ConfigError(
             f"--operators={backend}: multiplies bytes of weights and inputs that both engines round. "

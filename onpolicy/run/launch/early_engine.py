@@ -34,8 +34,7 @@ def engine_begun(config: TrainConfig) -> AbstractContextManager[None]:
 
 
 def _likely(config: TrainConfig) -> EngineSpec:
-    """Return a spec with everything that decides the environment of the engine's process, from flags
-    alone."""
+    """Return a spec from flags alone, enough for the environment of the engine's process."""
     aligned = "cpu" if config.plan.aligned_by else "stock"
     contract = NumericsContract(
         backend="portable" if config.operators.is_portable else aligned,

@@ -152,8 +152,7 @@ def _cache_tokens(
     longest_sequence: int,
     requests: int,
 ) -> int:
-    """Return the user's number of cache tokens, else our own on a CPU, and 0 on a GPU, where SGLang
-    decides."""
+    """Return the user's cache tokens, else our own on a CPU, and 0 (SGLang's choice) on a GPU."""
     asked = max_total_tokens(config.sglang_args)
     if asked is not None or contract.device != "cpu":
         return asked or 0
@@ -175,6 +174,5 @@ def cache_tokens(
 
 
 def replays_routing(config: TrainConfig, contract: NumericsContract) -> bool:
-    """Return whether the trainer replays the rollout's expert choices; aligned engines make the same
-    choices anyway."""
+    """Return whether the trainer replays the rollout's expert choices; aligned engines agree anyway."""
     return config.fallback.use_rollout_routing_replay and not contract.is_aligned

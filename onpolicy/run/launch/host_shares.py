@@ -18,8 +18,7 @@ from onpolicy.system.memory import num_gpus
 def placement_of(
     config: TrainConfig, contract: NumericsContract, hosts: Sequence[Host]
 ) -> Placement:
-    """Return the placement of a run's ranks and engines. Raises ConfigError with the sum that does not
-    fit."""
+    """Return the placement of ranks and engines. Raises ConfigError with the sum that does not fit."""
     per_engine = tensor_parallel_size(config.sglang_args)
     if config.cluster.actor_num_gpus_per_node:
         _require_device(contract, hosts)
@@ -37,8 +36,7 @@ def placement_of_servers(
     contract: NumericsContract,
     hosts: Sequence[Host],
 ) -> Placement:
-    """Return the placement of the servers of a command without a trainer; raises as `placement_of`
-    does."""
+    """Return the placement of servers without a trainer; raises as `placement_of` does."""
     _require_gpus_if_counted(count, contract, hosts)
     placement = place_engines(count.num_started, per_engine, contract.device, hosts)
     _require_device(contract, placement.hosts)
@@ -49,7 +47,7 @@ def placement_of_servers(
 def placement_of_trainer(
     config: TrainConfig, contract: NumericsContract, hosts: Sequence[Host]
 ) -> Placement:
-    """Return the placement of the ranks of a command without servers; raises as `placement_of` does."""
+    """Return the placement of ranks without servers; raises as `placement_of` does."""
     if config.cluster.actor_num_gpus_per_node:
         _require_device(contract, hosts)
     placement = place_trainer(config.cluster, contract.device, hosts)
@@ -93,8 +91,7 @@ def hosts_here() -> list[Host]:
 
 
 def require_reach(config: TrainConfig, placement: Placement) -> None:
-    """Raise ConfigError if --weight-sync cannot reach an engine, or if one host's address is given for
-    several."""
+    """Raise ConfigError if --weight-sync cannot reach an engine, or if hosts share one address."""
     if placement.is_here:
         return
     _require_addresses_of_hosts(config.engine.rollout_host, placement)

@@ -81,8 +81,7 @@ class Inputs:
         return config.agent.rollout_max_context_len or room
 
     def longest_sequence(self, config: TrainConfig) -> int:
-        """Return the number of tokens of the longest sequence that the run may request from an
-        engine."""
+        """Return the tokens of the longest sequence that the run may request from an engine."""
         if has_agent(config.agent):
             return self.max_context_len(config)
         sampled = config.rollout.rollout_max_response_len

@@ -1,5 +1,4 @@
-"""Default lengths that were not given, and the log line about them; the choice of --share-prefixes
-auto."""
+"""Default lengths that were not given, and the log line about them; --share-prefixes auto."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ def fit_run(config: TrainConfig) -> TrainConfig:
 
 
 def fit_verify(config: Verify) -> Verify:
-    """Return a `verify`, or a similar command, whose default response length leaves half of the context
-    to prompts."""
+    """Return a `verify` whose default response length leaves half of the context to prompts."""
     hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
     most = hf_config.max_position_embeddings // 2
     return replace(

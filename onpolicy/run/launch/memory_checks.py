@@ -69,9 +69,12 @@ class Needs:
 def require_run_fits(
     config: TrainConfig, hf_config: PretrainedConfig, spec: EngineSpec, size: ModelSize
 ) -> None:
-    """Log the memory of a run. Raises ConfigError, with the sums, if its longest sequence does not fit
-    an engine's cache, or if its processes do not fit the free memory. A dry run only logs the latter,
-    since the run may be made on another host or at another time."""
+    """Log the memory of a run.
+
+    Raises ConfigError, with the sums, if its longest sequence does not fit an engine's cache, or if its
+    processes do not fit the free memory. A dry run only logs the latter, since the run may be made on
+    another host or at another time.
+    """
     servers = config.engine.num_started
     if servers:
         require_cache(spec)
@@ -87,8 +90,7 @@ def require_run_fits(
 
 
 def require_cache(spec: EngineSpec) -> None:
-    """Raise ConfigError if one sequence does not fit the requested cache; log if some requests have to
-    wait."""
+    """Raise ConfigError if a sequence does not fit the requested cache; log if requests have to wait."""
     needed, tokens = spec.needed_tokens, spec.cache_tokens
     if not tokens:
         return  # as much as a GPU has room for, which its server tells when it has started
@@ -112,10 +114,12 @@ def require_memory(
     ray_address: str = "",
     run: RunMemory | None = None,
 ) -> None:
-    """Log the memory of the processes; raise ConfigError, with the sums, if they cannot fit. On a CPU
-    they share the memory of this host. On GPUs each process has one of its own, or a rank and a server
-    of `run` share one. Hosts of a cluster, at `ray_address`, are checked once placements are known
-    (`fitting`)."""
+    """Log the memory of the processes; raise ConfigError, with the sums, if they cannot fit.
+
+    On a CPU they share the memory of this host. On GPUs each process has one of its own, or a rank and a
+    server of `run` share one. Hosts of a cluster, at `ray_address`, are checked once placements are
+    known (`fitting`).
+    """
     for process in processes:
         logger.info("memory of %s", process)
     if ray_address:
@@ -129,8 +133,11 @@ def require_memory(
 
 
 def require_host(processes: Sequence[ProcessMemory], host: str, free: int, device: str) -> str:
-    """Return the sum of the processes' memory on a host, in words. On a CPU it is all of their memory,
-    else the part beside the GPUs. Raises ConfigError if it exceeds the host's `free` bytes."""
+    """Return the sum of the processes' memory on a host, in words.
+
+    On a CPU it is all of their memory, else the part beside the GPUs. Raises ConfigError if it exceeds
+    the host's `free` bytes.
+    """
     on_gpus = device == "cuda"
     needed = sum(p.host_bytes if on_gpus else p.bytes for p in processes)
     return _require(processes, needed, "beside GPUs" if on_gpus else "together", host, free)
@@ -145,8 +152,11 @@ def require_gpu(
     is_shared: bool = False,
 ) -> list[str]:
     """Return the largest process on a GPU, in words, or everything that a rank and a server of `run`
-    hold on a shared one at the same time. Raises ConfigError if that exceeds the `free` bytes, with the
-    number of ranks that would suffice, or if the server's share is too small."""
+    hold on a shared one at the same time.
+
+    Raises ConfigError if that exceeds the `free` bytes, with the number of ranks that would suffice, or
+    if the server's share is too small.
+    """
     moments = run.moments() if run is not None and is_shared else processes
     largest = max(moments, key=lambda process: process.each)
     enough = ""
@@ -169,8 +179,8 @@ def _enough_ranks(run: RunMemory, free: int) -> str:
 
 
 def _require_fraction(run: RunMemory, gpu: str, free: int) -> str:
-    """Return the servers' share of a shared GPU, in words. Raises ConfigError if weights and the
-    longest sequence do not fit it."""
+    """Return the servers' share of a shared GPU, in words. Raises ConfigError if weights and the longest
+    sequence do not fit it."""
     given, needed = memory_fraction(run.spec.sglang_args), run.static_server()
     fraction = run.spec.memory_fraction if given is None else given
     part = int(fraction * free)
@@ -203,8 +213,11 @@ def fitting(
     place: PlaceOn, needs: Needs | None, hosts: Sequence[Host]
 ) -> tuple[Placement, list[str]]:
     """Return a placement on hosts, and the log lines about it. needs: None to skip memory and GPU
-    checks. Raises ConfigError if hosts are too few, or if one, or a GPU of one, has too little memory;
-    ContractError if a host's GPUs are of another kind than this one's."""
+    checks.
+
+    Raises ConfigError if hosts are too few, or if one, or a GPU of one, has too little memory;
+    ContractError if a host's GPUs are of another kind than this one's.
+    """
     placement = place(hosts)
     lines = placement.describe()
     if needs is None:
@@ -236,8 +249,11 @@ def _kind(gpu: Gpu) -> str:
 
 
 def require_gpus(placement: Placement, needs: Needs, found: GpusOf) -> list[str]:
-    """Return the memory of the fullest GPU in use on each host, in words. Raises ConfigError for the
-    first host whose processes do not see those GPUs, or where one has too little free memory."""
+    """Return the memory of the fullest GPU in use on each host, in words.
+
+    Raises ConfigError for the first host whose processes do not see those GPUs, or where one has too
+    little free memory.
+    """
     lines = []
     for host in placement.hosts:
         taken, there = placement.gpus(host), found[host]
@@ -257,8 +273,10 @@ def require_gpus(placement: Placement, needs: Needs, found: GpusOf) -> list[str]
 
 
 def require_hosts(placement: Placement, needs: Needs, free: Mapping[Host, int]) -> list[str]:
-    """Return the memory sum of each host, in a line each. free: bytes that new processes may take
-    there. Raises ConfigError for the first host whose ranks and servers do not fit."""
+    """Return the memory sum of each host, in a line each. free: bytes that new processes may take there.
+
+    Raises ConfigError for the first host whose ranks and servers do not fit.
+    """
     return [
         require_host(needs.held(*placement.counts(host)), str(host), free[host], placement.device)
         for host in placement.hosts

@@ -1,8 +1,8 @@
 """The memory of a command's processes, estimated before any of them starts.
 
 Sums, in bytes and by purpose, of everything large that is held at the same time, for every command and
-placement (`memory_checks.py`). benchmarks/README.md compares them with measured peaks, none of them on
-a GPU.
+placement (`memory_checks.py`). benchmarks/README.md compares them with measured peaks, none of them on a
+GPU.
 """
 
 from __future__ import annotations
@@ -43,12 +43,10 @@ UNCUT = 16384
 """The number of tokens prefilled at once if prompts are not cut into chunks."""
 
 LOGITS_COPIES = 3
-"""The number of logits-sized buffers: logits, their log-probabilities or gradients, and an
-intermediate."""
+"""The number of buffers of logits: logits, log-probabilities or gradients, and an intermediate."""
 
 CHUNK = 8192
-"""The number of tokens of a prefill chunk on a large GPU, unless --sglang-chunked-prefill-size is
-given."""
+"""The tokens of a prefill chunk on a large GPU, unless --sglang-chunked-prefill-size is given."""
 
 HOLES = 125
 """The unused memory between a rank's buffers on a CPU, in percent of its gradients, as measured."""
@@ -98,8 +96,7 @@ def _megatron_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dic
 
 
 def _critic_size(config: TrainConfig, policy: ModelSize) -> list[ModelSize]:
-    """Return the critic's size, if there is one; it includes an output projection that a critic
-    lacks."""
+    """Return the critic's size, if any, with an output projection that it does not have."""
     path, trust = config.critic.critic_load, config.model.trust_remote_code
     if path:
         return [ModelSize.of(load_config(path, trust, "--critic-load"), trust)]
@@ -107,8 +104,7 @@ def _critic_size(config: TrainConfig, policy: ModelSize) -> list[ModelSize]:
 
 
 def _tokens_at_once(config: TrainConfig, longest_sequence: int) -> int:
-    """Return the tokens of a micro-batch, or of a rank's samples if fewer; agents may have any
-    number."""
+    """Return the tokens of a micro-batch, or of a rank's samples if fewer (without agents)."""
     total, most = config.samples_per_rollout * longest_sequence, config.trainer.max_tokens_per_gpu
     # With shared prefixes, one rank may get all: groups are not split.
     ranks = 1 if config.trainer.shares_prefixes else config.cluster.num_ranks
@@ -160,8 +156,7 @@ class RunMemory:
     size: ModelSize
 
     def trainer(self, count: int = 1) -> ProcessMemory:
-        """Return the memory of `count` ranks during a step; sharded state is divided by all ranks of
-        the run."""
+        """Return the memory of `count` ranks during a step; state is sharded over all ranks."""
         config, spec, size = self.config, self.spec, self.size
         on_gpu = spec.contract.device == "cuda"
         itemsize = getattr(torch, config.model.dtype).itemsize
@@ -214,8 +209,7 @@ class RunMemory:
         return ProcessMemory.on_host("controller", records, self.spec.contract.device)
 
     def agents(self) -> list[ProcessMemory]:
-        """Return the memory of the workers that run episodes, without their functions' imports and
-        data."""
+        """Return the memory of agent workers, without their functions' imports and data."""
         config, count = self.config, num_workers(self.config.agent)
         if not count:
             return []
@@ -230,8 +224,7 @@ class RunMemory:
         return trainer + ([self.server(servers)] if servers else [])
 
     def with_push(self, ranks: int, servers: int) -> list[ProcessMemory]:
-        """Return the memory of these processes and of a push, which several ranks may send to groups of
-        servers."""
+        """Return the memory of these processes and of a push, which several ranks may send."""
         is_elsewhere = bool(self.config.engine.rollout_server_url)
         spreads = self.config.sync.weight_sync == "distributed"
         senders = max(min(ranks, servers), 1) if spreads else 1
@@ -281,8 +274,7 @@ class RunMemory:
         return max(math.floor(100 * (1 - beside / gpu_bytes)), 1) / 100
 
     def enough_ranks(self, most: int) -> int | None:
-        """Return the least number of ranks with which no GPU holds more than `most` bytes, or None from
-        4,096 on."""
+        """Return the least number of ranks (< 4,096) with at most `most` bytes on a GPU, or None."""
         ranks, megatron = self.config.cluster.num_ranks, self.config.megatron
         step = megatron.megatron_tp * megatron.megatron_pp * megatron.megatron_cp
         for number in range(ranks + step, 4096, step):

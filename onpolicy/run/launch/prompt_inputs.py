@@ -29,8 +29,7 @@ class EvalPrompts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptReader:
-    """A reader of prompts. Raises ConfigError for the first prompt that could not be sampled or
-    scored."""
+    """A reader of prompts. Raises ConfigError for one that could not be sampled or scored."""
 
     config: TrainConfig
     scorer: Scorer
@@ -43,8 +42,7 @@ class PromptReader:
     def read(
         self, file: str, flag: str, data: DataConfig | None = None, each: EvalSet | None = None
     ) -> list[Prompt]:
-        """Return the prompts of a file. each: the evaluation set of the file, which may name its own
-        rewards."""
+        """Return the prompts of a file. each: its evaluation set, which may name its own rewards."""
         given = self.longest, self.vocab_size, flag, self.config.seed
         sources = each.sources if each is not None and each.sources else self.scorer.sources
         prompts = load_prompts(

@@ -14,8 +14,7 @@ from onpolicy.types import Prompt
 logger = logging.getLogger(__name__)
 
 BY_CONTENT = frozenset({"hf_checkpoint"})
-"""The paths whose content is compared instead, by the digest of the pushed weights; prompts are
-compared in this module."""
+"""The paths compared by content, through the digest of the pushed weights; so are prompts, here."""
 
 
 def read_replayed(config: TrainConfig, prompts: Sequence[Prompt]) -> RolloutJournal | None:

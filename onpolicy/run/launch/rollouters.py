@@ -37,8 +37,7 @@ def make_rollouter(config: TrainConfig) -> Rollouter:
 
 
 def _calling(own: AgentFunction, config: AgentConfig) -> Rollouter:
-    """Return a rollouter that calls a function in worker processes, or in the run's own with
-    --agent-workers 0."""
+    """Return a rollouter that calls a function in workers, or, without any, in the run's process."""
     function = load_agent(own.path, own.flag, own.arguments)
     if workers := num_workers(config):
         return WorkerRollouter(own, workers, config.agent_hang_limit)

@@ -1,5 +1,4 @@
-"""The check that the other hosts of a cluster see a directory of this host, which their processes
-use."""
+"""The check that the other hosts of a cluster see a directory of this host."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ def require_shared_by_servers(flag: str, directory: Path, servers: Sequence[Engi
 
 
 def require_shared(flag: str, directory: Path, hosts: Sequence[Host]) -> None:
-    """Raise ConfigError for the first of `hosts` that does not see this host's `directory`, named by
-    `flag`."""
+    """Raise ConfigError for the first host that does not see this `directory`, named by `flag`."""
     with tempfile.NamedTemporaryFile(dir=directory, prefix="seen_by_") as file:
         mark = Path(file.name)
         seen = told_by(hosts, lambda: mark.exists(), f"whether {directory} is there")

@@ -42,8 +42,7 @@ def distinct_share(prompt_lens: Sequence[int], response_len: int, n: int) -> flo
 
 
 def sharing_described(config: TrainConfig, prompt_lens: Sequence[int]) -> str:
-    """Return a line that says whether prefixes are shared, and the most tokens of a step left to
-    compute."""
+    """Return a line on whether prefixes are shared, and the share of tokens left to compute."""
     why = _reason_not_to(config) or "--share-prefixes off"
     is_on = config.trainer.shares_prefixes
     said = "prefixes are shared" if is_on else f"prefixes are not shared ({why})"

@@ -98,8 +98,8 @@ def _rows(config: TrainConfig) -> Iterator[Row]:
 
 
 def teacher_bytes(config: TrainConfig) -> int:
-    """Return the bytes that a rank holds of all teachers: its shard of the weights, gathered layers,
-    and the loss's copies of their outputs."""
+    """Return the bytes that a rank holds of all teachers: its shard of the weights, gathered layers, and
+    the loss's copies of their outputs."""
     trust = config.model.trust_remote_code
     paths = config.distillation.teachers.values()
     sizes = [ModelSize.of(load_config(path, trust, FLAG), trust) for path in paths]

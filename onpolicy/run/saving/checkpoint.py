@@ -54,8 +54,7 @@ class RunState:
     """The result of `LearningRate.state_dict`."""
 
     prompts: str
-    """The result of `digest_prompts` for the training prompts, in which `rollouts_done` is the
-    position."""
+    """The result of `digest_prompts` for the training prompts; the position is `rollouts_done`."""
 
     evaluations: Mapping[str, str] | None = None
     """The result of `digest_sets` for the evaluation sets; None from a version that did not store it."""
@@ -156,15 +155,13 @@ def name_of(rollouts_done: int) -> str:
 
 
 def number_of(directory: Path) -> int | None:
-    """Return the number of rollouts in a directory's name; None if it is not the name of a
-    checkpoint."""
+    """Return the number in a checkpoint directory's name; None for other names."""
     match = _NAME.fullmatch(directory.name)
     return int(match[1]) if match else None
 
 
 def checkpoints(root: Path) -> dict[int, Path]:
-    """Return the directories under `root` with a checkpoint's name, complete or not, by number, oldest
-    first."""
+    """Return the checkpoint directories under `root`, complete or not, by number, oldest first."""
     paths = sorted(root.iterdir()) if root.is_dir() else []
     numbered = {number: path for path in paths if (number := number_of(path)) is not None}
     return dict(sorted(numbered.items()))

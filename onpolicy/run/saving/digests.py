@@ -26,8 +26,7 @@ def take(directory: Path, but: Iterable[str] = ()) -> Digests:
 
 
 def compare(directory: Path, recorded: Mapping[str, str], but: Iterable[str] = ()) -> list[str]:
-    """Return the differences between the files and their recorded digests, in words; empty if there are
-    none."""
+    """Return the differences between files and their recorded digests, in words."""
     found = _files(directory) - set(but)
     problems = [f"{name}: missing" for name in sorted(recorded.keys() - found)]
     problems += [f"{name}: not of the checkpoint" for name in sorted(found - recorded.keys())]

@@ -110,8 +110,8 @@ def _is_whole(directory: Path) -> bool:
 
 
 def _require_experts_laid_out_alike(found: Checkpoint, config: AnyRun) -> None:
-    """Raise ConfigError if experts were shared by ranks and are no longer, or the reverse: Megatron
-    then uses another optimizer, and the checkpoint another layout."""
+    """Raise ConfigError if experts were shared by ranks and are no longer, or the reverse: Megatron then
+    uses another optimizer, and the checkpoint another layout."""
     before, now = found.config.get("megatron_ep", 1), config.megatron.megatron_ep
     if (before > 1) != (now > 1):
         raise ConfigError(

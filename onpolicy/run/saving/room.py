@@ -23,8 +23,7 @@ MASTER = 3 * 4
 def require_room(
     config: AnyRun, hf_config: PretrainedConfig, adapter: AdapterShape | None = None
 ) -> None:
-    """Raise ConfigError, with the sum, if a checkpoint of the model (or of its adapters alone) does not
-    fit under --save."""
+    """Raise ConfigError, with the sum, if a checkpoint (of adapters alone, if any) does not fit."""
     trust = config.model.trust_remote_code
     parameters = _saved_parameters(hf_config, trust, adapter)
     if critic := config.critic_checkpoint:
@@ -65,7 +64,6 @@ def _saves_computed_weights(config: AnyRun) -> bool:
 
 
 def free_bytes(directory: Path) -> int:
-    """Return the number of bytes that an ordinary user may still write at a directory, present or
-    planned."""
+    """Return the bytes that an ordinary user may still write at a directory, present or planned."""
     there = next(path for path in (directory, *directory.parents) if path.exists())
     return shutil.disk_usage(there).free

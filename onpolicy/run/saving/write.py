@@ -84,8 +84,8 @@ def save(
 
 
 def _cause(partial: Path, error: Exception) -> str:
-    """Return an error's message, preceded by the reason if nothing more can be written: PyTorch's
-    writer reports a full disk as a position in a file."""
+    """Return an error's message, preceded by the reason if nothing more can be written: PyTorch's writer
+    reports a full disk as a position in a file."""
     if isinstance(error, OSError) and error.errno is not None:
         return str(error)
     try:
@@ -137,8 +137,7 @@ def _set_aside(damaged: Path) -> None:
 
 
 def _delete_old(root: Path, keep: int, best: Best | None) -> None:
-    """Delete the oldest checkpoints but the best, renamed first, so that a kill leaves no half one
-    under its name."""
+    """Delete the oldest checkpoints but the best; rename first, so that a kill leaves no half one."""
     for number, old in list(checkpoints(root).items())[:-keep] if keep else []:
         if best is not None and number == best.rollouts_done:
             continue

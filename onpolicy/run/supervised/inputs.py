@@ -111,8 +111,7 @@ def _require_free(save_hf: str) -> None:
 
 
 def _num_steps(config: SftConfig, num_examples: int) -> int:
-    """Return the number of optimizer steps of the run. Raises ConfigError if the rows are too few for
-    one."""
+    """Return the number of optimizer steps. Raises ConfigError if the rows are too few for one."""
     size = config.trainer.global_batch_size
     if size > num_examples:
         raise ConfigError(
@@ -134,8 +133,7 @@ def _needs(
     contract: NumericsContract,
     examples: list[Example],
 ) -> Needs:
-    """Log and return the memory needs of the ranks. Raises ConfigError if they exceed this host's free
-    memory."""
+    """Log and return the ranks' memory needs. Raises ConfigError if they exceed the free memory."""
     longest = max(example.num_tokens for example in examples)
     spec = rollout_spec(train_config, hf_config, contract, longest)
     size = ModelSize.of(hf_config, config.model.trust_remote_code)
