@@ -118,8 +118,7 @@ class PlacedServer(EngineServer):
         self._start_anew()
 
     def _add_again(self) -> None:
-        """Add the server again at its old port, which is in use until the guard has ended the old
-        server."""
+        """Add the server again at its old port, which may be in use until the guard has acted."""
         deadline = time.monotonic() + CALL_SECONDS
         while True:
             try:

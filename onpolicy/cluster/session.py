@@ -28,7 +28,7 @@ _ANSWER_SECONDS = 60.0
 """The most seconds for a host to start a process that answers."""
 
 _SECONDS_AFTER_A_LOSS = 20.0
-"""The most seconds that a run waits for room after the loss of a host, which may be released late."""
+"""The most seconds that a run waits for room after a loss: resources may be released late."""
 
 
 _lost: EngineError | None = None

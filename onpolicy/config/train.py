@@ -116,7 +116,8 @@ class TrainConfig:
 
     @property
     def loads_reference(self) -> bool:
-        """Return whether a reference policy has weights of its own, which adapters' base is not."""
+        """Return whether the reference policy has weights of its own (not if it is the adapters'
+        base)."""
         is_base = self.lora.lora_rank and not self.algorithm.ref_checkpoint
         return self.algorithm.reads_reference and not is_base
 

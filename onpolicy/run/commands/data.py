@@ -38,8 +38,7 @@ class Found:
     """The length of each prompt that a run accepts, too long ones included."""
 
     duplicates: int = 0
-    """The number of rows that a run leaves out, since for policy and reward they equal an earlier
-    row."""
+    """The number of rows that a run leaves out: policy and reward cannot tell them from earlier ones."""
 
     unlabelled: int = 0
     """The number of rows without a label, which rules such as math need."""

@@ -47,7 +47,7 @@ BUCKETS = 8
 
 
 def check_inputs(config: VerifyConfig) -> tuple[TrainConfig, NumericsContract]:
-    """Return the run and the contract of `verify`. Raises ConfigError if it could not be run."""
+    """Return the run and contract of `verify`; start nothing. Raises ConfigError if it cannot run."""
     model = config.model
     hf_config = load_config(model.hf_checkpoint, model.trust_remote_code)
     longest = longest_prompt(config, hf_config)

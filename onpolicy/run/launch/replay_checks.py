@@ -14,7 +14,7 @@ from onpolicy.types import Prompt
 logger = logging.getLogger(__name__)
 
 BY_CONTENT = frozenset({"hf_checkpoint"})
-"""The paths compared by content, through the digest of the pushed weights; so are prompts, here."""
+"""The paths compared by the digest of the pushed weights; this module also compares prompts."""
 
 
 def read_replayed(config: TrainConfig, prompts: Sequence[Prompt]) -> RolloutJournal | None:
