@@ -109,7 +109,7 @@ class RewardEstimator(Estimator):
         gamma: float = 1.0,
         named_weights: Mapping[str, float] | None = None,
     ):
-        """gamma: the discount per token. named_weights: the weights of gdpo's rewards."""
+        """Take a discount `gamma` per token, and the weights of gdpo's named rewards."""
         self.kind, self.gamma, self.named_weights = kind, gamma, named_weights or {}
 
     def advantages(

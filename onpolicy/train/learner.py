@@ -1,4 +1,4 @@
-"""The learning on one rollout: parity check, corrections, loss and optimizer steps."""
+"""Learning on one rollout: parity check, corrections, loss and optimizer steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way of a trainer's weights out: to the engines, or into an exported checkpoint.
+"""Hand-over of a trainer's weights: to the engines, or into an exported checkpoint.
 
 The ranks gather them together, a bucket at a time. Each rank sends them to its own engines
 (`weights/senders.py`), which prove receipt by a digest; then all ranks compare the digests. Frozen
