@@ -99,7 +99,7 @@ class Trajectory:
     """One sequence of given and sampled tokens. T: its tokens; R: the sampled ones."""
 
     token_ids: list[int]
-    """All tokens, [T]. Example: [17, 4, 9, 5, 11, 1]"""
+    """Tokens of the sequence, [T]. Example: [17, 4, 9, 5, 11, 1]"""
 
     sampled: list[bool]
     """Whether the policy sampled each token, [T]; the others were given to it."""

@@ -115,7 +115,7 @@ class Sample:
     prompt: Prompt
 
     sample_index: int
-    """Index of the episode among those of its prompt, 0 .. n_samples_per_prompt - 1; shared by all its
+    """Index of the episode within its prompt, 0 .. n_samples_per_prompt - 1; shared by all its
     trajectories."""
 
     trajectory: Trajectory
@@ -164,7 +164,7 @@ class Sample:
     """Whether it is displayed, so that training reports on its tokens."""
 
     learnt: LearntTokens | None = None
-    """Its tokens' part in training, if it is shown and was trained on."""
+    """Part of its tokens in training, if it is shown and was trained on."""
 
     @property
     def name(self) -> str:
@@ -209,7 +209,7 @@ Spans = list[tuple[int, int]]
 
 @dataclass(slots=True, kw_only=True)
 class SampleGroup:
-    """All samples of one prompt in one rollout."""
+    """The samples of one prompt in one rollout."""
 
     prompt: Prompt
     samples: list[Sample]

@@ -1,7 +1,7 @@
-"""What a correction does to a batch, in the field's terms: what `correction.correct` applies.
+"""The settings that `correction.correct` applies to a batch, in the field's terms.
 
 Notation: r = log pi_train - log pi_rollout of a sampled token, rho = exp(r). Every bound here bounds
-rho itself, rollout in the denominator; verl's `*_k1` bounds, for one, bound 1 / rho.
+rho itself, with the rollout in the denominator; verl's `*_k1` bounds, in contrast, bound 1 / rho.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Clamp = Annotated[float | None, above(0)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectionRule:
-    """Keeps what lies within [lower, upper], both ends included."""
+    """A rule that keeps values within [lower, upper], both ends included."""
 
     statistic: Statistic = "ratio"
     """What of a token is compared: ratio rho; k1 = -r, k2 = r^2 / 2, k3 = exp(r) - r - 1 (Schulman,
@@ -52,7 +52,8 @@ class RejectionRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Veto:
-    """Rejects a whole sequence for one token beyond [lower, upper]; looks at values as they are."""
+    """A rule that rejects a whole sequence for one token outside [lower, upper]; values are not
+    clamped."""
 
     by: VetoBy = "ratio"
     """rho, as Miles' code does, or pi_rollout, as its documentation says."""
@@ -115,7 +116,7 @@ class CorrectionConfig:
 
     @property
     def needs_whole_batch(self) -> bool:
-        """Whether a token's weight depends on more of the global batch than its own sequence."""
+        """Return whether a token's weight depends on more of the global batch than its own sequence."""
         return (
             self.self_normalize
             or not self.rejected_in_denominator
@@ -124,7 +125,7 @@ class CorrectionConfig:
 
     @property
     def looks_at_sequences(self) -> bool:
-        """Whether a token's fate depends on the other tokens of its sequence."""
+        """Return whether a token's rejection or weight depends on the other tokens of its sequence."""
         return (
             self.level in ("sequence", "geometric")
             or self.veto is not None

@@ -1,5 +1,5 @@
 """Advantages of sampled tokens, from the rewards of a rollout and the models' scores of its tokens.
-Every rank computes those of its own samples after scoring."""
+Every rank computes the advantages of its own samples after scoring."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class ShardedModel(ABC):
 
 
 class TrainingEngine(Protocol):
-    """Loads the models of a run, one for each role."""
+    """A loader of the models of a run, one for each role."""
 
     def __call__(
         self,

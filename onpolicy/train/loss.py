@@ -137,8 +137,7 @@ def policy_loss(
 def _policy_term(
     log_probs: Tensor, batch: WeighedBatch, settings: LossSettings
 ) -> tuple[Tensor, Tensor, Tensor, Metrics]:
-    """Return the policy's part of the loss, the shares of counting tokens, those of kept tokens, and
-    metrics."""
+    """Return the policy's part of the loss, the shares of counting and of kept tokens, and metrics."""
     old, tokens = batch.old_log_probs, batch.tokens(log_probs)
     assert old is not None  # the batch is completed
     shares = torch.where(batch.mask, batch.shares, 0)

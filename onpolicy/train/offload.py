@@ -32,8 +32,8 @@ class Offload:
         self._copies: dict[int, Tensor] = {}
 
     def take(self, tensors: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> None:
-        """Empty the storages of these tensors. Those of `dropped` come back with undefined contents.
-        Storages that are already offloaded stay offloaded."""
+        """Empty the storages of these tensors, and of `dropped`, which come back with undefined
+        contents. Storages that are already offloaded stay offloaded."""
         taken = [_Away(x, x.nbytes(), self._copied(x)) for x in _storages(tensors)]
         taken += [_Away(x, x.nbytes(), None) for x in _storages(dropped)]
         if torch.cuda.is_available():

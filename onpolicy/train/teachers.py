@@ -34,7 +34,7 @@ def teacher_role(name: str) -> Role:
 
 @dataclass(frozen=True, kw_only=True)
 class Teachers:
-    """All teachers of a run, by name; a single one has the empty name."""
+    """The teachers of a run, by name; a single one has the empty name."""
 
     models: Mapping[str, ShardedModel]
 

@@ -173,7 +173,7 @@ class AlignedMLP(MLP):
     config: AlignedConfig
 
     def __init__(self, config: AlignedConfig, size: int | None = None):
-        """Make an MLP of intermediate size `size`, by default that of the model's dense layers."""
+        """Make an MLP of intermediate size `size`, by default the size of the model's dense layers."""
         sized = copy.copy(config)  # Megatron takes the second linear's size from here alone
         sized.ffn_hidden_size = size or config.ffn_hidden_size
         super().__init__(

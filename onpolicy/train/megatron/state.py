@@ -151,8 +151,8 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None
 
 
 def _load_distributed(optimizer: DistributedOptimizer, state: dict[str, Any]) -> None:
-    """Load the state and keep step counts: Megatron ignores those of PyTorch's AdamW, and its
-    parameters would share one tensor."""
+    """Load the state but keep the step counts of PyTorch's AdamW, which Megatron ignores, and which
+    would share one tensor."""
     sharded = state.pop("param_state")
     optimizer.load_state_dict(state)
     own = optimizer.optimizer.state
