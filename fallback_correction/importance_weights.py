@@ -24,7 +24,7 @@ class Weights:
 
     too_low: Tensor
     too_high: Tensor
-    """Whether the raw weight of each token is beyond the bound on this side, bool; so is `too_low`."""
+    """Tokens whose raw weight is above the upper bound, bool; `too_low`: below the lower one."""
 
 
 def importance_weights(batch: TokenBatch, r: Tensor, config: CorrectionConfig) -> Weights:

@@ -67,8 +67,8 @@ def _aggregate(batch: TokenBatch, values: Tensor, rule: RejectionRule) -> Tensor
 def beyond_second_moment(
     batch: TokenBatch, r: Tensor, limit: float, gather: Gather = alone
 ) -> Tensor:
-    """Return M2PO's rejected tokens (arXiv 2510.01161): on all ranks, those of the largest r^2, as many
-    as it takes for the mean r^2 of the others to be below `limit`: bool [N].
+    """Return M2PO's rejected tokens (arXiv 2510.01161): the tokens of the largest r^2 on all ranks, as
+    many as it takes for the mean r^2 of the others to be below `limit`: bool [N].
 
     It follows AReaL's `_apply_m2po_masking`, but tokens of equal r^2 are kept or rejected together, and
     where no mean is below the limit the smallest are kept.

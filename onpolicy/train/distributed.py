@@ -133,7 +133,7 @@ def gather_by_number(ours: Mapping[int, T]) -> dict[int, T]:
 
 
 def any_data(value: bool) -> bool:
-    """Return, on every rank, whether `value` is true on any rank that holds samples."""
+    """Return whether `value` is true on any rank that holds samples; known on every rank."""
     return any(gather_data(value))
 
 

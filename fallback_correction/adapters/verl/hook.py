@@ -3,7 +3,7 @@
 Keys: rollout_is, rollout_is_threshold, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold;
 named presets: `PRESETS`. Results equal verl's, so
 
-- bounds of `*_k1` options apply to 1 / rho = pi_rollout / pi_train, bounds of rollout_is_threshold to rho;
+- bounds of `*_k1` options apply to 1 / rho = pi_rollout / pi_train, of rollout_is_threshold to rho;
 - the mask rejects and weights do not: a rejected token keeps its weight, one that IcePop zeroes stays
   in the mask, and weights are normalised before rejection;
 - the denominator of a loss over the returned mask leaves rejected tokens out (decoupled mode).
