@@ -102,6 +102,7 @@ class SurgeDetector:
             return None
         if median(level[middle:]) > self.config.level_ratio * median(level[:middle]):
             return None
+        # The onset follows the last step at which the running median is below the threshold.
         smooth = [median(since[max(i - half, 0) : i + half + 1]) for i in range(steps)]
         low = [i for i, x in enumerate(smooth) if x < self.config.onset_ratio * baseline]
         onset = self.step - steps + 2 + low[-1] if low else 0

@@ -14,7 +14,7 @@ from onpolicy.grammar import Grammar, GrammarSpan
 
 
 class FinishReason(StrEnum):
-    """Why a response ended."""
+    """The reason for which a response ended."""
 
     STOP = "stop"
     """A stop token was sampled, or the text of a stop string, as the last of the response."""

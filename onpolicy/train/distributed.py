@@ -149,8 +149,7 @@ def gather_micro_batches(ours: Sequence[T]) -> list[T]:
 
     A single rank computes them in that order.
     """
-    # Packing deals micro-batches to the ranks in turn, so take the first of each rank, then the
-    # second.
+    # Packing deals micro-batches to the ranks in turn: take the first of each, then the second.
     return [value for turn in zip(*gather_data(ours), strict=True) for value in turn]
 
 

@@ -39,6 +39,7 @@ def global_norm(
     largest = _largest(distributed.gather(ours, group))
     if not math.isfinite(largest) or largest == 0:
         return largest
+    # A power of two as the common scale is exact, and brings every element below 1.
     _, exponent = math.frexp(largest)
     sums: list[Tensor] = []
 

@@ -103,6 +103,7 @@ class Learner:
             if gate.on_mismatch != "fall back" or not error.is_correctable:
                 raise
             logger.error("%s Going on with the fallback correction.", error)
+            # No step was taken yet: score again, and train on the same rollout with corrections.
             gate = ParityGate(step, "measure")
             scored, perf = self._scored(steps, share.outcomes, corrected=True, told=False)
             metrics, learnt = self._train_on(scored, rates, gate, corrected=True)

@@ -240,8 +240,7 @@ class _Shard:
     def fill(self, place: Tensor, read: Callable[[Sequence[slice]], Tensor]) -> None:
         """Read this rank's rows of a stored tensor that is the view `place` of the whole tensor."""
         first = place.storage_offset() // self.stride
-        # Find the axis of the stored tensor that runs along the rows of the whole one, if there is
-        # one.
+        # Find the axis of the stored tensor, if any, that runs along the rows of the whole one.
         sizes = enumerate(zip(place.shape, place.stride(), strict=True))
         axis = next((d for d, (size, step) in sizes if size > 1 and step == self.stride), None)
         count = 1 if axis is None else place.shape[axis]

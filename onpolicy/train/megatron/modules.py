@@ -116,7 +116,7 @@ class WholeLinear(nn.Module):
         self.config = config
         weight = torch.empty(output_size, input_size, dtype=config.params_dtype)
         self.weight = nn.Parameter(weight)
-        # Under sequence parallelism every rank sees other tokens: Megatron adds up the gradients.
+        # Under sequence parallelism every rank has other tokens: Megatron sums these gradients.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.lora: JoinedLowRank | None = None
 

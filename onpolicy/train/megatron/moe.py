@@ -98,7 +98,7 @@ def all_gather(
     chosen = gather_rows(F.pad(experts, (0, 0, 0, missing), value=-1), group).reshape(-1) - first
     mine = ((chosen >= 0) & (chosen < per_rank)).nonzero()[:, 0]
     results = compute(everything[mine // k], chosen[mine])
-    # Every row has one expert, so each sum over ranks has one term that is not 0.
+    # Every row has one expert, so each sum over ranks has one nonzero term and is exact.
     spread = results.new_zeros(len(chosen), *results.shape[1:]).index_copy(0, mine, results)
     return sum_rows(spread, group)[: tokens * k]
 

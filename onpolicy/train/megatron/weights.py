@@ -160,6 +160,7 @@ def _holders(weight_map: WeightMap, places: list[Place]) -> dict[str, list[_Held
             first.setdefault((parameter, place.tp_rank, ep_rank), rank)
     holders: dict[str, list[_Held]] = {}
     seen: set[tuple[str, str]] = set()
+    # Whole parameters are on several ranks; only the first one sends them.
     for (parameter, tp_rank, ep_rank), rank in first.items():
         for part in weight_map.parts(parameter, tp_rank, ep_rank):
             key = (part.name, str(part.source))
@@ -193,9 +194,7 @@ def _collect(
 ) -> None:
     """Copy every part into the buckets of `ranks`; a rank sends all its parts in one message."""
     me = distributed.rank()
-    for rank in sorted(
-        {part.rank for part in held}
-    ):  # one order for all, so that no two ranks wait for each other
+    for rank in sorted({part.rank for part in held}):  # so that no two wait for each other
         parts = [h for h in held if h.rank == rank]
         targets = [bucket[h.part.name][h.part.source] for h in parts] if me in ranks else []
         blocks: Sequence[Tensor] = ()
