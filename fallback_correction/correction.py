@@ -35,7 +35,7 @@ a clamp."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """The weights and masks of a batch's tokens in the loss. Without gradient."""
+    """The weights and masks of a batch's tokens in the loss, without gradient."""
 
     weights: Tensor | None
     """Factor of each token's loss, float32 [N], 0 outside `mask`; None without weights."""

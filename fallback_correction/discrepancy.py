@@ -1,8 +1,9 @@
-"""The discrepancy-constrained advantage, which is lower for tokens on which the engines disagree.
+"""The discrepancy-constrained advantage of DC-GRPO (arXiv 2606.08779), which is lower for tokens on
+which the engines disagree.
 
-DC-GRPO (arXiv 2606.08779). With r = log pi_train - log pi_rollout of a sampled token and rho = exp(r),
-its advantage A becomes A - lambda * delta, where delta measures the disagreement and lambda follows the
-batch mean of delta around a budget.
+With r = log pi_train - log pi_rollout of a sampled token and rho = exp(r), its advantage A becomes A -
+lambda * delta, where delta measures the disagreement and lambda follows the batch mean of delta around
+a budget.
 """
 
 from __future__ import annotations

@@ -1,2 +1,2 @@
-"""The mathematics of policy optimisation: advantages, objectives, KL penalties, aggregation. Torch
-only."""
+"""The mathematics of policy optimisation, in torch alone: advantages, objectives, KL penalties,
+aggregation."""

@@ -280,8 +280,8 @@ def opsm_mask(
 ) -> Tensor:
     """Compute off-policy sequence masking (DeepSeek-V3.2, eq. 9): bool [N], false for dropped tokens.
 
-    Drops tokens of negative advantage in sequences whose mean log(pi_rollout / pi) exceeds `delta`. The
-    paper calls the rollout's policy pi_old: "the sampling probability directly returned by the
+    It drops tokens of negative advantage in sequences whose mean log(pi_rollout / pi) exceeds `delta`.
+    The paper calls the rollout's policy pi_old: "the sampling probability directly returned by the
     inference framework", so that both sources of off-policyness count.
     """
     drift = batch.spread(batch.means(rollout_log_probs - log_probs))

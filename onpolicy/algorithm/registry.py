@@ -1,7 +1,7 @@
 """A registry of all objectives and estimators: their parts, formulas, papers, and peers.
 
 The choices of flags, the settings that each choice reads, the code that computes, and the table in
-docs/losses.md come from here. An objective is a ratio and a bound. Imports no torch.
+docs/losses.md come from here. An objective is a ratio and a bound. This module imports no torch.
 
 r: the log-ratio log pi - log pi_old of a token, rho = exp(r); A: its advantage; e: --eps-clip, E:
 --eps-clip-high; sg: without gradient.

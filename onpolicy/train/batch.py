@@ -65,8 +65,8 @@ class PackedBatch:
     that is trained."""
 
     mask: Tensor
-    """Tokens that count, bool. None of a filler, which only keeps this rank in step with the others,
-    and none that was rejected as not finite."""
+    """Tokens that count, bool. A filler, which only keeps this rank in step with the others, has none,
+    and a token that was rejected as not finite does not count."""
 
     token_weights: Mapping[Term, Tensor] = field(default_factory=dict)
     """Weights of each token in a term of the loss; 1 in a missing term."""

@@ -103,7 +103,8 @@ class Corrections:
     def weigh(self, steps: Steps, *, active: bool) -> tuple[list[list[WeighedBatch]], Metrics]:
         """Make the last stage of a rollout's micro-batches and return it with metrics; collective.
 
-        active: whether to correct; an aligned rollout needs only shares. Raises NonfiniteError.
+        active: whether to correct; an aligned rollout needs only shares. Raises NonfiniteError for a
+        log-probability that is not finite, unless such tokens are rejected.
         """
         metrics: Metrics = {}
         if active:
@@ -116,8 +117,8 @@ class Corrections:
     def measure(self, steps: Sequence[TrainedStep]) -> Metrics:
         """Measure the mismatch of the engines on a rollout's first optimizer step; collective.
 
-        Uses the log-probabilities of the loss's own forward pass, which exist in every mode. Also
-        returns the metrics of corrections that the loss of each step applied itself.
+        It uses the log-probabilities of the loss's own forward pass, which exist in every mode. The
+        metrics include the corrections that the loss of each step applied itself.
         """
         if not self.flags.is_measured:
             return {}

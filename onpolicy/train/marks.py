@@ -50,9 +50,11 @@ def marked(step: Sequence[WeighedBatch], config: TrainConfig, rollout: int) -> l
 def entropies_from(
     steps: Sequence[Sequence[PackedBatch]], config: TrainConfig, *, told: bool
 ) -> Literal["nobody", "rollout", "loss", "policy"]:
-    """Return the source of the entropies that select tokens: the rollout, if `told` says that engines
-    computed them with the trainer's operators; the loss's own pass; or a pass of the policy before it.
-    Collective."""
+    """Return the source of the entropies that select tokens; collective.
+
+    It is the rollout, if `told` says that engines computed them with the trainer's operators; the
+    loss's own pass; or a pass of the policy before it.
+    """
     if not config.algorithm.compares_entropies:
         return "nobody"
     untold = any(batch.rollout_entropy is None for step in steps for batch in step)

@@ -138,7 +138,7 @@ class ParityGate:
 
     def require_all(self) -> None:
         """Raise ParityError on every rank, before a step is taken, unless all comparable tokens were
-        compared. Collective."""
+        compared; collective."""
         if self.expected is None or not self.stops:
             return
         found = sum(gather_data(sum(c.num_compared for c in self._counts)))
@@ -169,7 +169,7 @@ class ParityGate:
         return total
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the comparison. Collective."""
+        """Return the metrics of the comparison; collective."""
         total = self.reduce()
         if self.expected is None:
             return total.metrics()
@@ -182,14 +182,14 @@ class ParityGate:
 
     def findings(self, num_samples: int, apart: tuple[int, list[float]] | None) -> ParityFindings:
         """Return how many tokens of each sample of the rollout differ, with the first mismatch if the
-        check failed. Collective."""
+        check failed; collective."""
         found = gather_by_number(self._by_sample)
         counts = [found.get(i) for i in range(num_samples)]
         return ParityFindings(mismatched_tokens=counts, apart=apart)
 
     def first_apart(self) -> tuple[int, list[float]] | None:
         """Return the first sample with a token that differed, as far as was checked, and the trainer's
-        log-probabilities of it; None if there is none. Collective."""
+        log-probabilities of it; None if there is none; collective."""
         everyones = gather_data(self._apart)
         return min((found for found in everyones if found is not None), default=None)
 

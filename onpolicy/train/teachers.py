@@ -69,7 +69,7 @@ class Teachers:
 
     def score(self, batches: Sequence[PackedBatch]) -> tuple[list[Scores], list[PackedBatch]]:
         """Return each micro-batch's scores by its samples' teachers, and the micro-batches with the
-        inputs of a distillation loss. Collective.
+        inputs of a distillation loss; collective.
 
         Raises TrainingError for a loss on tokens that were drawn from a part of the vocabulary.
         """

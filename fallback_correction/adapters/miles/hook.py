@@ -76,7 +76,7 @@ def compute_mis_weights(
     args: any object with the keys above as attributes. Log-probabilities in nats, masks of 0 and 1;
     gather: over the data-parallel ranks, used with `mis_fixed` only. Returns float32 weights (None
     without use_tis; 0 outside the loss mask), float32 masks (`loss_masks` itself where Miles does
-    nothing), and the metrics of Miles' README without `mis_`, per token. Without gradient.
+    nothing), and the metrics of Miles' README without `mis_`, per token; all without gradient.
 
     Raises ValueError for bad keys, for lists of different shapes, and, with mis_fixed, for
     log-probabilities that are not finite.

@@ -31,7 +31,7 @@ def ratios(batch: TokenBatch, level: WeightLevel) -> Tensor:
 
 
 def mismatch_token_metrics(batch: TokenBatch) -> TokenMetrics:
-    """Return metrics of the engines' mismatch, with or without a correction. Natural logarithms."""
+    """Return metrics of the engines' mismatch, with or without a correction; logarithms are natural."""
     r = batch.train_log_probs - batch.rollout_log_probs
     train, rollout = batch.means(batch.train_log_probs), batch.means(batch.rollout_log_probs)
     of_sequences = {

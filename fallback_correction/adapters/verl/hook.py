@@ -49,7 +49,7 @@ def compute_rollout_correction(
     response_mask: Tensor,
     gather: Gather = alone,
 ) -> tuple[Tensor | None, Tensor, Metrics]:
-    """Return weights, the mask after rejection, and metrics named `rollout_corr/*`. Without gradient.
+    """Return weights, the mask after rejection, and metrics named `rollout_corr/*`, without gradient.
 
     config: a mapping or any object with verl's keys; a missing key has verl's default, which is no
     correction. Tensors [B, T], log-probabilities in nats. gather: over data-parallel ranks, for the

@@ -117,9 +117,9 @@ def gather_buckets(
 ) -> Iterator[WeightBucket]:
     """Yield whole tensors of a part under a checkpoint's names, `max_bytes` at a time.
 
-    Parameters are cast to `dtype`; buffers keep theirs. Collective: every rank has to iterate over all
-    buckets. They are full on `ranks`; other ranks keep nothing that they help to gather. `masters`, by
-    parameter name, replace the parameters.
+    Parameters are cast to `dtype`; buffers keep theirs. It is collective: every rank has to iterate
+    over all buckets. They are full on `ranks`; other ranks keep nothing that they help to gather.
+    `masters`, by parameter name, replace the parameters.
     """
     whole = _checkpoint_tensors(model, dtype, part, masters or {})
     yield from in_buckets((each for each in whole if distributed.rank() in ranks), max_bytes)

@@ -115,8 +115,8 @@ def _note_for_megatron(pair: Pair, linear: Any) -> None:
 
 
 def add_adapters(model: Any, shape: AdapterShape | None) -> None:
-    """Add zero adapters to the target linears of a pipeline stage and freeze all other weights. Does
-    nothing without a shape."""
+    """Add zero adapters to the target linears of a pipeline stage and freeze all other weights; without
+    a shape, do nothing."""
     if shape is None:
         return
     model.requires_grad_(False)

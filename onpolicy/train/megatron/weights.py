@@ -95,7 +95,7 @@ def export_buckets(
     """Yield whole tensors of a part under their Hugging Face names, `max_bytes` at a time, in fixed
     order.
 
-    Collective: every rank has to iterate over all buckets. They are full on `ranks` and empty
+    It is collective: every rank has to iterate over all buckets. They are full on `ranks` and empty
     elsewhere; a tensor larger than `max_bytes` is a bucket of its own. Tensors have the parameters'
     dtype, buffers (a router's correction of its scores) their own, in buckets of one dtype each.
     `masters`, by the global names of parameters, replace them.
