@@ -3,8 +3,8 @@
 It processes all micro-batches of a rollout at once, since weights may be normalised and metrics
 averaged over the global batch, and makes the last stage of each (`batch.py`). Where the trainer's
 log-probabilities are not computed before the loss, the loss takes weights and rejection from its own:
-in bypass (--use-rollout-logprobs), and on the first optimizer step, where old and current policy are
-the same (`needs_scores`).
+in bypass (--use-rollout-logprobs), and in a rollout's only optimizer step, where old and current policy
+are the same (`needs_scores`).
 
 A correction works on trajectories as sequences, an aggregation on episodes. A trajectory is one path of
 tokens, whose ratio is the product over its tokens; an episode's ratio would be the product over all its
@@ -103,8 +103,8 @@ class Corrections:
     def weigh(self, steps: Steps, *, active: bool) -> tuple[list[list[WeighedBatch]], Metrics]:
         """Make the last stage of a rollout's micro-batches and return it with metrics; collective.
 
-        active: whether to correct; an aligned rollout needs only shares. Raises NonfiniteError for a
-        log-probability that is not finite, unless such tokens are rejected.
+        active: whether to correct; an aligned rollout needs only shares. Raises NonfiniteError as
+        `correct` does.
         """
         metrics: Metrics = {}
         if active:
