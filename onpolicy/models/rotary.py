@@ -46,12 +46,13 @@ def rotate_by_operators(module: nn.Module, operators: Operators) -> None:
 
 
 def is_usual_rotary(function: Any) -> bool:
-    """Whether it is a function of (q, k, cos, sin) with the bits of transformers' usual one."""
+    """Return whether it is a function of (q, k, cos, sin) with the bits of transformers' usual
+    one."""
     return _takes(function, "q", "k", "cos", "sin") and _has_usual_bits(function)
 
 
 def is_complex_rotary(function: Any, ours: Rotary) -> bool:
-    """Whether it is a function of (xq, xk, freqs_cis) that means the same as `ours`."""
+    """Return whether it is a function of (xq, xk, freqs_cis) that means the same as `ours`."""
     return _takes(function, "xq", "xk", "freqs_cis") and _turns_pairs(function, ours)
 
 

@@ -22,7 +22,8 @@ ROPE_INIT_FUNCTIONS[CHOSEN] = ROPE_INIT_FUNCTIONS[LONGROPE]
 
 
 def follows_context(config: PretrainedConfig) -> bool:
-    """Whether the angles of this configuration's model depend on the context that is served."""
+    """Return whether the angles of this configuration's model depend on the context that is
+    served."""
     return any(one.get("rope_type") in (LONGROPE, DYNAMIC) for one in rotations(config))
 
 

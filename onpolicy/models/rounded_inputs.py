@@ -62,7 +62,7 @@ class InputRounding:
 
 
 def reads_rounded(linear: Any) -> bool:
-    """Whether `round_inputs` was told of this linear."""
+    """Return whether `round_inputs` was told of this linear."""
     return getattr(linear, "reads_rounded", False)
 
 

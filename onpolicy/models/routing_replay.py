@@ -65,7 +65,7 @@ def replay_routing(model: nn.Module, replay: RoutingReplay | None) -> None:
 
 
 def can_be_replayed(facts: ModelFacts) -> bool:
-    """Whether every router of the model chooses by one top-k over all experts of its layer.
+    """Return whether every router of the model chooses by one top-k over all experts of its layer.
 
     A router that cannot run on the meta device counts as one that does not.
     """

@@ -74,7 +74,7 @@ class ModelSize:
 
     @property
     def is_trained_whole(self) -> bool:
-        """Whether layers and head are trained, and not adapters alone."""
+        """Return whether layers and head are trained, and not adapters alone."""
         return 2 * self.trained > self.parameters
 
     @property

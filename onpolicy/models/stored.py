@@ -52,8 +52,8 @@ _known: WeakKeyDictionary[PreTrainedModel, dict[_Layout, dict[str, _Part | None]
 def stored_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
     """`tensor`, which is or replaces `name` of `model`, as `save_pretrained` would write it.
 
-    Returns views of `tensor` under the checkpoint's names. Raises ConfigError if the checkpoint
-    holds something that is no part of `tensor`. transformers is asked once for each layout of a
+    Return views of `tensor` under the checkpoint's names. Raise ConfigError if the checkpoint holds
+    something that is no part of `tensor`. transformers is asked once for each layout of a
     tensor: it goes through all of the model for every one.
     """
     known = _known.setdefault(model, {})

@@ -113,7 +113,7 @@ def require_shardable(
 ) -> None:
     """Refuse a model that `tp_size` ranks cannot share, or whose sums `blocks` cannot cut.
 
-    Raises ConfigError that names the size, the rule and the remedy.
+    Raise ConfigError that names the size, the rule and the remedy.
     """
     for problem in _problems(facts, shapes, tp_size, blocks):
         raise ConfigError(problem)

@@ -21,10 +21,10 @@ PROBE = "Two words,  (x + 1)\n\tend"
 def load_tokenizer(
     path: str, trust_remote_code: bool = False, flag: str = "--hf-checkpoint"
 ) -> Any:
-    """The checkpoint's tokenizer, as its tokenizer.json has it where transformers makes another one of
-    that which loses text: of DeepSeek-V3's, for one, Llama's without spaces.
+    """The checkpoint's tokenizer, as its tokenizer.json has it where transformers makes another one
+    of that which loses text: of DeepSeek-V3's, for one, Llama's without spaces.
 
-    Raises ConfigError if there is none, or if transformers cannot read it.
+    Raise ConfigError if there is none, or if transformers cannot read it.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -54,7 +54,7 @@ def load_tokenizer(
 
 
 def _loses_text(tokenizer: Any, file: Path) -> bool:
-    """Whether it does not give a text back that the tokenizer in the file does."""
+    """Return whether it does not give a text back that the tokenizer in the file does."""
     token_ids = tokenizer.encode(PROBE, add_special_tokens=False)
     if tokenizer.decode(token_ids, clean_up_tokenization_spaces=False) == PROBE:
         return False

@@ -96,7 +96,7 @@ def _say(message: str) -> None:
 
 
 def require_finite(block: Tensor, tensor: str, name: str) -> Tensor:
-    """Return the block. Raises ConfigError if it holds NaN or an infinity."""
+    """Return the block. Raise ConfigError if it holds NaN or an infinity."""
     if not block.is_floating_point() or not block.numel():
         return block
     wide = block.float() if block.element_size() == 1 else block

@@ -48,7 +48,7 @@ SHOWN = 5
 def stored_shapes(directory: Path, flag: str) -> dict[str, Tensor]:
     """Every tensor of the checkpoint, as an empty one on the meta device.
 
-    Raises ConfigError, which blames `flag`, for a file that is missing or damaged.
+    Raise ConfigError, which blames `flag`, for a file that is missing or damaged.
     """
     return CheckpointReader(directory, flag).shapes()
 
@@ -56,7 +56,7 @@ def stored_shapes(directory: Path, flag: str) -> dict[str, Tensor]:
 def weight_files(directory: Path, flag: str) -> list[Path]:
     """The checkpoint's files, those of its index if it has one.
 
-    Raises ConfigError, which blames `flag`, if one is missing.
+    Raise ConfigError, which blames `flag`, if one is missing.
     """
     names = sorted(file.name for file in directory.glob("*.safetensors"))
     if (directory / INDEX).exists():
@@ -271,7 +271,7 @@ class CheckpointReader:
         return self._handles[name].get_slice(name)
 
     def read(self, name: str, block: Iterable[slice | int]) -> Tensor:
-        """Return the block of a tensor, in the dtype in which it is stored. Raises ConfigError if it
+        """Return the block of a tensor, in the dtype in which it is stored. Raise ConfigError if it
         holds NaN or an infinity."""
         index = tuple(block) or (slice(None),)
         stored = torch.as_tensor(self._slice(name)[index])

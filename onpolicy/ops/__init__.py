@@ -13,7 +13,7 @@ __all__ = ["AttentionLayout", "Operators", "PagedLayout", "ScoreRule", "make_ope
 def make_operators(contract: NumericsContract, num_threads: int = 1) -> Operators:
     """The operators that keep `contract` in this process, on `num_threads` CPU threads.
 
-    Raises ContractError if this machine cannot keep it, or no backend has the contract's name.
+    Raise ContractError if this machine cannot keep it, or no backend has the contract's name.
     """
     backend = backend_of(contract.backend)
     if contract.attention_chunk != ATTENTION_CHUNK:

@@ -89,7 +89,7 @@ class Operators(ABC):
         return (total if bias is None else total + bias.float()).to(x.dtype)
 
     def add_scaled(self, out: Tensor, added: Tensor, scale: float) -> Tensor:
-        """Returns `out + scale * added`, summed in float32 and rounded to the dtype of out: [..., N]
+        """Return `out + scale * added`, summed in float32 and rounded to the dtype of out: [..., N]
         each."""
         return (out.float() + added.float() * scale).to(out.dtype)
 
@@ -113,10 +113,11 @@ class Operators(ABC):
         down: Tensor,
         gate: Callable[[Tensor], Tensor],
     ) -> Tensor | None:
-        """What `ops.experts.mix_experts` gives, in fewer kernels; None if there is no such way here.
+        """What `ops.experts.mix_experts` gives, in fewer kernels; None if there is no such way
+        here.
 
-        x: [T, H]; experts: int64 [T, k]; weights: [T, k]; gate_up: [E, 2 I, H]; down: [E, H, I], both
-        whole; gate: [T k, 2 I] -> [T k, I]. Returns [T, H]; no autograd.
+        x: [T, H]; experts: int64 [T, k]; weights: [T, k]; gate_up: [E, 2 I, H]; down: [E, H, I],
+        both whole; gate: [T k, 2 I] -> [T k, I]. Return [T, H]; no autograd.
         """
         return None
 
@@ -154,7 +155,7 @@ class Operators(ABC):
         """`attention` over a rollout engine's pages, to the same bits; no autograd.
 
         q: [T, H, D]; k: [pages, page size, H_kv, D] and v: [pages, page size, H_kv, D_v].
-        Returns [T, H, D_v], which is `out` if that is given.
+        Return [T, H, D_v], which is `out` if that is given.
         """
         with torch.no_grad():
             stores = k.flatten(0, 1), v.flatten(0, 1)

@@ -34,7 +34,7 @@ class ExpertFactors(NamedTuple):
 
 
 def of_experts(numbers: Tensor, experts: Tensor) -> Tensor:
-    """Returns those of each row's expert: [E, N], int64 [S] -> float32 [S, N], the dtype in which
+    """Return those of each row's expert: [E, N], int64 [S] -> float32 [S, N], the dtype in which
     gradients are summed."""
     return F.embedding(experts, numbers.float())
 
@@ -62,9 +62,10 @@ def mix_experts(
     """`sum_j weights[:, j] * down[e_j](gate(gate_up[e_j](x)))`, e = experts.
 
     x: [T, H]; experts: int64 [T, k]; weights: [T, k]; gate_up: [E, 2 I, H] and [E, 2 I];
-    down: [E, H, I] and [E, H]. Returns [T, H] in the dtype of `x`. With P tensor-parallel ranks
-    every rank holds I / P of the intermediate axis of all experts, and `down_bias` whole. `adapter` adds
-    to both products what `add_low_rank` adds to a linear; to the second before anything is rounded.
+    down: [E, H, I] and [E, H]. Return [T, H] in the dtype of `x`. With P tensor-parallel ranks
+    every rank holds I / P of the intermediate axis of all experts, and `down_bias` whole. `adapter`
+    adds to both products what `add_low_rank` adds to a linear; to the second before anything is
+    rounded.
     `in_few_kernels`: whether `Operators.mix_few` may answer, where nobody asks for gradients.
     """
     has_biases = gate_up_bias is not None or down_bias is not None
@@ -102,8 +103,8 @@ def expert_outputs(
 ) -> list[Tensor]:
     """What its expert makes of each row, in this rank's blocks of the sum over I.
 
-    rows: [S, H]; experts: int64 [S]; the rest as in `mix_experts`. Returns float32 [S, H] each; last, if
-    there is an `adapter`, what it adds to the sum over all blocks, the same on every rank.
+    rows: [S, H]; experts: int64 [S]; the rest as in `mix_experts`. Return float32 [S, H] each;
+    last, if there is an `adapter`, what it adds to the sum over all blocks, the same on every rank.
     """
     sorted_rows = SortedRows.of(experts, len(gate_up))
     hidden = _gated(operators, rows, sorted_rows, gate_up, gate, None, adapter)

@@ -36,7 +36,7 @@ def _packed(row: np.ndarray) -> bytes:
 
 
 def unpacked(sets: Sequence[bytes], vocab_size: int) -> Tensor:
-    """Those rows again: bool [M, V]. Raises ValueError for what is no set of this vocabulary."""
+    """Those rows again: bool [M, V]. Raise ValueError for what is no set of this vocabulary."""
     rows = np.ones((len(sets), vocab_size), dtype=bool)
     for row, kept in zip(rows, sets, strict=True):
         if len(kept) == -(-vocab_size // 8):

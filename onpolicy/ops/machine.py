@@ -109,7 +109,7 @@ def _multiplies_bfloat16(environment: Mapping[str, str]) -> bool:
 
 
 def multiplies_with_amx(environment: Mapping[str, str]) -> bool:
-    """Whether oneDNN has this CPU multiply bfloat16 by AMX instructions."""
+    """Return whether oneDNN has this CPU multiply bfloat16 by AMX instructions."""
     import torch
 
     hidden = WITHOUT_AMX.intersection(_onednn_limits(environment))

@@ -66,7 +66,7 @@ class PortableOperators(CpuOperators):
     column_tile = COLUMNS
 
     def __init__(self, num_threads: int = 1):
-        """Raises ContractError if this process's libraries multiply in another order."""
+        """Raise ContractError if this process's libraries multiply in another order."""
         super().__init__(num_threads)
         # PyTorch asks for it by the processor's instructions, not by those that are in force.
         torch.backends.mkldnn.set_flags(False)

@@ -72,7 +72,8 @@ class SharedRows:
 
     @cached_property
     def _has_short_runs(self) -> bool:
-        """Whether a reading at a time is faster; on a CPU alone, since a device would be waited for."""
+        """Return whether a reading at a time is faster; on a CPU alone, since a device would be
+        waited for."""
         if self.rows.device.type != "cpu":
             return False
         return len(self.rows) < SHORT_RUN * len(self.runs) and 3 * self._most < len(self.runs)

@@ -38,7 +38,7 @@ def in_buckets(
 
 
 def write_weights(bucket: WeightBucket, file: Path) -> None:
-    """As safetensors. Raises OSError, where the library has an error of its own for a full disk."""
+    """As safetensors. Raise OSError, where the library has an error of its own for a full disk."""
     file.touch()
     mode = file.stat().st_mode
     tensors = {name: tensor.contiguous().cpu() for name, tensor in bucket}
@@ -77,11 +77,11 @@ class WeightDigest:
         return self._hashes
 
     def hexdigest(self) -> str:
-        """Returns 16 hex digits over all names, shapes, dtypes and bits."""
+        """Return 16 hex digits over all names, shapes, dtypes and bits."""
         lines = "\n".join(f"{name} {value:016x}" for name, value in sorted(self.hashes().items()))
         return xxhash.xxh3_64_hexdigest(lines.encode())
 
 
 def hashes_itself(flat: torch.Tensor) -> bool:
-    """Whether the device that holds these bytes is to hash them, and not the host."""
+    """Return whether the device that holds these bytes is to hash them, and not the host."""
     return flat.is_cuda and len(flat) > xxh3.BLOCK

@@ -29,7 +29,7 @@ class KeptWeights:
     def keep(self, buckets: Iterable[WeightBucket], version: int) -> Iterator[WeightBucket]:
         """The buckets, each written before it goes on; they replace the version that was kept.
 
-        Raises WeightSyncError if they cannot be written.
+        Raise WeightSyncError if they cannot be written.
         """
         directory = self._parent / f"{PREFIX}{uuid.uuid4().hex}"
         try:
@@ -47,7 +47,7 @@ class KeptWeights:
         self._directory, self.version = directory, version
 
     def buckets(self, version: int, device: str) -> Iterator[WeightBucket]:
-        """What is kept, on a device. Raises WeightSyncError if that is another version."""
+        """What is kept, on a device. Raise WeightSyncError if that is another version."""
         if self._directory is None or version != self.version:
             raise WeightSyncError(
                 f"version={version}: the weights that are kept for engines that are started again are "

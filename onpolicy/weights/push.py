@@ -37,7 +37,7 @@ class Transport(ABC):
     """Whether all engines near a rank look at what it lays out once (`weights/senders.py`)."""
 
     def is_near(self, engine: Engine) -> bool:
-        """Whether a rank on this host is to send to the engine rather than one elsewhere."""
+        """Return whether a rank on this host is to send to the engine rather than one elsewhere."""
         return is_of_this_host(urlsplit(engine.url).hostname or "")
 
     def open(self, engines: Sequence[Engine]) -> None:
@@ -68,7 +68,7 @@ def push_weights(
 
     digest: of what they hold already and are not sent; it grows by what they are. None: nothing.
 
-    Raises WeightSyncError if an engine's digest of what it received differs from ours; the engine
+    Raise WeightSyncError if an engine's digest of what it received differs from ours; the engine
     itself checks that it stored what it received. After any error the engines may hold a part of
     the weights; another push replaces all of them.
     """

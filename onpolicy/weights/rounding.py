@@ -73,8 +73,8 @@ def rounded(buckets: Iterable[WeightBucket], weight_format: str) -> Iterator[Wei
 
 
 def is_rounded(name: str, weight: Tensor) -> bool:
-    """Whether a format is for this tensor of a checkpoint: the weight of a linear layer, or of one
-    expert's."""
+    """Return whether a format is for this tensor of a checkpoint: the weight of a linear layer, or
+    of one expert's."""
     return weight.dim() == 2 and not any(part in name for part in KEPT)
 
 

@@ -56,8 +56,8 @@ def choose_backend(
 ) -> str:
     """The contract's backend for `--operators`: auto, or one of this kind of machine.
 
-    auto: the first whose kernels are made for this processor and model. A package that is missing never
-    changes the choice. Raises ConfigError if the machine cannot keep the backend.
+    auto: the first whose kernels are made for this processor and model. A package that is missing
+    never changes the choice. Raise ConfigError if the machine cannot keep the backend.
     """
     has_gpu = machine.capability is not None
     candidates = GPU_BACKENDS if has_gpu else CPU_BACKENDS

@@ -37,7 +37,7 @@ FEW_ROWS = 16
 
 
 def check_gradients(operators: Operators, contract: NumericsContract) -> None:
-    """Raises ContractError that names the operator whose input gradient depends on the batch.
+    """Raise ContractError that names the operator whose input gradient depends on the batch.
 
     Operators for GPUs promise the same gradient for the same batch, and are not checked.
     """

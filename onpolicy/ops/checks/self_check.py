@@ -61,7 +61,7 @@ def self_check(
     longest: most tokens that this process gives a GEMM at a time, in a chunk of a prefill or in a
     micro-batch. A GPU is checked up to there, which also compiles the kernels of all sizes before
     anyone waits for one.
-    Raises ContractError that names the operator, its shape and the batch at which a row changed.
+    Raise ContractError that names the operator, its shape and the batch at which a row changed.
     """
     with torch.no_grad():
         digests = _digests(check_rowwise(operators, contract))

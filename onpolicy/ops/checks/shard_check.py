@@ -22,7 +22,7 @@ ROW_COUNTS = (1, 17, 64, 256)
 
 
 def check_shards(operators: Operators, contract: NumericsContract) -> None:
-    """Raises ContractError that names the operator, its shape and the part that changed."""
+    """Raise ContractError that names the operator, its shape and the part that changed."""
     dtype, shapes, device = getattr(torch, contract.dtype), contract.shapes, contract.device
     blocks = contract.row_parallel_blocks
     for n, k, has_bias in shapes.linear:

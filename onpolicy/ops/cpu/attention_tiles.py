@@ -158,7 +158,7 @@ class Tile:
     def scores(self, q: Tensor, keys: Tensor, softcap: float | None) -> Tensor:
         """Products of [B, R, D] with [B, keys, D], capped, also with keys that a row cannot see.
 
-        Returns [B, R, keys].
+        Return [B, R, keys].
         """
         scores = torch.bmm(self.padded(q), keys.transpose(1, 2))[:, : self.rows].contiguous()
         if softcap:

@@ -87,7 +87,7 @@ class FewSummed:
         return self.fewest if all(self._ends(columns, size) for size in sizes) else self.block
 
     def _ends(self, columns: int, size: int) -> bool:
-        """Whether rows of zeros at the end of a block change no bit."""
+        """Return whether rows of zeros at the end of a block change no bit."""
         key = columns, size
         if key not in self._found:
             counts = range(self.fewest, self.block, self.fewest)

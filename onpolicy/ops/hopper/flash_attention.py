@@ -32,7 +32,7 @@ from onpolicy.ops.triton.attention_backward import attention_backward
 
 @cache
 def loaded() -> ModuleType:
-    """The module `sgl_kernel.flash_attn`. Raises ContractError."""
+    """The module `sgl_kernel.flash_attn`. Raise ContractError."""
     try:
         from sgl_kernel import flash_attn
     except (ImportError, OSError, RuntimeError) as error:
@@ -46,10 +46,11 @@ def loaded() -> ModuleType:
 
 
 def fits(q: Tensor, v: Tensor, scores: ScoreRule, sinks: Tensor | None) -> bool:
-    """Whether its kernels give such a layer the same bits in every batch; q: [T, H, D].
+    """Return whether its kernels give such a layer the same bits in every batch; q: [T, H, D].
 
-    With a window the widest heads get blocks of 64 keys, and of 80 once the page table is no wider than
-    the window (tile_size.h, flash_api.cpp). How sinks are scaled, and heads of two sizes, are untried.
+    With a window the widest heads get blocks of 64 keys, and of 80 once the page table is no wider
+    than the window (tile_size.h, flash_api.cpp). How sinks are scaled, and heads of two sizes, are
+    untried.
     """
     return (
         sinks is None and v.shape[-1] == q.shape[-1] and not (scores.window and q.shape[-1] > 192)

@@ -71,7 +71,8 @@ def backward(
 
 @cache
 def has_upstream() -> bool:
-    """Whether upstream's FlashAttention-3 is here. Raises ContractError if it cannot be loaded."""
+    """Return whether upstream's FlashAttention-3 is here. Raise ContractError if it cannot be
+    loaded."""
     if importlib.util.find_spec(UPSTREAM) is None:
         return False
     try:

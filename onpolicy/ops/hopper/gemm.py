@@ -31,8 +31,8 @@ ALIGNMENT = 8
 
 @cache
 def loaded() -> ModuleType:
-    """The module `deep_gemm`, set to its batch-invariant kernels and to the CUDA toolkit that was found,
-    which it looks for when it is imported. Raises ContractError."""
+    """The module `deep_gemm`, set to its batch-invariant kernels and to the CUDA toolkit that was
+    found, which it looks for when it is imported. Raise ContractError."""
     toolkit = find_cuda_toolkit()
     if toolkit.home is not None:
         os.environ["CUDA_HOME"] = toolkit.home
@@ -59,7 +59,7 @@ def _reason(error: Exception, toolkit: CudaToolkit) -> str:
 
 
 def fits(weight: Tensor, blocks: int = 1) -> bool:
-    """Whether DeepGEMM can multiply by `blocks` of `weight` [N, K]; never by the input."""
+    """Return whether DeepGEMM can multiply by `blocks` of `weight` [N, K]; never by the input."""
     N, K = weight.shape
     is_aligned = N % GEMM_COLUMNS == 0 and K % (blocks * ALIGNMENT) == 0
     return weight.dtype == torch.bfloat16 and is_aligned

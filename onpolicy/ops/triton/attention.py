@@ -111,7 +111,7 @@ def blockwise_attention(
     """Row-invariant causal attention without autograd; see `Operators.attention`.
 
     k: [rows, H_kv, D] and v: [rows, H_kv, D_v], the rows of all pages of `layout` end to end.
-    Returns (out [T, H, D_v], lse float32 [T, H]), the log of the softmax's normaliser.
+    Return (out [T, H, D_v], lse float32 [T, H]), the log of the softmax's normaliser.
     """
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     (T, H, D), (_, kv_heads, value_dim) = q.shape, v.shape

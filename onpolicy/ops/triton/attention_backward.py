@@ -189,8 +189,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of attention in which no key row is used twice, from its output and log-sum-exp.
 
-    grad, out: [T, H, D_v]; q: [T, H, D]; k: [rows, H_kv, D]; v: [rows, H_kv, D_v]; lse: float32
-    [T, H]. Returns gradients of q, k, v.
+    grad, out: [T, H, D_v]; q: [T, H, D]; k: [rows, H_kv, D]; v: [rows, H_kv, D_v]; lse: float32 [T,
+    H]. Return gradients of q, k, v.
     """
     q, k, v, grad = unit_stride(q), unit_stride(k), unit_stride(v), grad.contiguous()
     where, count = sequences(layout.by_pages()), len(layout.query_lens)

@@ -42,7 +42,7 @@ REDUCED = (
 
 
 def is_split(layout: PagedLayout, programs: int) -> bool:
-    """Whether a call of so many programs a sequence leaves most of a device idle for long.
+    """Return whether a call of so many programs a sequence leaves most of a device idle for long.
 
     Nothing here depends on what a tensor holds, so a CUDA graph can hold the answer.
     """

@@ -22,7 +22,8 @@ BLOCK = 1024
 
 
 def is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
-    """Whether it is PyTorch's SiLU or transformers' (by name: to import that takes seconds)."""
+    """Return whether it is PyTorch's SiLU or transformers' (by name: to import that takes
+    seconds)."""
     name = type(activation).__name__
     return activation is F.silu or type(activation) is nn.SiLU or name == "SiLUActivation"
 

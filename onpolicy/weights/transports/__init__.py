@@ -11,8 +11,8 @@ __all__ = ["Transport", "make_transport", "shares_gpus"]
 
 
 def shares_gpus(config: TrainConfig, device: str) -> bool:
-    """Whether --weight-sync auto lets engines near the trainer, which computes on `device`, open the
-    memory of its GPUs: those that the run starts see all GPUs of their host."""
+    """Return whether --weight-sync auto lets engines near the trainer, which computes on `device`,
+    open the memory of its GPUs: those that the run starts see all GPUs of their host."""
     return device == "cuda" and not config.engine.rollout_server_url
 
 
