@@ -23,7 +23,7 @@ from onpolicy.ops.shared_rows import SharedRows
 
 @dataclass(frozen=True, slots=True)
 class _Paths:
-    """Which row each of T tokens has, and what the rows are."""
+    """Map from each of T tokens to its row, and from each row to a token."""
 
     rows: list[int]
     """[T]"""

@@ -75,7 +75,7 @@ class ModelSize:
 
     @property
     def is_trained_whole(self) -> bool:
-        """Return whether layers and head are trained, and not adapters alone."""
+        """Return whether layers and head are trained, and not only adapters."""
         return 2 * self.trained > self.parameters
 
     @property

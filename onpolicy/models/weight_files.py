@@ -188,7 +188,7 @@ def _require_none(found: list[str], problem: str, name: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' progress bar and its report of what does not fit."""
+    """Silence transformers' progress bar and its report of mismatches inside the context."""
     verbosity = transformers_logging.get_verbosity()
     had_bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
