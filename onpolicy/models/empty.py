@@ -20,8 +20,7 @@ from onpolicy.models.llama4 import use_usual_form
 def empty_causal_lm(
     config: PretrainedConfig, trust_remote_code: bool, **settings: Any
 ) -> PreTrainedModel:
-    """Return the model with parameters on the meta device and buffers in place; keep `config` as it
-    is.
+    """Return the model with parameters on the meta device and buffers in place; keep `config` as it is.
 
     The model is float32, whatever dtype is published: another dtype would round buffers (Gemma's
     embedding scale).

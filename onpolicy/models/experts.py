@@ -48,8 +48,7 @@ class AlignedExperts(nn.Module):
         self.act_fn: Any = getattr(experts, "act_fn", None)
         self.operators, self.row_parallel = operators, row_parallel
         self.rounding: InputRounding | None = None
-        """The rounding of the inputs of both products, if they are rounded
-        (`rounded_inputs.py`)."""
+        """The rounding of the inputs of both products, if they are rounded (`rounded_inputs.py`)."""
         self.lora: Any = None
         """The adapters of the experts, if they have any (`lora/modules.py`)."""
 
@@ -133,8 +132,7 @@ def experts_shapes(model: PreTrainedModel) -> set[tuple[int, int, int, int]]:
 
 
 def router_shapes(model: nn.Module) -> set[tuple[int, int, bool]]:
-    """Return (out features, in features, has bias) of the routers that call `F.linear`
-    themselves."""
+    """Return (out features, in features, has bias) of the routers that call `F.linear` themselves."""
     routers: list[Any] = [router for block in expert_blocks(model) for router in routers_of(block)]
     return {(*r.weight.shape, getattr(r, "bias", None) is not None) for r in routers}
 

@@ -23,13 +23,11 @@ _STAND_INS = {
     "act_fn": lambda x: (x + 2).abs() - 5,
     "down_proj": lambda x: x.roll(2, -1) + 0.25 * x,
 }
-"""Stand-ins of which no two can be swapped; large enough numbers to reach a clamp, if there is
-one."""
+"""Stand-ins of which no two can be swapped; large enough numbers to reach a clamp, if there is one."""
 
 
 def is_gated_mlp(module: nn.Module) -> bool:
-    """Return whether the module computes `down_proj(act_fn(gate_proj(x)) * up_proj(x))` and nothing
-    else."""
+    """Return whether the module only computes `down_proj(act_fn(gate_proj(x)) * up_proj(x))`."""
     if "forward" in vars(module) or not all(hasattr(module, name) for name in _STAND_INS):
         return False
     stripped: Any = copy.copy(module)

@@ -123,8 +123,7 @@ def parse_config(
 
 
 def require_alignable(facts: ModelFacts, max_context_len: int) -> None:
-    """Raise ConfigError if SGLang's transformers backend and the trainer cannot agree to the last
-    bit.
+    """Raise ConfigError if SGLang's transformers backend and the trainer cannot agree to the last bit.
 
     The error names the property, its value and the remedy.
     """

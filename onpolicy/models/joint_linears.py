@@ -89,8 +89,7 @@ def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
 def join_linears(
     model: nn.Module, operators: Operators, may_join: Callable[[nn.Module], bool]
 ) -> list[JointLinear]:
-    """Join siblings of `model` in place, where the joint product has the bits of the separate
-    products.
+    """Join siblings of `model` in place, where the joint product has the bits of the separate products.
 
     `may_join`: whether a linear computes `Operators.linear` of its input and nothing else.
     """

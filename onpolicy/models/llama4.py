@@ -1,5 +1,4 @@
-"""Llama-4's decoder rewritten in the form of the other decoders, where it computes the same
-function.
+"""Llama-4's decoder rewritten in the form of the other decoders, where it computes the same function.
 
 transformers (5.12 to 5.19) writes three things differently. Every expert computes every token,
 mostly on zeros; here a token's experts are called as in other mixtures. A token attends only to the

@@ -23,8 +23,7 @@ EPSILONS = (1e-5, 1e-6)
 """Values of epsilon to try for a norm that has no such attribute (OLMo's)."""
 
 RMS_FORMS = ((0.0, False), (0.0, True), (1.0, True))
-"""Forms of an RMS norm with a weight: (offset of the weight, whether only the product is
-rounded)."""
+"""Forms of an RMS norm with a weight: (offset of the weight, whether only the product is rounded)."""
 
 ANY_SIZE = 48
 """Size to try for a norm that has no size of its own."""
@@ -112,8 +111,7 @@ def norm_kinds(model: nn.Module) -> dict[nn.Module, NormKind]:
 
 
 def norm_kind(module: Any) -> NormKind | None:
-    """Return the kind of `module`, if it is a norm over the last axis by one of the known
-    formulas."""
+    """Return the kind of `module`, if it is a norm over the last axis by one of the known formulas."""
     parameters = dict(module.named_parameters(recurse=False))
     known = is_norm(module) and not isinstance(module, (AlignedRMSNorm, AlignedLayerNorm))
     if not known or parameters.keys() - {"weight", "bias"} or list(module.children()):

@@ -34,8 +34,7 @@ from onpolicy.ops.shared_rows import SharedRows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedTokens:
-    """Whole sequences laid end to end, and the requested tokens, whose log-probabilities are
-    computed.
+    """Whole sequences laid end to end, and the requested tokens, whose log-probabilities are computed.
 
     T: tokens of all sequences; R: requested tokens.
     """
@@ -268,8 +267,7 @@ def empty_policy(
     kind: type[PolicyModel] = PolicyModel,
     adapter: AdapterShape | None = None,
 ) -> PolicyModel:
-    """Build the model with parameters on the meta device, buffers, aligned operators and
-    adapters."""
+    """Build the model with parameters on the meta device, buffers, aligned operators and adapters."""
     causal_lm = empty_causal_lm(config, trust_remote_code, attn_implementation=ATTENTION_NAME)
     causal_lm.tie_weights()
     causal_lm.eval()  # no dropout: the rollout has none

@@ -46,8 +46,7 @@ def rotate_by_operators(module: nn.Module, operators: Operators) -> None:
 
 
 def is_usual_rotary(function: Any) -> bool:
-    """Return whether it is a function of (q, k, cos, sin) with the bits of transformers' usual
-    one."""
+    """Return whether it is a function of (q, k, cos, sin) with the bits of transformers' usual one."""
     return _takes(function, "q", "k", "cos", "sin") and _has_usual_bits(function)
 
 
@@ -133,8 +132,7 @@ def _by_operators(own: Rotary, module: Any) -> Rotary:
 
 
 def _rebound(function: FunctionType, names: dict[str, Rotary]) -> FunctionType:
-    """Return a function with the same code, in which some global names are bound to other
-    objects."""
+    """Return a function with the same code, in which some global names are bound to other objects."""
     scope = {**function.__globals__, **names}
     rebound = FunctionType(
         function.__code__, scope, function.__name__, function.__defaults__, function.__closure__

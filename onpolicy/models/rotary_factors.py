@@ -1,5 +1,4 @@
-"""A fixed choice of rotary angles that transformers would choose by the longest sequence of a
-batch.
+"""A fixed choice of rotary angles that transformers would choose by the longest sequence of a batch.
 
 LongRoPE (Phi-3, Phi-4-mini) has two lists of factors, for short and for long sequences; dynamic
 scaling changes its base beyond the model's context. A token's bits would depend on the other
@@ -24,14 +23,12 @@ ROPE_INIT_FUNCTIONS[CHOSEN] = ROPE_INIT_FUNCTIONS[LONGROPE]
 
 
 def follows_context(config: PretrainedConfig) -> bool:
-    """Return whether the angles of this configuration's model depend on the served context
-    length."""
+    """Return whether the angles of this configuration's model depend on the served context length."""
     return any(one.get("rope_type") in (LONGROPE, DYNAMIC) for one in rotations(config))
 
 
 def choose_factors(config: PretrainedConfig, context: int) -> list[str]:
-    """Fix the angles of `config` for sequences of up to `context` tokens; return the choices, in
-    words.
+    """Fix the angles of `config` for sequences of up to `context` tokens; return the choices, in words.
 
     LongRoPE's long factors are used where `context` exceeds the original training context, else the
     short ones. Dynamic scaling changes nothing up to max_position_embeddings tokens, and an aligned
@@ -62,8 +59,7 @@ def forget_scaling(config: PretrainedConfig) -> None:
 
 
 def _unscaled_base(config: PretrainedConfig, one: dict[str, Any]) -> float:
-    """Return the base of dynamic scaling within max_position_embeddings tokens; HunYuan's has an
-    alpha.
+    """Return the base of dynamic scaling within max_position_embeddings tokens; HunYuan's has an alpha.
 
     Source: HunYuanMoEV1RotaryEmbedding,
     transformers/models/hunyuan_v1_moe/modeling_hunyuan_v1_moe.py.

@@ -60,8 +60,7 @@ class InputRounding:
         return rounded
 
     def forget(self, *_: Any) -> None:
-        """Drop the last input once the module that holds the linears has run: nobody reads it
-        again."""
+        """Drop the last input once the module that holds the linears has run: nobody reads it again."""
         self._last = None
 
 

@@ -57,8 +57,7 @@ class Asked(Protocol):
 
 
 def rows_asked(hidden: Tensor, asked: Asked) -> Tensor:
-    """Return the head's input for each requested token, from the row before it: [T, H] -> [R,
-    H]."""
+    """Return the head's input for each requested token, from the row before it: [T, H] -> [R, H]."""
     if asked.shared_rows is not None:
         return asked.shared_rows.take(hidden)
     return hidden[asked.rows]

@@ -78,8 +78,7 @@ def share_prefixes(batch: PackedTokens) -> PackedTokens:
 
 
 def _layout(paths: Sequence[torch.Tensor], own: Sequence[int]) -> AttentionLayout:
-    """Build the layout from the rows of each sequence's tokens, of which the last `own` are
-    queries.
+    """Build the layout from the rows of each sequence's tokens, of which the last `own` are queries.
 
     A sequence without tokens of its own has no queries and is left out.
     """

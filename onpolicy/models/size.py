@@ -68,8 +68,7 @@ class ModelSize:
 
     @property
     def whole(self) -> ModelSize:
-        """Return the base model with all parameters trained; the model itself if it has no
-        adapters."""
+        """Return the base model with all parameters trained; the model itself if it has no adapters."""
         base = self.parameters - self.adapters
         return replace(self, parameters=base, trained=base, adapters=0) if self.adapters else self
 
@@ -80,8 +79,7 @@ class ModelSize:
 
     @property
     def outside_layers(self) -> int:
-        """Return the parameters of embedding, head and last norm, as if all layers had equal
-        size."""
+        """Return the parameters of embedding, head and last norm, as if all layers had equal size."""
         return max(self.parameters - self.layers * self.largest_layer, 2 * self.vocab)
 
 

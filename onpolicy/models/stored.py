@@ -80,8 +80,7 @@ def _as_written(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, 
 
 
 class _Views(TorchFunctionMode):
-    """A mode that keeps slices of a tensor as views; transformers copies each slice from 5.13
-    on."""
+    """A mode that keeps slices of a tensor as views; transformers copies each slice from 5.13 on."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

@@ -73,16 +73,14 @@ def unknown_styles(model: PreTrainedModel) -> list[str]:
 
 
 def whole_attention(model: PreTrainedModel) -> list[str]:
-    """Return the attention classes that the plan replicates on every rank, as DeepSeek-V3's
-    does."""
+    """Return the attention classes that the plan replicates on every rank, as DeepSeek-V3's does."""
     shared = row_parallel_linears(model)
     attention = [m for m in model.base_model.modules() if hasattr(m, "is_causal")]
     return sorted({type(m).__name__ for m in attention if not shared & set(m.children())})
 
 
 def fused_experts(model: PreTrainedModel) -> list[str]:
-    """Return the expert classes that a checkpoint holds in one tensor per layer, as Llama-4's
-    does."""
+    """Return the expert classes that a checkpoint holds in one tensor per layer, as Llama-4's does."""
     stored_whole = (
         type(module).__name__
         for name, module in model.named_modules()
@@ -113,8 +111,7 @@ def _styles_of_linears(model: PreTrainedModel) -> dict[nn.Linear, str]:
 def require_shardable(
     facts: ModelFacts, shapes: OperatorShapes, *, tp_size: int, blocks: int
 ) -> None:
-    """Raise ConfigError if `tp_size` ranks cannot share the model, or `blocks` cannot divide its
-    sums.
+    """Raise ConfigError if `tp_size` ranks cannot share the model, or `blocks` cannot divide its sums.
 
     The error names the size, the rule and the remedy.
     """

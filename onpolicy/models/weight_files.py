@@ -35,8 +35,7 @@ logger = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
 
 VALUE_HEAD = "score."
-"""Prefix of the names of a critic's head, as in transformers' token classifiers, which verl
-uses."""
+"""Prefix of the names of a critic's head, as in transformers' token classifiers, which verl uses."""
 
 AT_A_TIME = 1 << 30
 """Maximum size of a bucket, in bytes of whole weights."""

@@ -72,8 +72,7 @@ class Operators(ABC):
         return rows_of_logits(cls.logits_per_chunk, vocab_size)
 
     def blockwise_linear(self, x: Tensor, weight: Tensor, blocks: int) -> Tensor:
-        """Compute `partial_linear` of equal blocks of K, a power of two, added along a binary
-        tree."""
+        """Compute `partial_linear` of equal blocks of K, a power of two, added along a binary tree."""
         pairs = zip(x.chunk(blocks, -1), weight.chunk(blocks, -1), strict=True)
         return tree_sum([self.partial_linear(*pair) for pair in pairs])
 
@@ -104,8 +103,7 @@ class Operators(ABC):
 
     @abstractmethod
     def grouped_partial_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        """Compute `grouped_linear` unrounded: [S, K], [E, N, K], int64 [E + 1] -> float32 [S,
-        N]."""
+        """Compute `grouped_linear` unrounded: [S, K], [E, N, K], int64 [E + 1] -> float32 [S, N]."""
 
     def mix_few(
         self,
@@ -166,8 +164,7 @@ class Operators(ABC):
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, round_last: bool = False) -> Tensor:
-        """Compute `weight * (x / rms(x))`, rounding the quotient to x's dtype: [..., D] -> [...,
-        D].
+        """Compute `weight * (x / rms(x))`, rounding the quotient to x's dtype: [..., D] -> [..., D].
 
         With `round_last` only the product is rounded, and `weight` may be float32 as well.
         """
@@ -229,8 +226,7 @@ class Operators(ABC):
         E]."""
 
     def topk(self, probabilities: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the k largest of each row, sorted: [M, E] -> values [M, k], int64 indices [M,
-        k]."""
+        """Return the k largest of each row, sorted: [M, E] -> values [M, k], int64 indices [M, k]."""
         values, indices = torch.topk(probabilities, k, dim=-1)
         return values, indices
 
@@ -291,8 +287,7 @@ class Operators(ABC):
         return (cumulative <= threshold).sum(-1).clamp_(max=log_probs.shape[-1] - 1)
 
     def uniform(self, seeds: Tensor, positions: Tensor) -> Tensor:
-        """Return uniform numbers in [0, 1) by two rounds of SplitMix64, the same bits in every
-        backend.
+        """Return uniform numbers in [0, 1) by two rounds of SplitMix64, the same bits in every backend.
 
         seeds, positions: int64 [B] -> float64 [B].
         """

@@ -40,7 +40,7 @@ def draw(
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How the R sampled tokens of a micro-batch were drawn, and which of them to draw again."""
+    """The seeds and positions of a micro-batch's R sampled tokens, and which of them to draw again."""
 
     seeds: Tensor
     """int64 [R]"""

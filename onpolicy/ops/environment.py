@@ -66,8 +66,7 @@ OWN_PLUGIN = "onpolicy"
 
 
 def require_ours(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError for the first variable that would replace or change onpolicy's SGLang
-    server.
+    """Raise ConfigError for the first variable that would replace or change onpolicy's SGLang server.
 
     It holds for stock and aligned servers.
     """

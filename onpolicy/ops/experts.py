@@ -192,8 +192,7 @@ def _added_to_down(
     factors: Factors,
     row_parallel: RowParallel,
 ) -> Tensor:
-    """Return the adapters' addition to the second product: float32 [S, H], the same on every
-    rank."""
+    """Return the adapters' addition to the second product: float32 [S, H], the same on every rank."""
     pairs = zip(row_parallel.split(hidden), row_parallel.split(factors.a), strict=True)
     parts = [operators.grouped_partial_linear(*pair, by_expert.offsets) for pair in pairs]
     inner = row_parallel.sum(parts).to(hidden.dtype)

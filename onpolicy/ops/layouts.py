@@ -38,8 +38,7 @@ class AttentionLayout:
 
     @staticmethod
     def packed(lens: tuple[int, ...], device: torch.device | str = "cpu") -> AttentionLayout:
-        """Return the layout of whole sequences laid end to end, keys in the same rows as
-        queries."""
+        """Return the layout of whole sequences laid end to end, keys in the same rows as queries."""
         counts = torch.tensor(lens, dtype=torch.int64, device=device)
         starts = counts.cumsum(0) - counts
         rows = starts[:, None] + torch.arange(max(lens, default=0), device=device)
@@ -68,8 +67,7 @@ class AttentionLayout:
 
 
 def starts_of(lens: tuple[int, ...]) -> Tensor:
-    """Return int32 [S + 1]: the starts of sequences laid end to end, and the end of the last
-    one."""
+    """Return int32 [S + 1]: the starts of sequences laid end to end, and the end of the last one."""
     return torch.tensor([0, *lens]).cumsum(0, dtype=torch.int32)
 
 
@@ -103,8 +101,7 @@ class PagedLayout:
     """Cache of plans, as in `AttentionLayout`."""
 
     def by_rows(self) -> AttentionLayout:
-        """Return this layout with one key per row, for all layers of a model; waits for the
-        device."""
+        """Return this layout with one key per row, for all layers of a model; waits for the device."""
         if AttentionLayout not in self.plans:
             offsets = torch.arange(self.page_size, device=self.page_table.device)
             rows = self.page_table[..., None].long() * self.page_size + offsets

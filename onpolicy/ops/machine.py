@@ -82,8 +82,7 @@ class Machine:
         return "none" if self.capability is None else ".".join(map(str, self.capability))
 
     def lacks(self, backend: str, modules: Sequence[str]) -> str | None:
-        """Return which of `modules` `backend` lacks or has too old, and the remedy; None if
-        none."""
+        """Return which of `modules` `backend` lacks or has too old, and the remedy; None if none."""
         for module in modules:
             if module not in self.packages:
                 return (

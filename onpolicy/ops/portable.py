@@ -99,8 +99,7 @@ def _chain(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def require_order() -> None:
-    """Raise ContractError if a product of this process differs in a bit from the written-out
-    order."""
+    """Raise ContractError if a product of this process differs in a bit from the written-out order."""
     for m, k, n in PRODUCTS:
         x, weight = _numbers(1, m, k, 1), _numbers(1, n, k, 2)
         want = written_out(x, weight.transpose(1, 2), BLOCK, fused=True)

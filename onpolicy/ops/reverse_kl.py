@@ -89,8 +89,7 @@ class TopKTeacher(TeacherRows):
 
     @staticmethod
     def of(hidden: Tensor, head: Head, k: int, vocab_size: int) -> TopKTeacher:
-        """Return the top k of a teacher's hidden states [R, K], for a model of this vocabulary
-        size."""
+        """Return the top k of a teacher's hidden states [R, K], for a model of this vocabulary size."""
         width = min(vocab_size, head.vocabulary.size)
         operators, found = head.operators, []
         for rows in head.chunks(hidden):

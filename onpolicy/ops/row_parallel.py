@@ -25,8 +25,7 @@ class RowParallel:
     """The partition of a sum over K: `blocks` in all, shared equally by the ranks of `group`."""
 
     blocks: int = 1
-    """Number of blocks of K over all ranks, a power of two; the contract's
-    `row_parallel_blocks`."""
+    """Number of blocks of K over all ranks, a power of two; the contract's `row_parallel_blocks`."""
 
     group: dist.ProcessGroup | None = None
     """Tensor-parallel group; None: this process holds all of K."""
@@ -67,8 +66,7 @@ class RowParallel:
         return size // self.blocks_of(size)
 
     def split(self, x: Tensor) -> Sequence[Tensor]:
-        """Return this rank's blocks of the last axis: [..., K / ranks] -> [..., K / blocks]
-        each."""
+        """Return this rank's blocks of the last axis: [..., K / ranks] -> [..., K / blocks] each."""
         return x.chunk(self.blocks_of(x.shape[-1]), dim=-1)
 
     def own_part(self, x: Tensor, size: int) -> Tensor:
@@ -84,8 +82,7 @@ class RowParallel:
 
 
 WHOLE = RowParallel()
-"""The partition of a linear that tensor parallelism does not shard along K: one sum over all of
-it."""
+"""The partition of a linear that tensor parallelism does not shard along K: one sum over all of it."""
 
 
 def tree_sum(terms: Sequence[Tensor] | Tensor) -> Tensor:

@@ -34,8 +34,7 @@ class SharedRows:
 
     @staticmethod
     def of(rows: Sequence[int]) -> SharedRows:
-        """Create from the [N] rows, on the CPU: runs are found before anything moves to a
-        device."""
+        """Create from the [N] rows, on the CPU: runs are found before anything moves to a device."""
         breaks = (i for i, (a, b) in enumerate(pairwise(rows), start=1) if b != a + 1)
         cuts = pairwise([0, *breaks, len(rows)] if rows else [0])
         runs = [(slice(i, j), slice(rows[i], rows[i] + j - i)) for i, j in cuts]
@@ -58,8 +57,7 @@ class SharedRows:
         return taken
 
     def add_up(self, grad: Tensor, count: int) -> Tensor:
-        """Return the gradient of all rows from the readings': [N, ...] -> [count, ...] in its
-        dtype.
+        """Return the gradient of all rows from the readings': [N, ...] -> [count, ...] in its dtype.
 
         Sums are float32, in the order of reading.
         """

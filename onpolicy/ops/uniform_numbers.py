@@ -1,5 +1,4 @@
-"""Uniform numbers that depend only on a seed and a position, as PyTorch computes them on any
-device."""
+"""Uniform numbers that depend only on a seed and a position, as PyTorch computes them on any device."""
 
 from __future__ import annotations
 

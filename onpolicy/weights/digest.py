@@ -62,8 +62,7 @@ class WeightDigest:
         self._on_device = xxh3.DeviceHashes(self._hashes)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Add one tensor of any shape, dtype and device; a later one of the same name replaces
-        it."""
+        """Add one tensor of any shape, dtype and device; a later one of the same name replaces it."""
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         label = xxhash.xxh3_64_intdigest(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}".encode())
         if hashes_itself(flat):

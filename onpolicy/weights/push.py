@@ -38,8 +38,7 @@ class Transport(ABC):
     """Whether all engines near a rank read a single copy of the bytes (`weights/senders.py`)."""
 
     def is_near(self, engine: Engine) -> bool:
-        """Return whether a rank on this host should send to the engine, rather than one
-        elsewhere."""
+        """Return whether a rank on this host should send to the engine, rather than one elsewhere."""
         return is_of_this_host(urlsplit(engine.url).hostname or "")
 
     def open(self, engines: Sequence[Engine]) -> None:

@@ -1,5 +1,4 @@
-"""xxh3 (64 bits, seeded) of tensors on their own device, with the same bits as the library
-`xxhash`.
+"""xxh3 (64 bits, seeded) of tensors on their own device, with the same bits as the library `xxhash`.
 
 Both ends of a push are hashed. Copying a GPU's bytes to the host for that would take longer than
 the push; so a GPU hashes them itself (`xxh3_kernels.py`), and the host only hashes the last
@@ -61,8 +60,7 @@ class DeviceHashes:
         self._held = 0
 
     def add(self, name: str, data: Tensor, seed: int) -> None:
-        """Begin to hash uint8 [bytes], which may change or be freed after this call (on its
-        stream)."""
+        """Begin to hash uint8 [bytes], which may change or be freed after this call (on its stream)."""
         from onpolicy.weights.xxh3_kernels import add_up_blocks
 
         data = data if data.data_ptr() % 8 == 0 else data.clone()
@@ -140,8 +138,7 @@ def _finished(state: np.ndarray, tail: np.ndarray, num_bytes: int, secret: bytes
 
 
 def _stripe_sums(data: bytes, keys: np.ndarray) -> np.ndarray:
-    """Compute XXH3_accumulate over whole stripes, the i-th with `keys` from word i on: uint64
-    [8]."""
+    """Compute XXH3_accumulate over whole stripes, the i-th with `keys` from word i on: uint64 [8]."""
     words = np.frombuffer(data, "<u8").reshape(-1, LANES)
     places = np.arange(len(words))[:, None] + np.arange(LANES)
     keyed = words ^ keys[places]

@@ -61,8 +61,7 @@ def _chain_kernel(
 
 
 def add_up_blocks(words: Tensor, secret: Tensor) -> Tensor:
-    """Compute XXH3_accumulate of each block: int64 [blocks * 128], int64 [24] -> int64 [blocks,
-    8]."""
+    """Compute XXH3_accumulate of each block: int64 [blocks * 128], int64 [24] -> int64 [blocks, 8]."""
     num_blocks = len(words) // 128
     sums = words.new_empty(num_blocks, 8)
     with torch.cuda.device_of(words):

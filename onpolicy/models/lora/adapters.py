@@ -40,8 +40,7 @@ CHILD = "lora"
 ALL_LINEAR = "all-linear"
 
 FactorValues = Callable[[str, torch.Size], Tensor | None]
-"""(a factor's name in transformers' model, its whole shape) -> its values; None leaves it as it
-is."""
+"""(a factor's name in transformers' model, its whole shape) -> its values; None leaves it as it is."""
 
 
 class LowRank(LowRankModule):
@@ -82,8 +81,7 @@ def _features(linear: Any) -> tuple[int, int]:
 
 
 def add_adapters(model: nn.Module, operators: Operators, shape: AdapterShape | None) -> None:
-    """Put adapters, all zeros, beside the linears that the contract names, and freeze everything
-    else.
+    """Put adapters, all zeros, beside the linears that the contract names, and freeze everything else.
 
     Do nothing without a shape.
     Raise ConfigError if the model lacks one of the names.
@@ -155,8 +153,7 @@ def first_values(name: str, shape: torch.Size, seed: int) -> Tensor:
 
 
 def drawn_values(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """Draw float32 numbers of absolute value below 1 / sqrt(K), as PEFT draws A; K is the last
-    size.
+    """Draw float32 numbers of absolute value below 1 / sqrt(K), as PEFT draws A; K is the last size.
 
     They depend on the run's seed and the parameter's name alone.
     """

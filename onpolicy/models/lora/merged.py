@@ -123,12 +123,10 @@ def merge_push(
 
 
 class Updates:
-    """The updates of a model's weights by an adapter, under the names that a checkpoint gives
-    them."""
+    """The updates of a model's weights by an adapter, under the names that a checkpoint gives them."""
 
     def __init__(self, model: PreTrainedModel, factors: Mapping[str, Tensor], scale: float):
-        """Take the factors, whole and named as in the model (`read_factors`); none means no
-        update."""
+        """Take the factors, whole and named as in the model (`read_factors`); none means no update."""
         self._model, self._factors, self._scale = model, factors, scale
         pairs = {name.rpartition(".")[0] for name in factors if name.endswith((".A", ".B"))}
         self._pairs = {parameter_of(pair): pair for pair in sorted(pairs)}

@@ -92,8 +92,7 @@ def require_servable(backend: str, machine: Machine) -> None:
 
 
 def _preferred(candidates: tuple[Backend, ...], demand: Demand, machine: Machine) -> str:
-    """Return the first backend that fits, else the last, most general one, which will say why
-    not."""
+    """Return the first backend that fits, else the last, most general one, which will say why not."""
     asked = [backend for backend in candidates if not backend.by_name_alone]
     fit = [backend for backend in asked if not backend.unfit(demand, machine)]
     return (fit or asked[-1:])[0].name

@@ -59,8 +59,7 @@ class Backend:
     """Whether linears that read rounded inputs multiply FP8 bytes (`ops/hopper/fp8.py`)."""
 
     engine_modules: tuple[str, ...] = ()
-    """Further modules that SGLang imports to serve these operators; keys of
-    `machine.DISTRIBUTIONS`."""
+    """Further modules that SGLang imports to serve these operators; keys of `machine.DISTRIBUTIONS`."""
 
     engine_attention: str = ""
     """`module:name` of the plug-in's function that makes SGLang's attention use the operators."""

@@ -19,8 +19,7 @@ _OTHER = "Choose --operators triton."
 
 
 def exact_float32() -> None:
-    """Turn TF32 off for products outside the operators, such as positions times rotary
-    frequencies."""
+    """Turn TF32 off for products outside the operators, such as positions times rotary frequencies."""
     torch.set_float32_matmul_precision("highest")
 
 

@@ -31,8 +31,7 @@ from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
 ROW_COUNTS = (1, *range(16, 257, 16), 299)
 FEW_ROW_COUNTS = (1, 7, 64, 299)
-"""Row counts for operators without a matrix product, and for experts, whose GEMMs have many
-sizes."""
+"""Row counts for operators without a matrix product, and for experts, whose GEMMs have many sizes."""
 
 FEW_ROWS = 16
 """Number of rows over the vocabulary for the entropy's gradient, which few runs use."""
@@ -115,8 +114,7 @@ def _check_rows(
 def _check_experts(
     operators: Operators, sizes: tuple[int, int, int, int], row_parallel: RowParallel
 ) -> None:
-    """Check experts with a given choice; the router's gradient is that of its linear and
-    softmax."""
+    """Check experts with a given choice; the router's gradient is that of its linear and softmax."""
     num_experts, intermediate, hidden, k = sizes
     few = min(num_experts, MAX_EXPERTS)
     gate_up = probe(few, 2 * intermediate, hidden, seed=25).div_(hidden**0.5)

@@ -17,8 +17,7 @@ Results = Iterator[tuple[str, tuple[int, ...], Tensor]]
 
 
 def probe(*shape: int, seed: int, device: str = "cpu") -> Tensor:
-    """Return fixed numbers in (-1, 1), the same on every machine, thread count and torch
-    version."""
+    """Return fixed numbers in (-1, 1), the same on every machine, thread count and torch version."""
     size = torch.Size(shape).numel()
     words = torch.arange(size, dtype=torch.int64, device=device).add_(seed * 7919)
     words.mul_(2654435761).remainder_(1 << 20).sub_(1 << 19)
@@ -26,8 +25,7 @@ def probe(*shape: int, seed: int, device: str = "cpu") -> Tensor:
 
 
 def columns_to_check(n: int, tile: int | None) -> int:
-    """Return the columns of one full and the last partial tile; other columns run the same
-    GEMMs."""
+    """Return the columns of one full and the last partial tile; other columns run the same GEMMs."""
     return n if tile is None or n <= tile else tile + n % tile
 
 
@@ -52,8 +50,7 @@ def check_rows(
     x: Tensor,
     counts: tuple[int, ...],
 ) -> Tensor:
-    """Return function(x) after checking that its rows keep their bits in cut and reversed
-    batches."""
+    """Return function(x) after checking that its rows keep their bits in cut and reversed batches."""
     reference = function(x)
     for rows in counts:
         require_equal(name, shape, f"{rows} rows", function(x[:rows]), reference[:rows])

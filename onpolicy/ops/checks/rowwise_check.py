@@ -1,5 +1,4 @@
-"""The self-check of operators without a matrix product: each row is computed as if it were
-alone."""
+"""The self-check of operators without a matrix product: each row is computed as if it were alone."""
 
 from __future__ import annotations
 

@@ -154,8 +154,7 @@ def _backward_block(
     grad_keys: Tensor,
     grad_values: Tensor,
 ) -> None:
-    """Add the gradients of a tile's queries, and of one block of keys and values, each [B, 64,
-    D]."""
+    """Add the gradients of a tile's queries, and of one block of keys and values, each [B, 64, D]."""
     tile = rows.tile
     weights = tile.scores(rows.q[:, : tile.rows], keys, scores.softcap)
     slopes = _slopes(weights, scores.softcap)

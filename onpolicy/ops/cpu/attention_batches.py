@@ -112,8 +112,7 @@ class Batch:
         return (rows[:, None] * self._stored_heads + heads[:, None]).view(-1)
 
     def scatter(self, keys: Tensor, span: slice, store: Tensor) -> None:
-        """Write gradients [blocks, B, 64, D] to the keys' rows of `store`: the inverse of
-        `gather`."""
+        """Write gradients [blocks, B, 64, D] to the keys' rows of `store`: the inverse of `gather`."""
         slots, first, stop = self._kept
         slots = slots[self._keys(span)]
         kept = (slots >= first) & (slots < stop)

@@ -29,8 +29,7 @@ class Sums:
         return Sums(sink, torch.ones_like(sink), sink.new_zeros(*sink.shape, dim))
 
     def with_next(self, other: Sums) -> Sums:
-        """Return these sums merged with those over the next keys. Sums over no key change no
-        bit."""
+        """Return these sums merged with those over the next keys. Sums over no key change no bit."""
         largest = torch.maximum(self.largest, other.largest)
         kept = (self.largest - largest).exp_()
         added = (other.largest - largest).exp_()

@@ -159,8 +159,7 @@ class Tile:
         return keys[: self.batch, start:stop]
 
     def scores(self, q: Tensor, keys: Tensor, softcap: float | None) -> Tensor:
-        """Compute capped products of [B, R, D] with [B, keys, D], also for keys that a row cannot
-        see.
+        """Compute capped products of [B, R, D] with [B, keys, D], also for keys that a row cannot see.
 
         Return [B, R, keys].
         """
@@ -218,8 +217,7 @@ class Tile:
 
     @cached_property
     def _visible(self) -> Tensor:
-        """Return 1.0 for keys of the masked blocks that a row sees, else 0.0: [sequences, 1, R,
-        keys].
+        """Return 1.0 for keys of the masked blocks that a row sees, else 0.0: [sequences, 1, R, keys].
 
         It is computed once for all layers, which share the tile.
         """

@@ -82,8 +82,7 @@ class FewSummed:
     """
 
     def __init__(self, fewest: int, block: int, sum_into: SumInto = add_products):
-        """Take the rows of a whole block, and the multiple of rows that a partial block must
-        have."""
+        """Take the rows of a whole block, and the multiple of rows that a partial block must have."""
         self.fewest, self.block, self._sum_into = fewest, block, sum_into
         self._found: dict[tuple[int, int], bool] = {}
 

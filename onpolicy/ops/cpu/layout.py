@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Alignment in bytes. PyTorch allocates so, and MKL's guide asks for it for reproducible
-results."""
+"""Alignment in bytes. PyTorch allocates so, and MKL's guide asks for it for reproducible results."""
 
 VECTOR = 128
 """Padding unit in elements, a multiple of every SIMD loop's stride (32 for AVX-512 in float32, 64
@@ -49,8 +48,7 @@ def first_rows(x: Tensor, count: int) -> Tensor:
 
 
 def on_whole_tensors(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap a method so that its tensors, and the gradient in the backward pass, go through
-    `whole`."""
+    """Wrap a method so that its tensors, and the gradient in the backward pass, go through `whole`."""
 
     @functools.wraps(operator)
     def called(self: Any, *args: Any, **kwargs: Any) -> Tensor:

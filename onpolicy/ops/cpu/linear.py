@@ -178,8 +178,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _weight_grad(gemms: Gemms, grad: Tensor, x: Tensor) -> Tensor:
-    """Compute `grad.T @ x`: [M, N], [M, K] -> [N, K]; one thread computes each row of the
-    weight."""
+    """Compute `grad.T @ x`: [M, N], [M, K] -> [N, K]; one thread computes each row of the weight."""
     out = x.new_empty(grad.shape[1], x.shape[1])  # in the dtype of x, which is the weight's
     gemms.pool.run(_weight_grad_pieces(gemms, grad, x, out), _weight_grad_flops(grad, x))
     return out

@@ -100,8 +100,7 @@ def fill_grad_logits_of_entropy(
     grad_entropy: Tensor,
     out: Tensor,
 ) -> None:
-    """Compute `fill_grad_logits` with a gradient of the entropy H too: dH/dlogit = -p (log p +
-    H)."""
+    """Compute `fill_grad_logits` with a gradient of the entropy H too: dH/dlogit = -p (log p + H)."""
     scale = grad[:, None] / temperature
     log_probs = log_softmax(logits, temperature)
     probabilities = whole_vectors(torch.exp, log_probs)

@@ -25,8 +25,7 @@ _thread = threading.local()
 
 
 class PiecePool:
-    """A pool that runs independent pieces of an operator; results do not depend on
-    `num_threads`."""
+    """A pool that runs independent pieces of an operator; results do not depend on `num_threads`."""
 
     def __init__(self, num_threads: int):
         # Kernels outside the operators (element-wise, reductions) run on one thread too: a second one

@@ -35,8 +35,7 @@ class DeepGemmLinears(TritonOperators):
 
 
 class FlashAttention(TritonOperators):
-    """Triton operators with FlashAttention-3, which is loaded at creation, or raises
-    ContractError."""
+    """Triton operators with FlashAttention-3, which is loaded at creation, or raises ContractError."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -51,8 +51,7 @@ def loaded() -> ModuleType:
 
 
 def _reason(error: Exception, toolkit: CudaToolkit) -> str:
-    """Return the missing part and the remedy; deep_gemm only asserts that there is a CUDA
-    toolkit."""
+    """Return the missing part and the remedy; deep_gemm only asserts that there is a CUDA toolkit."""
     if isinstance(error, AssertionError) and toolkit.home is None:
         return f"it compiles its kernels with a CUDA toolkit, and {toolkit.problem}). {REMEDY}"
     return (
@@ -80,8 +79,7 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def readable(matrix: Tensor) -> Tensor:
-    """Return `matrix`, or a copy, with unit column stride and 16-byte aligned rows, as TMA needs
-    it.
+    """Return `matrix`, or a copy, with unit column stride and 16-byte aligned rows, as TMA needs it.
 
     DeepGEMM chooses kernels by the strides that it sees. PyTorch calls any single row contiguous,
     whatever its stride, so this function compares strides and does not call `is_contiguous`: one
@@ -109,8 +107,7 @@ def in_blocks(
     out_dtype: torch.dtype,
     blocks: int,
 ) -> Tensor:
-    """Compute `deep_gemm_linear` by a function that writes the product of one block; see
-    `multiply`.
+    """Compute `deep_gemm_linear` by a function that writes the product of one block; see `multiply`.
 
     Sums with a bias or over several blocks stay float32 until they are complete, as in the Triton
     operators. (SGLang's own operators round before they add a bias, and after.)

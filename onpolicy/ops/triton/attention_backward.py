@@ -88,8 +88,7 @@ def _query_grad_kernel(
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute the queries' gradients, and `delta` = grad . out of every row for the other
-    kernel."""
+    """Compute the queries' gradients, and `delta` = grad . out of every row for the other kernel."""
     sequence, kv_head = tl.program_id(2), tl.program_id(1)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     first_query, query_len, key_len, table = sequence_at(
@@ -188,8 +187,7 @@ def attention_backward(
     layout: AttentionLayout,
     scores: ScoreRule,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of attention from its output and log-sum-exp, if no key row is used
-    twice.
+    """Return the gradients of attention from its output and log-sum-exp, if no key row is used twice.
 
     grad, out: [T, H, D_v]; q: [T, H, D]; k: [rows, H_kv, D]; v: [rows, H_kv, D_v]; lse: float32 [T,
     H].

@@ -42,8 +42,7 @@ REDUCED = (
 
 
 def is_split(layout: PagedLayout, programs: int) -> bool:
-    """Return whether a decode step with this many programs per sequence leaves most of a device
-    idle.
+    """Return whether a decode step with this many programs per sequence leaves most of a device idle.
 
     The result depends on no tensor's contents, so a CUDA graph can hold it.
     """

@@ -30,8 +30,7 @@ def sequence_at(
     sequence: tl.tensor, page_table: tl.tensor, key_lens: tl.tensor, query_starts: tl.tensor,
     stride_table: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Return a sequence's first query row, its numbers of queries and keys, and its page table
-    row."""
+    """Return a sequence's first query row, its numbers of queries and keys, and its page table row."""
     first = tl.load(query_starts + sequence)
     query_len = tl.load(query_starts + sequence + 1) - first
     table = page_table + sequence.to(tl.int64) * stride_table
@@ -66,8 +65,7 @@ def load_queries(rows: tl.tensor, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr) ->
 def key_rows(
     table: tl.tensor, keys: tl.tensor, is_key: tl.tensor, PAGE_SIZE: tl.constexpr
 ) -> tl.tensor:
-    """Return the rows of the store that hold `keys` of a sequence, given its row of the page
-    table."""
+    """Return the rows of the store that hold `keys` of a sequence, given its row of the page table."""
     pages = tl.load(table + keys // PAGE_SIZE, mask=is_key, other=0)
     return pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
 
@@ -81,8 +79,7 @@ def capped(scores: tl.tensor, SOFTCAP: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def is_visible(keys: tl.tensor, positions: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
-    """Return which keys [KEYS] queries at positions [ROWS] see, including their own; WINDOW 0:
-    all."""
+    """Return which keys [KEYS] queries at positions [ROWS] see, including their own; WINDOW 0: all."""
     visible = keys[None, :] <= positions[:, None]
     if WINDOW:
         visible = visible & (keys[None, :] > positions[:, None] - WINDOW)

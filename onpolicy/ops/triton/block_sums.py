@@ -1,5 +1,4 @@
-"""A kernel that adds products of blocks of K along a binary tree
-(`onpolicy/ops/row_parallel.py`)."""
+"""A kernel that adds products of blocks of K along a binary tree (`onpolicy/ops/row_parallel.py`)."""
 
 from __future__ import annotations
 

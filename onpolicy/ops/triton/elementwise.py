@@ -22,8 +22,7 @@ BLOCK = 1024
 
 
 def is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether it is PyTorch's SiLU or transformers' (by name: importing that takes
-    seconds)."""
+    """Return whether it is PyTorch's SiLU or transformers' (by name: importing that takes seconds)."""
     name = type(activation).__name__
     return activation is F.silu or type(activation) is nn.SiLU or name == "SiLUActivation"
 

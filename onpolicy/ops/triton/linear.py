@@ -38,8 +38,7 @@ class Tile:
     """Number of loop steps whose operands are loaded at the same time."""
 
     blocks: int = 1
-    """Number of blocks of K that a thread block adds up: as many as leave registers for their
-    sums."""
+    """Number of blocks of K that a thread block adds up: as many as leave registers for their sums."""
 
     def options(self) -> dict[str, Any]:
         """Return the launch options of a kernel that computes such tiles."""

@@ -35,8 +35,7 @@ def _chunk_statistics_kernel(
     largest: tl.tensor, totals: tl.tensor, moments: tl.tensor,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute the maximum of a row's chunk, the sum of exponentials below it, and their first
-    moment.
+    """Compute the maximum of a row's chunk, the sum of exponentials below it, and their first moment.
 
     For a row of one chunk, compute the results of `_statistics_kernel`.
     """

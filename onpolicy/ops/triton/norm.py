@@ -54,8 +54,7 @@ def _norm_grad_kernel(
     SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ROWS_PER_SUM: tl.constexpr,
     CENTERED: tl.constexpr, ROUND_LAST: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute gradients of ROWS_PER_SUM rows; their parameter sums are one row of the partial
-    sums."""
+    """Compute gradients of ROWS_PER_SUM rows; their parameter sums are one row of the partial sums."""
     columns = tl.arange(0, BLOCK)
     is_column = columns < SIZE
     weights = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
@@ -91,8 +90,7 @@ def _norm_grad_kernel(
 
 
 def options(size: int) -> dict[str, int]:
-    """Return rows per thread block, elements per row and warps; they depend only on the norm's
-    size."""
+    """Return rows per thread block, elements per row and warps; they depend only on the norm's size."""
     block = next_power_of_2(size)
     rows = max(1, 2048 // block)
     warps = min(16, max(4, rows * block // 1024))

@@ -1,5 +1,4 @@
-"""The transports of trained weights to the engines, one file each; `weights/push.py` has the
-push."""
+"""The transports of trained weights to the engines, one file each; `weights/push.py` has the push."""
 
 from __future__ import annotations
 

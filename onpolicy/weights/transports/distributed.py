@@ -194,8 +194,7 @@ def _own_address(engines: Sequence[Engine]) -> str:
 
 
 def _choose_interface(address: str) -> None:
-    """Make gloo listen where the engines look for us, whatever the trainer's own group listens
-    on."""
+    """Make gloo listen where the engines look for us, whatever the trainer's own group listens on."""
     if is_loopback(address):
         os.environ.setdefault(GLOO_INTERFACE, LOOPBACK_INTERFACE)
     elif os.environ.get(GLOO_INTERFACE) == LOOPBACK_INTERFACE:

@@ -45,8 +45,7 @@ class SharedMemoryTransport(Transport):
         self._buffer.free()
 
     def share(self, bucket: WeightBucket) -> Tensor:
-        """Return the bytes of an ordered bucket, uint8 [bytes], where other processes can open
-        them."""
+        """Return the bytes of an ordered bucket, uint8 [bytes], where other processes can open them."""
         return self._buffer.fill(bucket)
 
     def handles(self, bucket: WeightBucket) -> Callable[[Engine], list[str]]:
