@@ -28,7 +28,7 @@ from onpolicy.ops.row_parallel import RowParallel
 
 
 class AlignedExperts(nn.Module):
-    """All experts of a layer computed by `mix_experts`, with the parameters of the replaced module.
+    """The experts of a layer computed by `mix_experts`, with the parameters of the replaced module.
 
     gate_up_proj: [E, 2 I / P, H]; down_proj: [E, H, I / P], on each of P tensor-parallel ranks;
     both have their last two axes swapped if `is_transposed`. Biases: gate_up_proj_bias [E, 2 I /
@@ -73,8 +73,7 @@ class AlignedExperts(nn.Module):
         )
 
     def weight(self, parameter: Tensor) -> Tensor:
-        """Return the parameter as contiguous [E, out, in], whether or not the engine keeps it
-        transposed."""
+        """Return the parameter as contiguous [E, out, in], also if it is held transposed."""
         return parameter.transpose(1, 2).contiguous() if self.is_transposed else parameter
 
     def _gate(self) -> Gate:
@@ -105,8 +104,8 @@ def _has_default_gate(experts: Any) -> bool:
 
 
 def expert_sizes(experts: Any) -> tuple[int, int, int]:
-    """Return (experts E, intermediate I, hidden H) of a module that `has_usual_experts`; I of one
-    rank."""
+    """Return (experts E, intermediate I of this rank, hidden H) of a module that
+    `has_usual_experts`."""
     num_experts, *sizes = experts.down_proj.shape
     hidden, intermediate = reversed(sizes) if experts.is_transposed else sizes
     return num_experts, intermediate, hidden

@@ -76,8 +76,10 @@ _LAYER = {
 
 
 def is_usual_layer(module: Any) -> bool:
-    """Return whether it computes `s + mlp(norm(s))`, s = x + attention(norm(x)), and passes on
-    keywords."""
+    """Return whether it computes `s + mlp(norm(s))`, s = x + attention(norm(x)).
+
+    It must also pass all keywords on to its attention.
+    """
     children = dict(module.named_children())
     if "forward" in vars(module) or children.keys() != {*_LAYER, "self_attn"}:
         return False
@@ -109,8 +111,7 @@ def _has_weight(norm: Any) -> bool:
 
 
 def _fuse_attention(module: Any, keeps_bits: KeepsBits) -> bool:
-    """Fuse the norms if the module attends over the rotated norms of its projections, and nothing
-    else."""
+    """Fuse the norms if the module only attends over the rotated norms of its projections."""
     norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
     if not all(map(_has_weight, norms)) or not hasattr(module, "operators"):
         return False

@@ -62,8 +62,7 @@ class JointLinear:
         return part
 
     def require_joint(self) -> None:
-        """Raise ContractError if a linear's weight has moved to memory that the joint product does
-        not read."""
+        """Raise ContractError if a linear's weight is no longer a part of the joint weight."""
         for joint, parts in (
             (self.weight, [linear.weight for linear in self.linears]),
             (self.bias, [linear.bias for linear in self.linears]),
@@ -126,8 +125,7 @@ def _sizes(linears: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _keeps_bits(operators: Operators, linears: Sequence[Any]) -> bool:
-    """Return whether each linear's columns of a joint product have its own bits, for any number of
-    rows.
+    """Return whether a joint product has the bits of the separate ones, for any number of rows.
 
     On a CPU, which sums bfloat16 in float32, float32 is tested too: rounding hides most of a sum.
     """

@@ -4,7 +4,7 @@ transformers (5.12 to 5.19) writes three things differently. Every expert comput
 mostly on zeros; here a token's experts are called as in other mixtures. A token attends only to the
 keys of its chunk, and queries are scaled by their position; up to `context_limit` tokens a sequence
 is one chunk and that scale is 1, so both are dropped here, and no more tokens are served. And the
-decoder's name prefix is that of the model with images.
+decoder's name prefix belongs to the model with images.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class ChosenExperts(Llama4TextExperts):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
-        """Raise NotImplementedError; the decorator calls one of transformers' expert functions
-        instead."""
+        """Raise NotImplementedError; the decorator replaces this with an expert function."""
         raise NotImplementedError
 
 

@@ -51,7 +51,7 @@ class PackedTokens:
     """int64 [R]: rows of `tokens` whose *next* token is requested"""
 
     shared_rows: SharedRows | None = None
-    """The same as `rows`, where several sequences may request one row"""
+    """Readings of `rows`, where several sequences may request one row"""
 
     targets: Tensor
     """int64 [R]: the requested tokens"""
@@ -143,8 +143,7 @@ class PackedTokens:
         *,
         always: bool = False,
     ) -> PackedTokens:
-        """Return the same tokens with the check that each was drawn from what this cut leaves of
-        the logits.
+        """Return the same tokens with a check that each was drawn from the cut logits.
 
         compared: bool [R]: the tokens to check; all by default.
         allowed: [R]: the sets that grammars allowed, to which the cut is applied.

@@ -51,8 +51,7 @@ def choose_factors(config: PretrainedConfig, context: int) -> list[str]:
 
 
 def forget_scaling(config: PretrainedConfig) -> None:
-    """Give `config` a default rotary type: the same shapes, and no dependence on positions at run
-    time."""
+    """Give `config` the default rotary type: the same shapes, and no look at positions at run time."""
     for one in rotations(config):
         if one.get("rope_type") in (LONGROPE, DYNAMIC, CHOSEN):
             one["rope_type"] = "default"

@@ -21,16 +21,14 @@ from onpolicy.weights.rounding import is_rounded, round_weight, straight_through
 
 
 class InputRounding:
-    """The rounding of a model's inputs to linears and experts; an input that several of them read
-    is rounded once."""
+    """The rounding of the inputs of a model's linears and experts; a shared input is rounded once."""
 
     def __init__(self, activation_format: str):
         self.activation_format = activation_format
         self._last: tuple[Tensor, int, Tensor] | None = None
 
     def __call__(self, x: Tensor, block: int = 0) -> Tensor:
-        """Round [..., K] -> [..., K] in its dtype; `block` elements of a row share a scale, 0: all
-        of them."""
+        """Round [..., K] in its dtype; `block` elements of a row share a scale, 0: all of them."""
         block = block or x.shape[-1]
         if self._last is None or self._last[0] is not x or self._last[1] != block:
             self._last = x, block, self._rounded(x, block)
@@ -50,8 +48,7 @@ class InputRounding:
         return (self(args[0], row_parallel.block_of(linear.weight.shape[1])), *args[1:])
 
     def after(self, gate: Gate, row_parallel: RowParallel) -> Gate:
-        """Return the gate of experts with its result rounded, which is the input of the second
-        product."""
+        """Return the gate of experts with a rounded result, the input of the second product."""
 
         def rounded(gate_up: Tensor) -> Tensor:
             hidden = gate(gate_up)

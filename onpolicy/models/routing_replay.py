@@ -50,8 +50,7 @@ class RoutingReplay:
         return torch.where(known[..., None], rollout, own)
 
     def counts(self) -> dict[str, Tensor]:
-        """Return the number of (token, layer) pairs that were replayed, and of those where `own`
-        differed."""
+        """Return the numbers of replayed (token, layer) pairs, and of pairs where `own` differed."""
         return {"routing/num_replayed": self._replayed, "routing/num_differing": self._differing}
 
 

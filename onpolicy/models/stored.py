@@ -23,8 +23,7 @@ from onpolicy.errors import ConfigError
 
 
 class _Part(NamedTuple):
-    """Shape, stride and offset of a checkpoint's tensor within a parameter; None: the whole
-    parameter."""
+    """Shape, stride and offset of a checkpoint's tensor within a parameter; None if it is the whole."""
 
     shape: torch.Size
     stride: tuple[int, ...]

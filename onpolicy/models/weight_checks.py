@@ -76,8 +76,7 @@ def require_numbers(reader: Reader, model: PreTrainedModel, name: str) -> None:
 
 
 def say_left_out(reader: Reader, model: PreTrainedModel, name: str) -> None:
-    """Log which stored tensors transformers leaves out by rule, such as layers for speculative
-    decoding."""
+    """Log which stored tensors transformers leaves out by rule, such as draft layers."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     own = model.state_dict().keys()
     left = [

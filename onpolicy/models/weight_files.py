@@ -1,5 +1,6 @@
-"""The safetensors files of a Hugging Face checkpoint: checks that they are complete, undamaged and
-of the model's sizes, and a reader of blocks of their tensors.
+"""Checks of a checkpoint's safetensors files, and a reader of blocks of their tensors.
+
+The files must be complete, undamaged and of the model's sizes.
 
 The checks read only the headers, so they take seconds for any model.
 """

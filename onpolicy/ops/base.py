@@ -35,8 +35,7 @@ class Operators(ABC):
 
     @property
     def of_rounded(self) -> Operators:
-        """Return the operators of linears with rounded inputs and weights
-        (`models/rounded_inputs.py`)."""
+        """Return the operators of linears with rounded weights (`models/rounded_inputs.py`)."""
         return self
 
     def hold(self, weights: Iterable[Tensor]) -> None:
@@ -90,8 +89,7 @@ class Operators(ABC):
         return (total if bias is None else total + bias.float()).to(x.dtype)
 
     def add_scaled(self, out: Tensor, added: Tensor, scale: float) -> Tensor:
-        """Return `out + scale * added`, summed in float32 and rounded to the dtype of out: [..., N]
-        each."""
+        """Return `out + scale * added`, [..., N], summed in float32 and rounded to the dtype of out."""
         return (out.float() + added.float() * scale).to(out.dtype)
 
     @abstractmethod
@@ -173,8 +171,7 @@ class Operators(ABC):
     def layer_norm(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
-        """Compute `weight * ((x - mean(x)) / std(x)) + bias` in float32 and round it: [..., D] ->
-        [..., D].
+        """Compute `weight * ((x - mean(x)) / std(x)) + bias` in float32, then round: [..., D].
 
         weight, bias: [D]; left out if they are None.
         """
@@ -222,8 +219,7 @@ class Operators(ABC):
 
     @abstractmethod
     def softmax(self, x: Tensor) -> Tensor:
-        """Compute the softmax over the last axis in float32, for routers: [..., E] -> float32 [...,
-        E]."""
+        """Compute the softmax over the last axis, for routers: [..., E] -> float32 [..., E]."""
 
     def topk(self, probabilities: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the k largest of each row, sorted: [M, E] -> values [M, k], int64 indices [M, k]."""
@@ -232,8 +228,7 @@ class Operators(ABC):
 
     @abstractmethod
     def log_softmax(self, logits: Tensor, temperature: Tensor) -> Tensor:
-        """Compute `log_softmax(float32(logits) / temperature)`: [M, V], float32 [M, 1] -> float32
-        [M, V]."""
+        """Compute `log_softmax(float32(logits) / temperature)`: [M, V], [M, 1] -> float32 [M, V]."""
 
     def gather_log_probs(
         self, logits: Tensor, temperature: Tensor, targets: Tensor
@@ -271,8 +266,7 @@ class Operators(ABC):
         return out.scatter_add_(1, targets[:, None], scale).to(logits.dtype)
 
     def run_pieces(self, pieces: Sequence[Piece], flops: float) -> None:
-        """Run pieces of trainer work beside the operators, on the operators' threads if there are
-        any."""
+        """Run pieces of trainer work, on the operators' threads if they have any."""
         for piece in pieces:
             piece()
 

@@ -1,6 +1,6 @@
 """Top-k, top-p and min-p: the tokens that they keep of a distribution, and the distribution after.
 
-The order is that of transformers' `generate`: temperature, then the k likeliest tokens, then the
+The order follows transformers' `generate`: temperature, then the k likeliest tokens, then the
 likeliest of these until they have p of *their* probability (including the token that reaches it),
 then of these all that are at least min_p times as likely as the likeliest. Of equally likely tokens
 the smaller id comes first. (SGLang's own sampler measures top-p against the whole vocabulary:

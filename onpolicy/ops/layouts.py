@@ -85,7 +85,7 @@ class PagedLayout:
     page_size: int
 
     key_lens: Tensor
-    """int32 [S]: keys of each sequence, including those of its queries."""
+    """int32 [S]: keys of each sequence, including its queries' own."""
 
     query_starts: Tensor
     """int32 [S + 1]: first query row of each sequence; its queries are its last tokens."""

@@ -93,8 +93,7 @@ class Head:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors that `gradients` differentiates: weight, bias, and an adapter's a and
-        b."""
+        """Return weight, bias, and an adapter's a and b, for which `gradients` are computed."""
         adapter = self.adapter
         of_adapter = (adapter.a, adapter.b) if adapter else (None, None)
         return self.weight, self.bias, *of_adapter

@@ -1,18 +1,19 @@
 """The CPU's operators with the same bits on every x86-64 processor with AVX2.
 
-They are those of `ops/cpu` on kernels that all such processors have (`PORTABLE_KERNELS`), with
-matrix products whose order is written down, and tested at creation. PyTorch's own AVX2 kernels are
-the same instructions everywhere, and so are MKL's exp, log, sin, cos and tanh. MKL's square root is
-not: it refines an approximation that differs between AMD's and Intel's processors. No operator uses
-it, nor does the optimizer (`OperatorsConfig.is_portable`).
+They are the operators of `ops/cpu` on kernels that all such processors have (`PORTABLE_KERNELS`),
+with matrix products whose order is written down, and tested at creation. PyTorch's own AVX2 kernels
+are the same instructions everywhere, and so are MKL's exp, log, sin, cos and tanh. MKL's square
+root is not: it refines an approximation that differs between AMD's and Intel's processors. No
+operator uses it, nor does the optimizer (`OperatorsConfig.is_portable`).
 
 An element of a product is a chain of fused multiply-adds, one for each k in order,
 
     s = 0;  s = fma(x_k, w_k, s)  for the k of a block of 512;  blocks are added in their order,
 
 as oneDNN's kernels for AVX2 compute it: every element has an accumulator of its own. oneDNN cuts
-longer sums where caches may decide (those of 2,048 on an AMD EPYC, Zen 4), and has other kernels
-for a single row or column and for matrices cut out of larger ones, so it gets none of these.
+longer sums where caches may decide (from 2,048 elements on an AMD EPYC, Zen 4), and has other
+kernels for a single row or column and for matrices cut out of larger ones, so it gets none of
+these.
 
 Attention's products are MKL's, under MKL_CBWR=COMPATIBLE a chain of multiplications and additions,
 each rounded: over a block of 64 keys or rows, or over blocks of 112 of the head dimension, each

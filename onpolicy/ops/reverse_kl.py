@@ -3,7 +3,7 @@
     KL(p || q) = sum over v of p(v) d(v),        d(v) = log p(v) - log q(v)
     its gradient by the logit of v              = p(v) (d(v) - KL(p || q))
 
-The formula is that of generalised knowledge distillation (arXiv 2306.13649, section 3, on the
+The formula comes from generalised knowledge distillation (arXiv 2306.13649, section 3, on the
 student's own samples). Where only the teacher's k likeliest tokens are known, all other tokens
 count as one: their d(v) is the log ratio of their total probabilities. That is a KL too, and at
 most the full one.
@@ -43,8 +43,7 @@ class TeacherRows(ABC):
 
     @abstractmethod
     def log_ratios(self, operators: Operators, log_probs: Tensor, rows: slice) -> Tensor:
-        """Return d of every token, [M, V], from the model's log-probabilities of some rows, float32
-        [M, V]."""
+        """Return d of every token from the model's log-probabilities of some rows, float32 [M, V]."""
 
     @abstractmethod
     def at(self, rows: Tensor) -> TeacherRows:
@@ -53,8 +52,7 @@ class TeacherRows(ABC):
 
 @dataclass(frozen=True, slots=True)
 class WholeTeacher(TeacherRows):
-    """A teacher by its hidden states, and the head that computes full distributions a chunk at a
-    time."""
+    """A teacher by its hidden states, with the head that computes full distributions in chunks."""
 
     hidden: Tensor
     """[R, K], of the teacher's own dtype and size"""

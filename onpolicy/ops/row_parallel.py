@@ -99,7 +99,7 @@ def tree_sum(terms: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 class _GatheredSum(torch.autograd.Function):
-    """The part of the tree over ranks. Each rank's partial enters once, so it gets the whole
+    """The sum along the tree over ranks. Each rank's partial enters once and gets the whole
     gradient."""
 
     @staticmethod

@@ -74,8 +74,7 @@ class SharedRows:
 
     @cached_property
     def _has_short_runs(self) -> bool:
-        """Return whether adding a reading at a time is faster; only on a CPU, where counts need no
-        sync."""
+        """Return whether adding a reading at a time is faster; False on a device, to avoid a sync."""
         if self.rows.device.type != "cpu":
             return False
         return len(self.rows) < SHORT_RUN * len(self.runs) and 3 * self._most < len(self.runs)

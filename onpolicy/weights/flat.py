@@ -1,8 +1,8 @@
 """A bucket as one row of bytes with a table of its tensors, for one handle or broadcast per bucket.
 
-The layout is that of SGLang's load format "flattened_bucket": tensors end to end, without gaps. An
-engine views the bytes in place, so each tensor must begin at a multiple of its item size; so
-tensors with larger items come first.
+The layout is SGLang's load format "flattened_bucket": tensors end to end, without gaps. An engine
+views the bytes in place, so each tensor must begin at a multiple of its item size; so tensors with
+larger items come first.
 Source: sglang/srt/weight_sync/tensor_bucket.py.
 """
 
@@ -38,8 +38,10 @@ def flatten(bucket: WeightBucket, out: Tensor | None = None) -> Tensor:
 
 
 class Buffer:
-    """Host memory that the buckets of all pushes reuse, since allocating new pages takes several
-    times as long as copying a bucket into existing ones."""
+    """Host memory that the buckets of all pushes reuse.
+
+    Allocating new pages takes several times as long as copying a bucket into existing ones.
+    """
 
     def __init__(self, make: Callable[[int], Tensor]):
         """Take the allocator `make`: (bytes) -> uint8 [bytes]."""

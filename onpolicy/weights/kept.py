@@ -19,8 +19,10 @@ from onpolicy.weights.transports.disk import PREFIX, unwritable
 
 
 class KeptWeights:
-    """At most one version of the weights on disk. A later run removes a killed run's files, as it
-    does for its pushes."""
+    """At most one version of the weights on disk.
+
+    A later run removes the files of a killed run, like those of its pushes.
+    """
 
     def __init__(self, directory: Path):
         self._parent = directory.absolute()

@@ -1,5 +1,4 @@
-"""A push, which sends every bucket to every engine and then verifies that each holds exactly these
-bits."""
+"""A push of every bucket to every engine, with proof that each holds exactly these bits."""
 
 from __future__ import annotations
 

@@ -51,8 +51,7 @@ class _Begun:
 
 
 class DeviceHashes:
-    """A writer of hashes of named tensors of more than BLOCK bytes into a dictionary, many at a
-    time."""
+    """A writer of hashes of named tensors of more than BLOCK bytes, many at a time."""
 
     def __init__(self, hashes: dict[str, int]) -> None:
         self._hashes = hashes

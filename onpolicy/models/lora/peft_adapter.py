@@ -92,8 +92,7 @@ class PeftAdapter:
 
     @property
     def targets(self) -> str:
-        """Return the last parts of the names of its linears and expert modules, as in
-        --lora-target-modules."""
+        """Return its targets as in --lora-target-modules: the last parts of its modules' names."""
         modules = (linear_of(name)[0].removesuffix(NESTED) for name in self.factors)
         return ",".join(sorted({module.rpartition(".")[2] for module in modules}))
 

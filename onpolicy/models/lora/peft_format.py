@@ -44,8 +44,10 @@ def export_adapter(
     shape: AdapterShape,
     flags: LoraConfig,
 ) -> None:
-    """Write the adapters among these weights into a new directory; `base` is the model's path or
-    name."""
+    """Write the adapters among these weights into a new directory.
+
+    `base` is the path or name of the model.
+    """
     directory.mkdir()
     tensors = [pair for bucket in buckets for pair in bucket if is_adapters(pair[0])]
     in_peft = [of_experts(name, tensor) or (name, tensor) for name, tensor in tensors]
@@ -68,8 +70,7 @@ def export_adapter(
 
 
 def first_factors(begins_with: str, seed: int) -> FactorValues:
-    """Return the initial factors: the adapter in the directory `begins_with`, if given, or random
-    ones."""
+    """Return the initial factors: the adapter in `begins_with`, if given, or random ones."""
     adapter = read_peft_adapter(begins_with, "--lora-adapter") if begins_with else None
     given = read_factors(adapter) if adapter else {}
 
@@ -146,14 +147,18 @@ def _is_base(told: str, path: str) -> bool:
 
 
 def _name_in_peft(name: str) -> str:
-    """Map model.layers.0.mlp.up_proj.lora.A to
-    base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"""
+    """Map our name of a factor to PEFT's.
+
+    model.layers.0.mlp.up_proj.lora.A -> base_model.model.model.layers.0.mlp.up_proj.lora_A.weight
+    """
     linear, factor = name.rsplit(".lora.", 1)
     return f"{PREFIX}{linear}.lora_{factor}.weight"
 
 
 def _name_here(name: str) -> str:
-    """Map a name in the file to ours, the inverse of `_name_in_peft`; experts keep the wrapper's
-    name."""
+    """Map a name in the file to ours, as the inverse of `_name_in_peft`.
+
+    Names of experts keep the wrapper's name.
+    """
     linear, factor = linear_of(name)
     return f"{linear}.lora.{factor}"

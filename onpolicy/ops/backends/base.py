@@ -65,6 +65,5 @@ class Backend:
     """`module:name` of the plug-in's function that makes SGLang's attention use the operators."""
 
     def refusal(self, demand: Demand, machine: Machine) -> str | None:
-        """Return why `machine` cannot keep a contract of this backend, and the remedy; None if it
-        can."""
+        """Return why `machine` cannot keep such a contract, and the remedy; None if it can."""
         return self.unfit(demand, machine) or machine.lacks(self.name, self.modules)

@@ -1,5 +1,4 @@
-"""The self-check of attention: packed as in training, after a cached prefix, in decode, and on
-pages."""
+"""The self-check of attention: packed, after a cached prefix, in decode, and on pages."""
 
 from __future__ import annotations
 

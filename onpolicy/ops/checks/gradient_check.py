@@ -114,7 +114,7 @@ def _check_rows(
 def _check_experts(
     operators: Operators, sizes: tuple[int, int, int, int], row_parallel: RowParallel
 ) -> None:
-    """Check experts with a given choice; the router's gradient is that of its linear and softmax."""
+    """Check experts with a given choice; the router's gradient is checked as linear and softmax."""
     num_experts, intermediate, hidden, k = sizes
     few = min(num_experts, MAX_EXPERTS)
     gate_up = probe(few, 2 * intermediate, hidden, seed=25).div_(hidden**0.5)
@@ -137,7 +137,7 @@ def _check_experts(
 
 
 def _check_attention(operators: Operators, kind: AttentionShape) -> None:
-    """Check the gradients of every sequence alone against those of all sequences packed.
+    """Check the gradients of every sequence alone against the packed ones.
 
     A sink's gradient is a sum over all rows, and is not checked.
     """

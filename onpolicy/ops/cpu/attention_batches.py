@@ -86,8 +86,7 @@ class Batch:
         return max(1, SPAN_FLOATS // floats) if len(self.tiles) == 1 else 1
 
     def gather(self, store: Tensor, span: slice) -> Tensor:
-        """Gather a span's rows of the key or value store as float32 [B, keys, D]; B: sequence x key
-        head.
+        """Gather a span's rows of the store as float32 [B, keys, D]; B: sequence x key head.
 
         In a decode step of one sequence, contiguous rows are not copied.
         """
@@ -101,8 +100,8 @@ class Batch:
         return keys.view(len(self._rows) * self.shape.kv_heads, -1, store.shape[-1])
 
     def _places(self, span: slice) -> slice | Tensor:
-        """Return where a span lies: one sequence's rows of the store, or int64 [B x keys] by row
-        and head."""
+        """Return a span's place: a sequence's rows of the store, or int64 [B x keys] by row and
+        head."""
         rows = self._rows[:, self._keys(span)]
         if len(rows) == 1:
             first, count = int(rows[0, 0]), rows.shape[1]
@@ -185,8 +184,7 @@ def work(layout: AttentionLayout, shape: Shape) -> float:
 
 
 def _lens(layout: AttentionLayout, shape: Shape) -> list[tuple[int, int]]:
-    """Return the numbers of queries and of keys of each sequence, keys from the first visible chunk
-    on."""
+    """Return each sequence's queries and its keys from the first visible chunk on, as counts."""
     lens = torch.tensor([layout.query_lens, layout.key_lens])
     lens[1] -= first_seen(lens[1] - lens[0], shape.window, KEY_CHUNK)
     return list(zip(*lens.tolist(), strict=True))

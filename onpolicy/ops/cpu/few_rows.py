@@ -1,5 +1,7 @@
-"""The fewest rows that a product may have: a decode step of one sequence need not multiply sixteen
-rows, nor a backward pass of a short one sum over sixty-four.
+"""The fewest rows that a product may have.
+
+A decode step of one sequence need not multiply sixteen rows, nor a backward pass of a short one sum
+over sixty-four.
 
 From 16 rows on, a single-threaded GEMM gives a row the same bits whatever rows surround it. With
 fewer it often does too (MKL on an AMD EPYC from 4 on), but no library promises it. So the first
@@ -33,8 +35,7 @@ class FewRows:
         self._found: dict[tuple[int, int, bool], int] = {}
 
     def multiple(self, columns: int, k: int, has_bias: bool) -> int:
-        """Return the multiple to which the rows of a product are padded, if there are fewer than
-        `enough`.
+        """Return the multiple to which fewer rows than `enough` are padded in a product.
 
         The weight is a contiguous float32 [columns, k].
         """
@@ -87,8 +88,10 @@ class FewSummed:
         self._found: dict[tuple[int, int], bool] = {}
 
     def multiple(self, columns: int, *sizes: int) -> int:
-        """Return the multiple to which rows are padded before sums of [M, columns] with [M, D], D
-        in `sizes`."""
+        """Return the multiple to which rows are padded before sums over them.
+
+        The operands are [M, columns] and [M, D] with D from `sizes`.
+        """
         return self.fewest if all(self._ends(columns, size) for size in sizes) else self.block
 
     def _ends(self, columns: int, size: int) -> bool:

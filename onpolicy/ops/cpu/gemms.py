@@ -62,8 +62,7 @@ class Gemms:
     def row_multiple(
         self, count: int, weight: Tensor, has_bias: bool, operand: torch.dtype, blocks: int = 1
     ) -> int:
-        """Return the multiple to which `count` rows are padded before they are multiplied with
-        `weight`.
+        """Return the multiple to which `count` rows are padded before the product with `weight`.
 
         weight: [N, K], multiplied in `blocks` of K.
         """

@@ -223,8 +223,7 @@ def linear_gradients(
 
 
 class AlignedLinear(torch.autograd.Function):
-    """A linear whose forward and input gradient are row-invariant; the weight gradient is
-    deterministic.
+    """A linear with row-invariant forward and input gradient; its weight gradient is deterministic.
 
     x: [..., K] -> [..., N]. It applies `whole` to its gradient itself.
     """

@@ -53,8 +53,10 @@ def few_rows_at_a_time(
 
 
 def log_softmax(logits: Tensor, temperature: Tensor, out: Tensor | None = None) -> Tensor:
-    """Compute `Operators.log_softmax` of few contiguous rows, into float32 `out` if given; no
-    autograd."""
+    """Compute `Operators.log_softmax` of few contiguous rows, into `out`, float32, if given.
+
+    It has no autograd.
+    """
     wide = logits.float()
     if out is None and wide is not logits:
         out = wide

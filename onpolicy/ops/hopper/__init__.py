@@ -20,8 +20,10 @@ from onpolicy.ops.triton import TritonOperators
 
 
 class DeepGemmLinears(TritonOperators):
-    """Triton operators with DeepGEMM's products, which are loaded at creation, or raise
-    ContractError."""
+    """Triton operators with DeepGEMM's products.
+
+    Creating them loads DeepGEMM, or raises ContractError.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +37,10 @@ class DeepGemmLinears(TritonOperators):
 
 
 class FlashAttention(TritonOperators):
-    """Triton operators with FlashAttention-3, which is loaded at creation, or raises ContractError."""
+    """Triton operators with FlashAttention-3.
+
+    Creating them loads FlashAttention-3, or raises ContractError.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +79,10 @@ class FlashAttention(TritonOperators):
 
 
 class HopperOperators(DeepGemmLinears, FlashAttention):
-    """Operators with both libraries, which are loaded at creation, or raise ContractError."""
+    """Row-invariant operators with both libraries.
+
+    Creating them loads both, or raises ContractError.
+    """
 
 
 class HopperFp8Operators(HopperOperators):

@@ -61,8 +61,7 @@ def _reason(error: Exception, toolkit: CudaToolkit) -> str:
 
 
 def fits(weight: Tensor, blocks: int = 1) -> bool:
-    """Return whether DeepGEMM can multiply by `blocks` of `weight` [N, K]; the input does not
-    matter."""
+    """Return whether DeepGEMM can multiply by `blocks` of `weight` [N, K], whatever the input."""
     N, K = weight.shape
     is_aligned = N % GEMM_COLUMNS == 0 and K % (blocks * ALIGNMENT) == 0
     return weight.dtype == torch.bfloat16 and is_aligned

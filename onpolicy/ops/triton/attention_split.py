@@ -1,8 +1,8 @@
 """Attention of decode steps over long contexts: chunks of keys in parallel, then merged.
 
 One program would walk through all keys of a sequence while most of the device waits. Here programs
-share the chunks, and a second kernel merges these in the order of positions. The arithmetic is that
-of `attention.py`, function by function, so the choice between the two decides no bit.
+share the chunks, and a second kernel merges these in the order of positions. Both use the functions
+of `attention_tiles.py`, so the choice between them and `attention.py` decides no bit.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The common parts of all attention kernels: a tile's rows, the keys that they see, and their
-softmax over a chunk of keys and over chunks.
+"""The common parts of all attention kernels: a tile's rows, visible keys, and softmax over chunks.
 
 Source of the formulas: FlashAttention-2 (Dao, 2023), within a chunk and between chunks alike.
 """

@@ -2,7 +2,7 @@
 
 Row invariance: there is no sum at all; an element meets at most the other half of its own head.
 Every intermediate result that PyTorch's chain of kernels rounds is rounded here too, and SiLU's
-exponential is CUDA's own, so the bits are those of PyTorch's kernels.
+exponential is CUDA's own, so the bits are the same as in PyTorch's kernels.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def _norm_rotary_kernel(
     eps: tl.float32, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ROUND_LAST: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute the blocks of rows of all queries, and after them those of all keys."""
+    """Compute the blocks of rows of all queries, and after them of all keys."""
     block = tl.program_id(0)
     of_queries = tl.cdiv(T * HEADS, ROWS)
     if block < of_queries:

@@ -132,8 +132,7 @@ def _grad_logits_kernel(
 
 
 def _block(size: int) -> dict[str, int]:
-    """Return the options of kernels whose thread blocks lie along a row; they depend only on its
-    size."""
+    """Return the options of kernels with thread blocks along a row; they depend only on its size."""
     block = min(MAX_BLOCK, next_power_of_2(size))
     return {"SIZE": size, "BLOCK": block, "num_warps": max(1, block // 512)}
 

@@ -1,9 +1,9 @@
 """Weights on the GPUs of the same host, whose engines open the trainer's own memory (CUDA IPC).
 
 Nothing is copied to the host, and nothing at all for an engine on the GPU that holds the bucket.
-The pickles are those of SGLang's MultiprocessingSerializer: torch replaces a tensor by a handle of
-its memory, and SGLang's patch replaces a GPU's index by its UUID, since the index differs in a
-process that sees other GPUs.
+The pickles have the format of SGLang's MultiprocessingSerializer: torch replaces a tensor by a
+handle of its memory, and SGLang's patch replaces a GPU's index by its UUID, since the index differs
+in a process that sees other GPUs.
 Source: sglang/srt/utils/patch_torch.py and Engine.update_weights_from_tensor. No GPU has run this.
 """
 

@@ -141,8 +141,7 @@ class DistributedTransport(Transport):
     def _while_calling(
         self, engines: Sequence[Engine], call: Callable[[Engine], Any], here: Callable[[], Any]
     ) -> Any:
-        """Run `here` while all engines run `call`, each waiting for the other; return the result of
-        `here`.
+        """Return the result of `here`, run while all engines run `call`; each waits for the other.
 
         Raise the first error of any of them without waiting for the rest.
         """

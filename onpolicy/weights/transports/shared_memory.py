@@ -31,8 +31,7 @@ class SharedMemoryTransport(Transport):
         """Number of ranks of each engine by its URL, since the last failed push."""
 
     def open(self, engines: Sequence[Engine]) -> None:
-        """Ask new engines for their number of ranks; the answer is slow, as a server lists all
-        settings."""
+        """Ask only new engines for their number of ranks, since the answer lists all settings."""
         for engine in engines:
             if engine.url not in self._ranks:
                 self._ranks[engine.url] = int(engine.report()["tp_size"])
@@ -49,8 +48,7 @@ class SharedMemoryTransport(Transport):
         return self._buffer.fill(bucket)
 
     def handles(self, bucket: WeightBucket) -> Callable[[Engine], list[str]]:
-        """Share an ordered bucket; return a function from an engine to a handle for each of its
-        ranks."""
+        """Share an ordered bucket; return a function from an engine to handles for its ranks."""
         shared = {"flattened_tensor": self.share(bucket), "metadata": flat.table(bucket)}
         return lambda engine: [_handle(shared) for _ in range(self._ranks[engine.url])]
 
@@ -81,8 +79,7 @@ def _make_shared(num_bytes: int) -> Tensor:
 
 
 def _handle(shared: dict[str, Any]) -> str:
-    """Create a handle for one process to open. It counts as a reference, which that process
-    releases."""
+    """Create a handle for one process to open; it counts as a reference that the process releases."""
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump(shared)
     return base64.b64encode(buffer.getvalue()).decode()
