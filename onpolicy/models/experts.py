@@ -104,8 +104,7 @@ def _has_default_gate(experts: Any) -> bool:
 
 
 def expert_sizes(experts: Any) -> tuple[int, int, int]:
-    """Return (experts E, intermediate I of this rank, hidden H) of a module that
-    `has_usual_experts`."""
+    """Return (experts E, this rank's intermediate I, hidden H) of a usual experts module."""
     num_experts, *sizes = experts.down_proj.shape
     hidden, intermediate = reversed(sizes) if experts.is_transposed else sizes
     return num_experts, intermediate, hidden

@@ -38,6 +38,7 @@ class ModelFacts:
     @cached_property
     def model(self) -> PreTrainedModel:
         """Return the whole model on the meta device.
+
         Raise ConfigError if transformers cannot build it.
         """
         config = copy.deepcopy(self.config)

@@ -107,6 +107,7 @@ class Grammars:
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """Return the matcher of an answer that has not begun.
+
         Raise ValueError as `require_grammar` does.
         """
         require_grammar(grammar)

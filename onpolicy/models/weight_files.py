@@ -272,6 +272,7 @@ class CheckpointReader:
 
     def read(self, name: str, block: Iterable[slice | int]) -> Tensor:
         """Return a block of a tensor, in its stored dtype.
+
         Raise ConfigError if it holds NaN or an infinity.
         """
         index = tuple(block) or (slice(None),)

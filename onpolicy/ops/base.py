@@ -35,7 +35,7 @@ class Operators(ABC):
 
     @property
     def of_rounded(self) -> Operators:
-        """Return the operators of linears with rounded weights (`models/rounded_inputs.py`)."""
+        """Return the operators for rounded inputs and weights (`models/rounded_inputs.py`)."""
         return self
 
     def hold(self, weights: Iterable[Tensor]) -> None:

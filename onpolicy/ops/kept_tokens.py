@@ -37,6 +37,7 @@ def _packed(row: np.ndarray) -> bytes:
 
 def unpacked(sets: Sequence[bytes], vocab_size: int) -> Tensor:
     """Return the rows that `packed` packed: bool [M, V].
+
     Raise ValueError for bytes that are no set of this vocabulary.
     """
     rows = np.ones((len(sets), vocab_size), dtype=bool)

@@ -173,9 +173,10 @@ def token_log_probs(
     adapter: Factors | None = None,
     draws: Draws | None = None,
 ) -> Scores:
-    """Return log-probabilities at `targets` from hidden states, and the entropy.
+    """Return the log-probabilities of `targets` from hidden states, and the entropy.
 
-    They are `log_softmax(float32(hidden @ weight.T + bias) / temperature)`, at `targets`.
+    The log-probabilities are `log_softmax(float32(hidden @ weight.T + bias) / temperature)` at
+    `targets`.
 
     hidden: [T, K]; weight: [V, K]; bias: [V] or None; targets: int64 [T]; temperature: float32 [T].
     The backward pass recomputes the logits, chunk by chunk, so memory grows with T + V, not T x V.

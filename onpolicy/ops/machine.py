@@ -49,7 +49,7 @@ class Machine:
     cuda_toolkit: CudaToolkit = field(
         default_factory=lambda: CudaToolkit(None, "none was looked for")
     )
-    """Compiler of kernels."""
+    """Toolkit that compiles kernels."""
 
     bfloat16_products: bool = False
     """Whether oneDNN multiplies bfloat16 on this CPU by instructions made for it."""

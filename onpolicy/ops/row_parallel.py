@@ -99,8 +99,7 @@ def tree_sum(terms: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 class _GatheredSum(torch.autograd.Function):
-    """The sum along the tree over ranks. Each rank's partial enters once and gets the whole
-    gradient."""
+    """The tree sum over ranks. Each rank's partial enters once and gets the whole gradient."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, partial: Tensor, group: dist.ProcessGroup) -> Tensor:

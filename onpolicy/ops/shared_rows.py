@@ -1,9 +1,9 @@
 """Rows that are read several times, with gradients summed in a fixed order.
 
-An index_add sums in the order in which threads arrive, on a GPU always. Here rows are added in the
-order in which they were read, and the sum is rounded once. They are added a run at a time. Where
-runs are short and more numerous than the readings of any row, they are added a reading at a time:
-the first reading of all rows, then the second, and so on.
+A sum by index (index_add) adds in the order in which threads arrive, always so on a GPU. Here rows
+are added in the order in which they were read, and the sum is rounded once. They are added a run at
+a time. Where runs are short and more numerous than the readings of any row, they are added a
+reading at a time: the first reading of all rows, then the second, and so on.
 """
 
 from __future__ import annotations

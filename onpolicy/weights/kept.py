@@ -21,7 +21,7 @@ from onpolicy.weights.transports.disk import PREFIX, unwritable
 class KeptWeights:
     """At most one version of the weights on disk.
 
-    A later run removes the files of a killed run, like those of its pushes.
+    A later run removes the files of a killed run, as it does for its pushes.
     """
 
     def __init__(self, directory: Path):
@@ -51,6 +51,7 @@ class KeptWeights:
 
     def buckets(self, version: int, device: str) -> Iterator[WeightBucket]:
         """Yield the kept buckets on a device.
+
         Raise WeightSyncError if the kept version is another one.
         """
         if self._directory is None or version != self.version:

@@ -56,8 +56,7 @@ class LowRank(LowRankModule):
         self.B = nn.Parameter(like.new_zeros(out_features, shape.rank))
 
     def forward(self, x: Tensor, out: Tensor) -> Tensor:
-        """Add the adapter to the linear's result: [..., K], [..., N] -> [..., N] in the dtype of
-        `out`."""
+        """Add the adapter to the linear's result `out`: [..., K], [..., N] -> [..., N] in its dtype."""
         if not self.is_on:
             return out
         x = self.row_parallel.own_part(x, self.A.shape[1])

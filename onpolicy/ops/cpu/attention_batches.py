@@ -100,8 +100,7 @@ class Batch:
         return keys.view(len(self._rows) * self.shape.kv_heads, -1, store.shape[-1])
 
     def _places(self, span: slice) -> slice | Tensor:
-        """Return a span's place: a sequence's rows of the store, or int64 [B x keys] by row and
-        head."""
+        """Return a span's place: one sequence's rows of the store, or int64 [B x keys]."""
         rows = self._rows[:, self._keys(span)]
         if len(rows) == 1:
             first, count = int(rows[0, 0]), rows.shape[1]

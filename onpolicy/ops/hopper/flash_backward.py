@@ -72,6 +72,7 @@ def backward(
 @cache
 def has_upstream() -> bool:
     """Return whether upstream's FlashAttention-3 is installed.
+
     Raise ContractError if it cannot be loaded.
     """
     if importlib.util.find_spec(UPSTREAM) is None:

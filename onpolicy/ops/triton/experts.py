@@ -134,8 +134,10 @@ def grouped_weight_grad(grad: Tensor, x: Tensor, offsets: Tensor, dtype: torch.d
 
 
 class TritonGroupedLinear(torch.autograd.Function):
-    """A grouped linear; its input gradient uses the forward's kernel, its weight's sums rows in
-    order."""
+    """A grouped linear whose input gradient uses the forward's kernel.
+
+    The weight gradient sums rows in order.
+    """
 
     @staticmethod
     def forward(
