@@ -174,10 +174,10 @@ def is_known_embedding(module: Any) -> bool:
     if not isinstance(module, nn.Embedding) or not isinstance(scale, Tensor):
         return False
     weight, ids = probe(5, 4, seed=1).bfloat16(), torch.tensor([[3, 1, 4]])
-    scale = torch.tensor(1.2345678)  # which bfloat16 rounds
+    scale = torch.tensor(1.2345678)  # bfloat16 cannot represent it
     try:
         got = torch.func.functional_call(module, {"weight": weight, "embed_scale": scale}, (ids,))
-    except Exception:  # whatever a module's own code does with a probe
+    except Exception:  # a module's own code may raise anything on a probe
         return False
     return torch.equal(got, scaled(F.embedding(ids, weight), scale))
 

@@ -38,7 +38,7 @@ def empty_causal_lm(
         _initialize_buffers(model)
         hand_on_keywords(model)
         return model
-    except Exception as error:  # whatever a model's own code raises for impossible sizes
+    except Exception as error:  # a model's own code may raise anything
         raise ConfigError(
             f"model_type={config.model_type}: transformers cannot build a causal language model from "
             f"its config.json ({in_one_line(error)}). Choose another checkpoint, or download it again."

@@ -45,7 +45,7 @@ class ModelFacts:
         forget_scaling(config)
         model = empty_causal_lm(config, self.trust_remote_code)
         model.config._attn_implementation = ATTENTION_NAME
-        # Experts whose shapes do not depend on the routers' choice.
+        # An implementation whose shapes do not depend on the routers' choice.
         model.config._experts_implementation = "batched_mm"
         model.eval().to("meta")
         return model
@@ -81,7 +81,7 @@ class ModelFacts:
             return [_shape(*call) for call in self.run_one_token()]
         except ContractError as error:
             raise ConfigError(f"{model_type}: {error}") from error
-        except Exception as error:  # whatever a model's own code raises
+        except Exception as error:  # a model's own code may raise anything
             raise ConfigError(
                 f"{model_type}: its layers cannot be run without numbers to see what attention they "
                 f"call ({in_one_line(error)}). Choose another checkpoint, or run without "

@@ -95,7 +95,7 @@ def is_usual_layer(module: Any) -> bool:
     vars(stripped).update(_LAYER, self_attn=attention)
     try:
         out = type(module).forward(stripped, x, **given, own=1)
-    except Exception:  # whatever a layer of another kind does with stand-ins
+    except Exception:  # another kind of layer may raise anything on stand-ins
         return False
     total = x + attention(_LAYER["input_layernorm"](x))[0]
     want = total + _LAYER["mlp"](_LAYER["post_attention_layernorm"](total))
@@ -125,7 +125,7 @@ def _fuse_attention(module: Any, keeps_bits: KeepsBits) -> bool:
         apart = _attended(module)
         vars(module).update(q_norm=_as_it_is, k_norm=_as_it_is, deferred_norms=(q_norm, k_norm))
         same = len(apart) == 3 and all(map(torch.equal, apart, _attended(module)))
-    except Exception:  # whatever another attention module does with stand-ins
+    except Exception:  # another attention module may raise anything
         same = False
     if not same:
         for name in ("q_norm", "k_norm", "deferred_norms"):

@@ -99,7 +99,7 @@ def parse_config(
         config = read_config(path, trust_remote_code, flag)
     except ConfigError:
         raise
-    except Exception as error:  # whatever its validators raise
+    except Exception as error:  # its validators may raise anything
         raise ConfigError(
             f"{flag}={path}: transformers cannot read its config.json "
             f"({in_one_line(error)}). Choose a checkpoint that transformers "

@@ -54,7 +54,7 @@ class JointLinear:
             operators = operators_of(self.linears[0], self.operators)
             product = operators.linear(x, self.weight, self.bias)
             self._parts = list(product.split(self.sizes, dim=-1))
-        # Every part is handed out once. After the last one the input is no longer referenced.
+        # Every part is returned once. After the last one the input is no longer referenced.
         part, self._parts[number] = self._parts[number], None
         if all(part is None for part in self._parts):
             self._x = None

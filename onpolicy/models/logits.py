@@ -51,7 +51,7 @@ def logits_rule(model: PreTrainedModel) -> LogitsRule | None:
     """Return the rule that `model` applies to its logits; None if it is none of the known ones."""
     try:
         got = _logits_on_stand_ins(model)
-    except Exception:  # whatever a model's own code does with a layer that is none
+    except Exception:  # a model's own code may raise anything on stand-ins
         return None
     # Compare the model's logits with each candidate rule on the plain logits.
     plain = _head(_hidden())

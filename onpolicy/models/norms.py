@@ -123,7 +123,7 @@ def norm_kind(module: Any) -> NormKind | None:
     values = {n: probe(size, seed=2 + len(n)).bfloat16() for n in parameters}
     try:
         got = torch.func.functional_call(module, values, (x,))
-    except Exception:  # whatever a module raises that takes other arguments
+    except Exception:  # the module may take other arguments
         return None
     for kind, formula in _candidates(module):
         if torch.equal(got, formula(x, values.get("weight"), values.get("bias"), kind)):

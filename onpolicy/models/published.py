@@ -44,8 +44,8 @@ def read_config(
         if own.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[own.model_type]]
     if getattr(config, "is_heterogeneous", False):
-        # SGLang asks for head_dim, and transformers refuses where layers differ (Gemma-4's). What it
-        # is told does not count: the layers' own calls of attention say their sizes.
+        # SGLang reads head_dim, and transformers raises where layers differ (Gemma-4's). The value
+        # is not used: the layers' own calls of attention have their sizes.
         config.allow_global_per_layer_attribute_access = True
     _keep_rotations_of_layers(config)
     _choose_alike_in_all_layers(config, f"{flag}={path}")

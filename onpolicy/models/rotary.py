@@ -56,7 +56,7 @@ def is_complex_rotary(function: Any, ours: Rotary) -> bool:
 
 
 def _takes(function: Any, *names: str) -> bool:
-    if isinstance(function, nn.Module):  # in which the package `kernels` wraps a function
+    if isinstance(function, nn.Module):  # the package `kernels` wraps functions in modules
         function = function.forward
     if not isinstance(function, (FunctionType, MethodType)):
         return False
@@ -95,7 +95,7 @@ def _turns_pairs(function: Rotary, ours: Rotary) -> bool:
     turns = torch.complex(*(probe(2, 5, 4, seed=seed) for seed in (5, 6)))
     try:
         got = function(q, k, turns)
-    except Exception:  # of a function that takes other shapes
+    except Exception:  # the function may take other shapes
         return False
     return all(map(torch.allclose, got, ours(q, k, turns)))
 
@@ -107,7 +107,7 @@ def _has_usual_bits(function: Rotary) -> bool:
         cos, sin = (probe(2, 5, 8, seed=seed).to(dtype) for seed in (5, 6))
         try:
             got = function(q, k, cos, sin)
-        except Exception:  # of a function that takes other shapes
+        except Exception:  # the function may take other shapes
             return False
         want = rotate(q, cos, sin), rotate(k, cos, sin)
         if not all(torch.equal(a, b) for a, b in zip(got, want, strict=True)):

@@ -39,7 +39,7 @@ class InputRounding:
             rows = x.reshape(-1, block)
             return round_weight(rows, self.activation_format).view(x.shape)
 
-        with torch._C.DisableTorchFunction():  # of a block of experts (`by_operators.py`)
+        with torch._C.DisableTorchFunction():  # bypass the mode of a block of experts
             return straight_through(x, rounded)
 
     def of_linear(self, linear: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

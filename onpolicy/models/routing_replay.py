@@ -32,7 +32,7 @@ class RoutingReplay:
     def __init__(self, experts: Tensor, chosen_per_token: int):
         """Take the experts, integer [T, L * k], layer by layer."""
         self.experts = experts.view(len(experts), -1, chosen_per_token).long()
-        # On the device: a count that had to be read would wait for it in every layer.
+        # Counts stay on the device: reading them would synchronise in every layer.
         self._replayed = self._differing = torch.zeros((), device=experts.device)
 
     def choose(self, layer: int, num_experts: int, own: Tensor, candidates: int) -> Tensor:
@@ -73,6 +73,6 @@ def can_be_replayed(facts: ModelFacts) -> bool:
     try:
         with watch_choices() as candidates:
             facts.run_one_token()
-    except Exception:  # whatever a model's own code raises
+    except Exception:  # a model's own code may raise anything
         return False
     return [n for n in candidates if n in wanted] == wanted

@@ -41,7 +41,7 @@ def load_tokenizer(
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     except ConfigError:
         raise
-    except Exception as error:  # whatever its parsers raise
+    except Exception as error:  # its parsers may raise anything
         raise ConfigError(
             f"{flag}={path}: its tokenizer cannot be read ({type(error).__name__}: "
             f"{in_one_line(error)}). Its files are missing or damaged; download them again."

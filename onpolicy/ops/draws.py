@@ -32,7 +32,7 @@ def draw(
     tokens that were not cut off, at least one per row; None: the whole vocabulary.
     """
     tokens = operators.sample(log_probs, numbers)
-    if kept is not None:  # where its sums round, a draw may end on a token of no weight
+    if kept is not None:  # rounded sums may draw a token of no weight
         is_kept = kept.gather(1, tokens[:, None])[:, 0]
         tokens = torch.where(is_kept, tokens, log_probs.argmax(-1))
     return tokens

@@ -104,7 +104,7 @@ class _GatheredSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
         partial = partial.contiguous()
-        # Into one tensor, since a CUDA graph cannot hold the copies that a list of them takes.
+        # Gather into one tensor, since a CUDA graph cannot hold the copies into a list of tensors.
         gathered = partial.new_empty(group.size() * len(partial), *partial.shape[1:])
         dist.all_gather_into_tensor(gathered, partial, group=group)
         return tree_sum(gathered.view(group.size(), *partial.shape))

@@ -39,12 +39,12 @@ class StockOperators(Operators):
     def row_parallel_linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, row_parallel: RowParallel
     ) -> Tensor:
-        if row_parallel.ranks == 1:  # all of K is here, and no block needs to be a sum of its own
+        if row_parallel.ranks == 1:  # all of K is here, so blocks are not needed
             return self.linear(x, weight, bias)
         return super().row_parallel_linear(x, weight, bias, row_parallel)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        # grouped_mm, or its backward pass, rejects other sizes, which a small rank's shard may have.
+        # grouped_mm, or its backward pass, rejects other rows; those of a low adapter rank are shorter.
         columns, step = weight.shape[1], ROW_BYTES // x.element_size()
         more_k, more_n = -x.shape[1] % step, -columns % step
         if more_k or more_n:

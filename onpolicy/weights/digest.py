@@ -46,7 +46,7 @@ def write_weights(bucket: WeightBucket, file: Path) -> None:
         save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{file}: {error}") from error
-    file.chmod(mode)  # the library takes away what others may read
+    file.chmod(mode)  # the library removes the permissions of others
 
 
 class WeightDigest:

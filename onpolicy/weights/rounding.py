@@ -18,7 +18,7 @@ from torch.autograd.function import FunctionCtx
 
 from onpolicy.contract import NumericsContract
 
-if TYPE_CHECKING:  # it imports what the GPU suite's machines need not have
+if TYPE_CHECKING:  # it imports packages that GPU test machines may lack
     from onpolicy.weights.digest import WeightBucket
 
 KEPT = ("embed", "wte", "wpe", "lm_head", "gate.weight", "router.", ".lora.")
@@ -95,7 +95,7 @@ def quantise(weight: Tensor, weight_format: str) -> tuple[Tensor, Tensor]:
     asked = FORMATS[weight_format]
     blocks = in_blocks(weight.float(), asked.block)
     scale = blocks.abs().amax((1, 3), keepdim=True) / asked.largest
-    scale = torch.where(scale == 0, 1, scale)  # what is not finite stays so
+    scale = torch.where(scale == 0, 1, scale)  # non-finite values stay non-finite
     numbers = from_blocks(asked.nearest(blocks / scale), weight.shape)
     return numbers, scale[:, 0, :, 0]
 

@@ -53,7 +53,7 @@ def _chain_kernel(
     end = tl.load(starts + tensor + 1)
     for first in range(tl.load(starts + tensor), end, AHEAD):
         for i in tl.static_range(AHEAD):
-            here = first + i + lanes * 0 < end  # for every lane the same
+            here = first + i + lanes * 0 < end  # the same for every lane
             total = tl.load(sums + (first + i) * 8 + lanes, mask=here, other=0)
             added = state + total.to(tl.uint64, bitcast=True)
             state = tl.where(here, (added ^ (added >> 47) ^ key) * prime, state)

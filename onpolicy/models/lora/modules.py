@@ -42,7 +42,7 @@ class ExpertLowRank(LowRankModule):
         """Create zero factors with the dtype and device of `like`; sizes: E, I / P and H."""
         super().__init__(shape.scale)
         (count, inner, hidden), rank = sizes, shape.rank
-        # Gate and up stand apart, so that a rank's part of both is one block of B.
+        # Gate and up have separate axes, so that a rank's part of both is one block of B.
         new = like.new_zeros
         self.gate_up = Pair(new(count, rank, hidden), new(count, 2, inner, rank))
         self.down = Pair(new(count, rank, inner), new(count, hidden, rank))

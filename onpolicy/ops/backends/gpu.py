@@ -44,7 +44,7 @@ TRITON = Backend(
     make=_make_triton,
     unfit=_unfit_for_triton,
     modules=("triton",),
-    engine_modules=("sgl_kernel",),  # its FlashAttention backend does
+    engine_modules=("sgl_kernel",),  # imported by its FlashAttention backend
     engine_attention="sglang_patches.paged_attention:install_triton",
 )
 """Triton operators, for GPUs from Ampere to Hopper."""
@@ -65,7 +65,7 @@ def _unfit_for_deep_gemm(demand: Demand, machine: Machine) -> str | None:
         )
     if demand.dtype != "bfloat16":
         return f"dtype={demand.dtype}: DeepGEMM's products are of bfloat16 only. {_OTHER}"
-    # Tensor parallelism shares out columns; the parts must take the kernel that the whole takes.
+    # Tensor parallelism shards columns; the parts must use the same kernel as the whole.
     blocks = demand.row_parallel_blocks
     multiple = GEMM_COLUMNS * blocks
     uneven = [n for n, _, _ in demand.shapes.linear if n % multiple] if blocks > 1 else []

@@ -251,7 +251,7 @@ class AlignedLinear(torch.autograd.Function):
         gemms: Gemms = ctx.gemms  # type: ignore[attr-defined]
         rows, grad = _flat(x), _flat(whole(grad))
         of_x = of_weight = None
-        pieces: list[Piece] = []  # of both gradients: one alone may be too few for all threads
+        pieces: list[Piece] = []  # of both gradients, so that all threads have work
         if needs_weight:
             of_weight = x.new_empty(weight.shape)  # in the dtype of the weight
             pieces += _weight_grad_pieces(gemms, grad, rows, of_weight)

@@ -28,7 +28,7 @@ class PiecePool:
     """A pool that runs independent pieces of an operator; results do not depend on `num_threads`."""
 
     def __init__(self, num_threads: int):
-        # Kernels outside the operators (element-wise, reductions) run on one thread too: a second one
+        # Kernels outside the operators (element-wise, reductions) run on one thread
         # too: a second one would move the borders between vectorised and scalar code.
         torch.set_num_threads(1)
         self.num_threads = num_threads

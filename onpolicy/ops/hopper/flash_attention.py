@@ -142,7 +142,7 @@ class HopperAttention(torch.autograd.Function):
         layout, scores = ctx.layout, ctx.scores  # type: ignore[attr-defined]
 
         def gradients(k: Tensor, v: Tensor, layout: AttentionLayout) -> Gradients:
-            if scores.softcap:  # which PyTorch's backward pass does not know
+            if scores.softcap:  # PyTorch's backward pass has no soft cap
                 by_row = lse.t().contiguous()
                 return attention_backward(grad, q, k, v, out, by_row, layout, scores)
             rows = flash_backward.PackedKeys.of(layout).rows

@@ -99,7 +99,7 @@ class Fp8Linears(Linears):
             made, key = weight_in_bytes(weight), _place(weight)
             held = self._held.setdefault(key, made)
             # Copy in place, since CUDA graphs read these tensors.
-            for into, new in zip(held, made, strict=True):  # where CUDA graphs read
+            for into, new in zip(held, made, strict=True):
                 into.copy_(new)
 
     def _product(

@@ -73,7 +73,7 @@ def _attention_kernel(
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ) -> None:  # fmt: skip
     sequence, kv_head = tl.program_id(2), tl.program_id(1)
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # those with the most keys start first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # tiles with the most keys start first
     first_query, query_len, key_len, table = sequence_at(
         sequence, page_table, key_lens, query_starts, stride_table
     )
@@ -122,7 +122,7 @@ def blockwise_attention(
         return out, lse
     rows = 64 if q.dtype != torch.float32 else 32
     blocks = dim_block(D), dim_block(value_dim)
-    wide = max(D, value_dim) > 128  # whose sums leave registers for half a block of keys
+    wide = max(D, value_dim) > 128  # their sums leave registers for half a block
     keys = 32 if wide else rows
     tiles = triton.cdiv(layout.max_query_len * group, rows)
     tensors = q, k, v, out, lse, lse if sinks is None else sinks.contiguous()

@@ -131,7 +131,7 @@ def chunk_sums(
             scores = capped(scores, SOFTCAP)
         scores = tl.where(is_visible(keys, positions, WINDOW), scores, float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
-        base = tl.where(larger == float("-inf"), 0.0, larger)  # of a row that saw nothing yet
+        base = tl.where(larger == float("-inf"), 0.0, larger)  # for rows that saw no key yet
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(largest - base)
         total = total * shrink + tl.sum(weights, 1)

@@ -178,7 +178,7 @@ def _linear_kernel(
     columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     is_row, is_column = rows < M, columns < N
     wide_rows, wide_columns = rows.to(tl.int64), columns.to(tl.int64)
-    part = tl.program_id(1).to(tl.int64)  # of the tree
+    part = tl.program_id(1).to(tl.int64)  # part of the tree over blocks of K
     total = multiply_blocks(
         x, weight, wide_rows * stride_xm, is_row, wide_columns * stride_wn, is_column,
         part * BLOCKS * K, K, stride_xk, stride_wk, BLOCKS, ROWS, COLUMNS, INNER,

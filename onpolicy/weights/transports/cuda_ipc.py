@@ -37,8 +37,8 @@ class CudaIpcTransport(SharedMemoryTransport):
                 )
         monkey_patch_torch_reductions()
         shared = flat.flatten(bucket)
-        torch.cuda.synchronize(shared.device)  # whoever opens it does not wait for our streams
+        torch.cuda.synchronize(shared.device)  # engines do not wait for our streams
         return shared
 
     def close(self, engines: Sequence[Engine], version: int) -> None:
-        torch.cuda.ipc_collect()  # what no engine holds open any more
+        torch.cuda.ipc_collect()  # free memory that no engine holds open any more

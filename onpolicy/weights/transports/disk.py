@@ -25,7 +25,7 @@ class DiskTransport(Transport):
     one_copy = True
 
     def is_near(self, engine: Engine) -> bool:
-        return False  # what all share is as near to each rank, so that rank 0 writes
+        return False  # all ranks share the file system, so rank 0 writes
 
     def __init__(self, directory: Path):
         self._parent = directory.absolute()

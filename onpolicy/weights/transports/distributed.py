@@ -120,7 +120,7 @@ class DistributedTransport(Transport):
 
     def abandon(self) -> None:
         group = self._group
-        self._group = self._store = None  # without the store, nobody goes on looking for the others
+        self._group = self._store = None  # without the store, no rank waits for the others
         self._waiting.add_done_callback(lambda done: _destroy(group or _result(done)))
         self._buffer.free()
 

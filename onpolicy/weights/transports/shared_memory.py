@@ -38,7 +38,7 @@ class SharedMemoryTransport(Transport):
 
     def abandon(self) -> None:
         self._buffer.free()  # an engine may still read what it was sent
-        self._ranks.clear()  # one that is started again may have others
+        self._ranks.clear()  # a restarted engine may have another number
 
     def end(self) -> None:
         self._buffer.free()
