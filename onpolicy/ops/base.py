@@ -131,7 +131,8 @@ class Operators(ABC):
     ) -> Tensor:
         """Compute causal attention over the sequences of `layout`.
 
-        q: [T, H, D]; k: [rows, H_kv, D] and v: [rows, H_kv, D_v], the key/value store.
+        q: [T, H, D]; k: [rows, H_kv, D] and v: [rows, H_kv, D_v], the key/value store; D_v may
+        differ from D.
         sinks: [H] of any dtype, a further score per head, for a key whose value is 0: the weights
         are exp(s_ij) / (exp(sink) + sum_j exp(s_ij)). (As in
         transformers/models/gpt_oss/modeling_gpt_oss.py, which rounds scores to the model's dtype
