@@ -1,7 +1,7 @@
-"""Puts the aligned operators into a Hugging Face model, whatever its architecture.
+"""Replacement of a Hugging Face model's modules by the aligned operators, for any architecture.
 
-The same function prepares the trainer's model and the one inside SGLang. It replaces what follows,
-in this model alone, each only where the replacement is known to mean the same:
+The same function prepares the trainer's model and the one inside SGLang. It replaces the following
+modules of one model, each only where the replacement is known to compute the same function:
 
 - `nn.Linear`;
 - norms, recognised by what they compute (`models/norms.py`);
@@ -42,9 +42,9 @@ from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
 
 class AlignedLinear(nn.Linear):
-    """`nn.Linear` by the operators; takes over the parameters of the layer it replaces.
+    """A `nn.Linear` computed by the operators, with the parameters of the layer that it replaces.
 
-    `row_parallel` is how it sums over K: in one block, unless tensor parallelism shares out its K.
+    `row_parallel` says how it sums over K: in one block, unless tensor parallelism shards K.
     """
 
     def __init__(self, linear: nn.Linear, operators: Operators, row_parallel: RowParallel):
@@ -59,7 +59,7 @@ class AlignedLinear(nn.Linear):
 
 
 class AlignedActivation(nn.Module):
-    """An activation function by `Operators.elementwise`."""
+    """An activation function computed by `Operators.elementwise`."""
 
     def __init__(self, activation: nn.Module, operators: Operators):
         super().__init__()
@@ -76,8 +76,9 @@ def align_modules(
 ) -> None:
     """Replace, in place, every module of `model` that has an aligned counterpart.
 
-    `row_parallel` is how experts sum over their intermediate axis, and how those linears sum over K
-    that the plan of a Hugging Face model shares out. (SGLang's model has linears of its own.)
+    `row_parallel` says how experts sum over their intermediate axis, and how linears sum over K
+    that the tensor-parallel plan of a Hugging Face model shards. (SGLang's model has its own
+    linears.)
     """
     shared = row_parallel_linears(model) if isinstance(model, PreTrainedModel) else set()
     _keep_stored_buffers_whole(model)
@@ -93,14 +94,15 @@ def align_modules(
             if is_gated_mlp(child):
                 gate_by_operators(child, operators)
             rotate_by_operators(child, operators)
-        if has_experts:  # once all that is beside them is aligned
+        # The block's router can be wrapped only once every module beside it is aligned.
+        if has_experts:
             route_by_operators(parent, operators)
 
 
 def _keep_stored_buffers_whole(model: nn.Module) -> None:
-    """Buffers of a checkpoint (what corrects a router's scores) are float32 in both engines.
+    """Keep the stored buffers of a checkpoint (a router's score correction) in float32.
 
-    SGLang builds the model in the dtype it serves, and would round them.
+    SGLang builds the model in the dtype that it serves, and would round them.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -110,7 +112,7 @@ def _keep_stored_buffers_whole(model: nn.Module) -> None:
 
 
 def replace_operators(model: nn.Module, operators: Operators) -> None:
-    """Give a model that `align_modules` prepared other operators."""
+    """Replace the operators of a model that `align_modules` prepared."""
     for module in model.modules():
         if hasattr(module, "operators"):
             module.operators = operators  # type: ignore[assignment]
@@ -134,10 +136,10 @@ def _aligned(
 
 
 def unaligned_modules(model: nn.Module, norms: Container[nn.Module]) -> list[str]:
-    """Names of the classes that hold parameters, or normalise, and are known to no one here.
+    """Return the class names of modules without a known aligned counterpart.
 
-    `norms` are those of a known kind. What holds no parameters and is no norm maps elements one by
-    one, as far as is known.
+    A module counts if it holds parameters or is a norm. `norms` are the norms of a known kind. A
+    module that holds no parameters and is no norm is taken to be element-wise.
     """
     blocks = expert_blocks(model)
     routing = {b for block in blocks for b in (block, *block.children()) if not is_norm(b)}
@@ -157,30 +159,30 @@ def unaligned_modules(model: nn.Module, norms: Container[nn.Module]) -> list[str
 
 
 def scaled(embedded: Tensor, scale: Tensor) -> Tensor:
-    """What input embeddings that multiply by a number (Gemma's) make of the rows that they looked up.
+    """Return the looked-up rows times the factor of a scaled input embedding (Gemma's).
 
-    The factor is rounded to their dtype first.
+    The factor is rounded to the rows' dtype first.
     """
     return embedded * scale.to(embedded.dtype)
 
 
 def is_known_embedding(module: Any) -> bool:
-    """Whether the module looks rows up, and at most multiplies them with its `embed_scale`."""
+    """Return whether the module is an embedding lookup, scaled at most by its `embed_scale`."""
     if type(module) is nn.Embedding:
         return True
     scale = getattr(module, "embed_scale", None)
     if not isinstance(module, nn.Embedding) or not isinstance(scale, Tensor):
         return False
     weight, ids = probe(5, 4, seed=1).bfloat16(), torch.tensor([[3, 1, 4]])
-    scale = torch.tensor(1.2345678)  # which bfloat16 rounds
+    scale = torch.tensor(1.2345678)  # bfloat16 cannot represent it
     try:
         got = torch.func.functional_call(module, {"weight": weight, "embed_scale": scale}, (ids,))
-    except Exception:  # whatever a module's own code does with a probe
+    except Exception:  # a module's own code may raise anything on a probe
         return False
     return torch.equal(got, scaled(F.embedding(ids, weight), scale))
 
 
 SINKS = {"sinks"}
-"""What an attention module calls the parameter that it hands to its attention function."""
+"""Names of the parameter that an attention module passes to its attention function as sinks."""
 
 _ACTIVATIONS = {c[0] if isinstance(c, tuple) else c for c in ACT2CLS.values()}

@@ -1,8 +1,8 @@
-"""transformers' attention interface, under the name `onpolicy`: from a layer's call to the operators.
+"""The transformers attention function `onpolicy`, which calls the operators.
 
-A layer tells its attention function by keyword what is special about its scores. What is known is
-handed on; anything else that could change the result is refused, so that no layer is computed
-without something that its model asks for.
+A layer passes keywords that say how its scores are computed (window, soft cap, sinks). Known
+keywords are passed on. Any other keyword that could change the result raises an error, so that no
+layer is computed without something that its model asks for.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from onpolicy.ops.layouts import ScoreRule
 ATTENTION_NAME = "onpolicy"
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, ScoreRule, Tensor | None], Tensor]
-"""(q [T, H, D], k [T, H_kv, D], v [T, H_kv, D_v], scores, sinks [H] or None) -> [T, H, D_v], the
-layout bound in; see `Operators.attention`."""
+"""Attention of one layer with the layout bound in; see `Operators.attention`.
+
+(q [T, H, D], k [T, H_kv, D], v [T, H_kv, D_v], scores, sinks [H] or None) -> [T, H, D_v].
+"""
 
 IRRELEVANT = {
     "cache_position",
@@ -32,8 +34,10 @@ IRRELEVANT = {
     "position_ids",
     "use_cache",
 }
-"""Arguments that change nothing in a causal decoder that is not trained with dropout: what else is
-asked for besides the result, and positions, which the layout has."""
+"""Keywords that do not change the attention of a causal decoder trained without dropout.
+
+They ask for further outputs, or hold positions, which the layout already has.
+"""
 
 
 def scores_of(
@@ -47,10 +51,10 @@ def scores_of(
     s_aux: Tensor | None = None,
     **others: object,
 ) -> tuple[ScoreRule, Tensor | None]:
-    """What a layer's call asks of its scores, and its sinks; query: [1, H, T, D].
+    """Return the score rule and the sinks that a layer's call asks for; query: [1, H, T, D].
 
-    The names are those of transformers' attention functions; `s_aux` are the sinks. Raises
-    ContractError that names what has no aligned operator.
+    The arguments are named as in transformers' attention functions; `s_aux` are the sinks.
+    Raise ContractError that names each argument without an aligned operator.
     """
     asked = {name for name, value in others.items() if value is not None} - IRRELEVANT
     asked |= {"attention_mask"} if attention_mask is not None else set()
@@ -75,7 +79,7 @@ def _attention_forward(
     attention_function: AttentionFunction,
     **named: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: [1, H, T, D] in, [1, T, H, D_v] out."""
+    """Call the operators from transformers' attention interface: [1, H, T, D] -> [1, T, H, D_v]."""
     scores, sinks = scores_of(module, query, attention_mask, **named)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return attention_function(q, k, v, scores, sinks)[None], None

@@ -1,7 +1,8 @@
-"""Code of a model in which PyTorch's functions are answered by the operators.
+"""A mode in which a model's own code calls the operators in place of PyTorch's functions.
 
-Routers and gates of experts are a few lines in every architecture, other ones in each. They run as
-they are, and the functions in them that are not row-invariant are the operators'.
+The routers and gates of experts are a few lines in every architecture, and differ between
+architectures. Their code runs unchanged, and the functions in it that are not row-invariant are
+replaced by the operators.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from onpolicy.errors import ContractError
 from onpolicy.ops.base import Operators
 
 Choice = Callable[[Tensor, int], Tensor]
-"""(what a router chose, int64 [..., k], out of how many) -> what it is to choose."""
+"""A function from a router's choice, int64 [..., k], and the number of candidates to the choice to
+use."""
 
 
 class ByOperators(TorchFunctionMode):
-    """While it is entered, functions of PyTorch's that routers call are the operators'.
+    """A mode that replaces the PyTorch functions that routers call by the operators.
 
-    `choice` may put other experts in place of the router's own (see `models/routing_replay.py`).
+    `choice` may replace the experts that the router chose (see `models/routing_replay.py`).
     """
 
     def __init__(self, operators: Operators, choice: Choice | None):
@@ -48,7 +50,7 @@ class ByOperators(TorchFunctionMode):
     def _topk(
         self, input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """In order in any case; a model that does not ask for it does not mind."""
+        """Return the top k, always sorted, whether or not the caller asked for it."""
         _require_last("topk", input, dim)
         assert largest, "no router chooses the experts that it likes least"
         values, indices = self.operators.topk(input.reshape(-1, input.shape[-1]), k)
@@ -61,7 +63,7 @@ class ByOperators(TorchFunctionMode):
 
 @contextmanager
 def watch_choices() -> Iterator[list[int]]:
-    """Out of how many each top-k inside chose."""
+    """Yield a list that collects the number of candidates of each top-k call inside."""
     candidates: list[int] = []
 
     class Watch(TorchFunctionMode):

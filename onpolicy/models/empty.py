@@ -1,4 +1,4 @@
-"""A Hugging Face model without weights, to look at or to fill."""
+"""A Hugging Face model without weights, for inspection or to be filled."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from onpolicy.models.llama4 import use_usual_form
 def empty_causal_lm(
     config: PretrainedConfig, trust_remote_code: bool, **settings: Any
 ) -> PreTrainedModel:
-    """The model with parameters on the meta device and buffers in place; `config` stays as it is.
+    """Return the model with parameters on the meta device and buffers in place; keep `config` as it is.
 
-    In float32, whatever dtype is published: another would round buffers (Gemma's scale of embeddings).
+    The model is float32, whatever dtype is published: another dtype would round buffers (Gemma's
+    embedding scale).
 
-    Raises ConfigError for a configuration that is no causal language model's.
+    Raise ConfigError if the configuration does not describe a causal language model.
     """
     try:
         with _parameters_without_memory(), no_init_weights():
@@ -37,7 +38,7 @@ def empty_causal_lm(
         _initialize_buffers(model)
         hand_on_keywords(model)
         return model
-    except Exception as error:  # whatever a model's own code raises for impossible sizes
+    except Exception as error:  # a model's own code may raise anything
         raise ConfigError(
             f"model_type={config.model_type}: transformers cannot build a causal language model from "
             f"its config.json ({in_one_line(error)}). Choose another checkpoint, or download it again."
@@ -46,8 +47,10 @@ def empty_causal_lm(
 
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Every parameter moves to the meta device when a module takes it; buffers stay where they are made,
-    since nobody stores the numbers in them."""
+    """Move every parameter to the meta device when a module registers it.
+
+    Buffers stay where they are made, since a checkpoint does not store them.
+    """
     take = nn.Module.register_parameter
 
     def take_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -65,9 +68,10 @@ def _parameters_without_memory() -> Iterator[None]:
 
 
 def _initialize_buffers(model: PreTrainedModel) -> None:
-    """As transformers does for a checkpoint that has all parameters and no buffers.
+    """Initialise buffers as transformers does for a checkpoint with all parameters and no buffers.
 
-    Parameters are spared: random numbers on the meta device are none, and take most of the time.
+    Parameters are skipped: on the meta device their random numbers are never stored, but drawing
+    them takes most of the time.
     """
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]

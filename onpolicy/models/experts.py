@@ -1,13 +1,12 @@
-"""Mixture-of-experts layers by the aligned operators, in whatever Hugging Face model has them.
+"""Mixture-of-experts layers computed by the aligned operators, in any Hugging Face model.
 
-transformers holds the experts of a layer in two parameters, maybe with biases, and every class of
-experts says by flags how (`use_experts_implementation`). `AlignedExperts` reads the flags and takes
-such a class's place; experts that are held in another way are left, and refused by name where bits
-are promised.
+transformers holds the experts of a layer in two parameters, optionally with biases, and flags of
+the experts' class describe their layout (`use_experts_implementation`). `AlignedExperts` reads the
+flags and replaces such a module. Experts held in another layout are left as they are, and an
+aligned run refuses them by name.
 
-A router is a few lines of the block around the experts, other ones in every architecture. So that
-block runs its own code, in which the functions that are not row-invariant are answered by the
-operators.
+A router is a few lines of the block around the experts, and differs between architectures. So the
+block runs its own code, with the operators in place of the functions that are not row-invariant.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from onpolicy.ops.row_parallel import RowParallel
 
 
 class AlignedExperts(nn.Module):
-    """All experts of a layer by `mix_experts`; takes over the parameters of the module it replaces.
+    """The experts of a layer computed by `mix_experts`, with the parameters of the replaced module.
 
-    gate_up_proj: [E, 2 I / P, H]; down_proj: [E, H, I / P], on each of P tensor-parallel ranks; both
-    with the last two axes exchanged if `is_transposed`. With biases gate_up_proj_bias: [E, 2 I / P];
-    down_proj_bias: [E, H]. The module's own gate, if it has one, runs its own code by the operators.
+    gate_up_proj: [E, 2 I / P, H]; down_proj: [E, H, I / P], on each of P tensor-parallel ranks;
+    both have their last two axes swapped if `is_transposed`. Biases: gate_up_proj_bias [E, 2 I /
+    P]; down_proj_bias [E, H]. If the module has a gate of its own, its code runs by the operators.
     """
 
     gate_up_proj: nn.Parameter
@@ -49,12 +48,12 @@ class AlignedExperts(nn.Module):
         self.act_fn: Any = getattr(experts, "act_fn", None)
         self.operators, self.row_parallel = operators, row_parallel
         self.rounding: InputRounding | None = None
-        """What their products read goes through it, if it is rounded (`rounded_inputs.py`)."""
+        """The rounding of the inputs of both products, if they are rounded (`rounded_inputs.py`)."""
         self.lora: Any = None
-        """Their adapters, if they have any (`lora/modules.py`)."""
+        """The adapters of the experts, if they have any (`lora/modules.py`)."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[T, H], int64 [T, k], [T, k] -> [T, H]."""
+        """Compute the layer: [T, H], int64 [T, k], [T, k] -> [T, H]."""
         gate, rounding = self._gate(), self.rounding
         if rounding is not None:
             hidden_states, gate = rounding(hidden_states), rounding.after(gate, self.row_parallel)
@@ -74,7 +73,7 @@ class AlignedExperts(nn.Module):
         )
 
     def weight(self, parameter: Tensor) -> Tensor:
-        """[E, out, in], the same in memory too whether or not the engine keeps it transposed."""
+        """Return the parameter as contiguous [E, out, in], also if it is held transposed."""
         return parameter.transpose(1, 2).contiguous() if self.is_transposed else parameter
 
     def _gate(self) -> Gate:
@@ -90,7 +89,7 @@ class AlignedExperts(nn.Module):
 
 
 def has_usual_experts(module: Any) -> bool:
-    """Whether `module` is a class of experts whose flags say all that `AlignedExperts` must know."""
+    """Return whether `module` is a class of experts whose flags describe its whole layout."""
     if not getattr(module, "has_gate", False) or not hasattr(module, "is_transposed"):
         return False
     names = {"gate_up_proj", "down_proj"}
@@ -105,14 +104,14 @@ def _has_default_gate(experts: Any) -> bool:
 
 
 def expert_sizes(experts: Any) -> tuple[int, int, int]:
-    """(experts E, intermediate I, hidden H) of a module that `has_usual_experts`, or one rank's I."""
+    """Return (experts E, this rank's intermediate I, hidden H) of a usual experts module."""
     num_experts, *sizes = experts.down_proj.shape
     hidden, intermediate = reversed(sizes) if experts.is_transposed else sizes
     return num_experts, intermediate, hidden
 
 
 def unusual_experts(model: nn.Module) -> list[str]:
-    """Names of the classes that hold experts, three-dimensional parameters, in another way."""
+    """Return the class names of modules that hold experts (3-d parameters) in another layout."""
     return sorted(
         {
             type(module).__name__
@@ -125,34 +124,34 @@ def unusual_experts(model: nn.Module) -> list[str]:
 
 
 def experts_shapes(model: PreTrainedModel) -> set[tuple[int, int, int, int]]:
-    """Distinct (experts E, intermediate I, hidden H, chosen per token k) of the model's layers."""
+    """Return the distinct (experts E, intermediate I, hidden H, top k) of the model's layers."""
     k: Any = getattr(model.config, "num_experts_per_tok", None)
     return {(*expert_sizes(experts), k) for experts in experts_of(model)}
 
 
 def router_shapes(model: nn.Module) -> set[tuple[int, int, bool]]:
-    """(out features, in features, has bias) of routers that call `F.linear` themselves."""
+    """Return (out features, in features, has bias) of the routers that call `F.linear` themselves."""
     routers: list[Any] = [router for block in expert_blocks(model) for router in routers_of(block)]
     return {(*r.weight.shape, getattr(r, "bias", None) is not None) for r in routers}
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model that `AlignedExperts` takes the place of, layer after layer."""
+    """Return the modules of a model that `AlignedExperts` replaces, layer after layer."""
     return [module for module in model.modules() if has_usual_experts(module)]
 
 
 def expert_names(model: nn.Module) -> set[str]:
-    """What a model calls the modules of its experts: the last parts of their names."""
+    """Return the last parts of the names of a model's expert modules."""
     return {name.rpartition(".")[2] for name, m in model.named_modules() if has_usual_experts(m)}
 
 
 def expert_blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules that hold a layer's experts and its router."""
+    """Return the modules that hold a layer's experts and its router."""
     return [block for block in model.modules() if any(map(has_usual_experts, block.children()))]
 
 
 def routers_of(block: nn.Module) -> list[nn.Module]:
-    """Those of a block that are no plain linear layers: the block's or their own code chooses.
+    """Return the routers of an MoE block that are custom modules and not plain linear layers.
 
     A block may be a whole decoder layer (Gemma-4's), with norms beside its experts.
     """
@@ -161,7 +160,7 @@ def routers_of(block: nn.Module) -> list[nn.Module]:
 
 
 def choosers(model: nn.Module) -> set[nn.Module]:
-    """Routers, and what scores a shared expert as a whole."""
+    """Return the routers, and the linears that score a shared expert as a whole."""
     found: set[nn.Module] = set()
     for block in expert_blocks(model):
         scores = {1, *(expert_sizes(experts)[0] for experts in experts_of(block))}
@@ -181,6 +180,7 @@ def route_by_operators(block: Any, operators: Operators) -> None:
     block.operators = operators
     block.replayed_choice = None
     block.forward = routed
+    # Children that are aligned already, or hold no parameters, skip the mode's overhead.
     for child in block.children():
         if hasattr(child, "operators") or not list(child.parameters(recurse=False)):
             child.forward = _outside(child.forward)
@@ -190,7 +190,7 @@ def route_by_operators(block: Any, operators: Operators) -> None:
 
 
 def _outside(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` of a layer that is no router: aligned already, so it is spared the detour."""
+    """Return `forward` without the function mode, for an aligned layer that is not a router."""
 
     def undisturbed(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():

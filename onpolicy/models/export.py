@@ -1,4 +1,4 @@
-"""Writes a policy or a critic as a Hugging Face checkpoint, one file per bucket of weights."""
+"""Export of a policy or a critic as a Hugging Face checkpoint, one file per bucket of weights."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def export_checkpoint(
     *,
     has_values: bool = False,
 ) -> None:
-    """Write safetensors and their index; configuration and tokenizer come from `source`.
+    """Write safetensors and their index; copy configuration and tokenizer files from `source`.
 
-    One that `has_values` is transformers' token classifier with one label, where it has such a class for
-    the architecture.
+    With `has_values` the checkpoint is a transformers token classifier with one label, where
+    transformers has such a class for the architecture.
     """
     directory.mkdir()
     weight_map: dict[str, str] = {}
@@ -48,7 +48,7 @@ def export_checkpoint(
 
 
 def _as_token_classifier(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a configuration says of a model that gives every token one number."""
+    """Return the config.json fields of a token classifier that gives every token one number."""
     known = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(str(config["model_type"]))
     return {
         "architectures": [known] if known else config.get("architectures"),

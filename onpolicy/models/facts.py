@@ -1,8 +1,8 @@
-"""What is learnt about a model from its configuration alone, each thing once.
+"""Facts about a model, found from its configuration alone and cached.
 
-The model is built without weights and looked at, its norms are probed, and its own code is run for one
-token on the meta device to see what attention its layers call. Several checks and the contract need the
-answers, and for a model of many layers each of them takes time.
+The model is built without weights and inspected, its norms are probed, and its own code runs for
+one token on the meta device to show which attention its layers call. Several checks and the
+contract need the results, and each takes time for a model of many layers.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from onpolicy.models.rotary_factors import forget_scaling
 from onpolicy.ops.layouts import ScoreRule
 
 AttentionCall = tuple[Tensor, Tensor, Tensor, ScoreRule, Tensor | None]
-"""What a layer calls an `AttentionFunction` with."""
+"""The arguments of a layer's call of an `AttentionFunction`."""
 
 
 class ModelFacts:
-    """A configuration, and what is found out about its model when it is first asked for."""
+    """A configuration, and facts about its model, each computed on first use."""
 
     def __init__(self, config: PretrainedConfig, trust_remote_code: bool = False):
         self.config, self.trust_remote_code = config, trust_remote_code
@@ -37,26 +37,29 @@ class ModelFacts:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """All of it on the meta device. Raises ConfigError if transformers cannot build it."""
+        """Return the whole model on the meta device.
+
+        Raise ConfigError if transformers cannot build it.
+        """
         config = copy.deepcopy(self.config)
         forget_scaling(config)
         model = empty_causal_lm(config, self.trust_remote_code)
         model.config._attn_implementation = ATTENTION_NAME
-        # Experts whose shapes do not depend on the routers' choice.
+        # An implementation whose shapes do not depend on the routers' choice.
         model.config._experts_implementation = "batched_mm"
         model.eval().to("meta")
         return model
 
     @cached_property
     def norms(self) -> dict[nn.Module, NormKind]:
-        """The norms of the model whose kind is known."""
+        """Return the norms of the model whose kind is known."""
         return norm_kinds(self.model)
 
     def norm_sizes(self, *, centered: bool) -> tuple[int, ...]:
-        """Distinct sizes of the layer norms, or of the RMS norms.
+        """Return the distinct sizes of the layer norms (`centered`) or of the RMS norms.
 
-        A norm that does not say its size, having no weight, has the one that the model calls it with;
-        where the model's code cannot run on the meta device, as no aligned run allows, it has none.
+        A norm without a weight has the size of the input that the model calls it with. It is left
+        out where the model's code cannot run on the meta device, which no aligned run allows.
         """
         norms = [norm for norm, kind in self.norms.items() if kind.is_centered == centered]
         sizes = {norm: norm_size(norm) for norm in norms}
@@ -68,17 +71,17 @@ class ModelFacts:
 
     @cached_property
     def attention(self) -> list[AttentionShape]:
-        """The attention that the model calls, layer after layer.
+        """Return the shapes of the attention that the model calls, layer after layer.
 
-        Raises ConfigError if its code cannot run on the meta device, or asks for what has no aligned
-        operator.
+        Raise ConfigError if the model's code cannot run on the meta device, or calls attention that
+        has no aligned operator.
         """
         model_type = f"model_type={self.model.config.model_type}"
         try:
             return [_shape(*call) for call in self.run_one_token()]
         except ContractError as error:
             raise ConfigError(f"{model_type}: {error}") from error
-        except Exception as error:  # whatever a model's own code raises
+        except Exception as error:  # a model's own code may raise anything
             raise ConfigError(
                 f"{model_type}: its layers cannot be run without numbers to see what attention they "
                 f"call ({in_one_line(error)}). Choose another checkpoint, or run without "
@@ -86,7 +89,7 @@ class ModelFacts:
             ) from error
 
     def run_one_token(self) -> list[AttentionCall]:
-        """Run the decoder's own code on the meta device; its calls of attention, in order."""
+        """Run the decoder's own code on the meta device; return its attention calls in order."""
         calls: list[AttentionCall] = []
 
         def record(
@@ -119,9 +122,10 @@ def _shape(
 
 @contextmanager
 def _passed_by(norms: Iterable[nn.Module], called_with: dict[nn.Module, int]) -> Iterator[None]:
-    """Norms change no shape, and on the meta device they take more time than all the rest.
+    """Replace the forward pass of norms, which change no shape, by the identity.
 
-    The size that each is called with is added to `called_with`.
+    On the meta device norms would take more time than all the rest. The size of each norm's input
+    is added to `called_with`.
     """
 
     def pass_by(norm: nn.Module, x: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
-"""Norms of a decoder layer in one kernel with what stands beside them, in whatever model has them so.
+"""Norms of a decoder layer fused with their neighbours into one kernel, in any model.
 
-The rollout engine does this on a GPU, where a decode step is bound by the number of its kernels: the
-residual sum with the norm after it, and the norms of queries and keys with the rotary embedding. A
-layer and an attention module are recognised by what they compute: their own code runs on stand-ins for
-their parts. Others stay as they are. The fused operators have the bits of those that they replace. That
-is tried where the engine starts, at the model's sizes; where it does not hold, these stay apart.
+The rollout engine does this on a GPU, where the number of kernels limits a decode step. It fuses
+the residual sum with the norm after it, and the norms of queries and keys with the rotary
+embedding. Layers and attention modules are recognised by what they compute: their own code runs on
+stand-ins for their parts. Other modules stay as they are. The fused operators must have the bits of
+the operators that they replace. The engine tests this at start-up, at the model's sizes; norms for
+which it does not hold stay unfused.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ KeepsBits = Callable[[str, "Sizes"], bool]
 
 
 def fuse_norms(model: nn.Module, operators: Operators) -> int:
-    """Fuse the norms of an aligned model in place; returns in how many modules it did.
+    """Fuse the norms of an aligned model in place; return the number of fused modules.
 
-    To be called after `align_modules`. No gradient flows through what is fused.
+    Call it after `align_modules`. Fused modules have no gradients.
     """
     keeps_bits = cache(partial(_keeps_bits, operators))
     return sum(
@@ -44,7 +45,7 @@ def fuse_norms(model: nn.Module, operators: Operators) -> int:
     )
 
 
-# A decoder layer: the sum after its attention, and the norm of that sum.
+# Decoder layers: the residual sum after attention, and the norm of that sum.
 
 
 def _fuse_layer(layer: Any, keeps_bits: KeepsBits) -> bool:
@@ -75,7 +76,10 @@ _LAYER = {
 
 
 def is_usual_layer(module: Any) -> bool:
-    """Whether it computes `s + mlp(norm(s))`, s = x + attention(norm(x)), and hands on all keywords."""
+    """Return whether it computes `s + mlp(norm(s))`, s = x + attention(norm(x)).
+
+    It must also pass all keywords on to its attention.
+    """
     children = dict(module.named_children())
     if "forward" in vars(module) or children.keys() != {*_LAYER, "self_attn"}:
         return False
@@ -91,7 +95,7 @@ def is_usual_layer(module: Any) -> bool:
     vars(stripped).update(_LAYER, self_attn=attention)
     try:
         out = type(module).forward(stripped, x, **given, own=1)
-    except Exception:  # whatever a layer of another kind does with stand-ins
+    except Exception:  # another kind of layer may raise anything on stand-ins
         return False
     total = x + attention(_LAYER["input_layernorm"](x))[0]
     want = total + _LAYER["mlp"](_LAYER["post_attention_layernorm"](total))
@@ -103,11 +107,11 @@ def _has_weight(norm: Any) -> bool:
     return isinstance(norm, AlignedRMSNorm) and norm.weight is not None
 
 
-# An attention module: the norms of its heads, and their rotary embedding.
+# Attention modules: the norms of their heads, and the rotary embedding.
 
 
 def _fuse_attention(module: Any, keeps_bits: KeepsBits) -> bool:
-    """Where the module attends over the rotated norms of its heads' projections, and nothing else."""
+    """Fuse the norms if the module only attends over the rotated norms of its projections."""
     norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
     if not all(map(_has_weight, norms)) or not hasattr(module, "operators"):
         return False
@@ -116,11 +120,12 @@ def _fuse_attention(module: Any, keeps_bits: KeepsBits) -> bool:
     by_head = sizes == Sizes.of(k_norm) and sizes.size == getattr(module, "head_dim", None)
     if not by_head or not keeps_bits("rotary", sizes):
         return False
+    # Compare q, k and v with the norms in place, and with the norms deferred to the operator.
     try:
         apart = _attended(module)
         vars(module).update(q_norm=_as_it_is, k_norm=_as_it_is, deferred_norms=(q_norm, k_norm))
         same = len(apart) == 3 and all(map(torch.equal, apart, _attended(module)))
-    except Exception:  # whatever another attention module does with stand-ins
+    except Exception:  # another attention module may raise anything
         same = False
     if not same:
         for name in ("q_norm", "k_norm", "deferred_norms"):
@@ -133,7 +138,7 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 def _attended(module: Any) -> list[Tensor]:
-    """q, k and v that the module's code hands to its attention function, of stand-ins."""
+    """Return q, k and v that the module's code passes to its attention function, on stand-ins."""
     weight, size, tokens = module.q_proj.weight, module.head_dim, 5
     device, dtype = weight.device, weight.dtype
     stripped: Any = copy.copy(module)
@@ -170,12 +175,12 @@ def _attention_by(module: Any, function: Callable[..., Any]) -> Iterator[None]:
         ALL_ATTENTION_FUNCTIONS[name] = own
 
 
-# Do the fused operators have the bits of those that they replace?
+# The test that the fused operators have the bits of the operators that they replace.
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What decides the bits of a norm."""
+    """The properties on which the bits of a norm depend."""
 
     size: int
     kind: NormKind
@@ -184,18 +189,18 @@ class Sizes:
 
     @classmethod
     def of(cls, norm: AlignedRMSNorm) -> Sizes:
-        """Those of a norm with a weight."""
+        """Return the sizes of a norm with a weight."""
         weight = norm.weight
         assert weight is not None
         return cls(len(weight), norm.kind, weight.dtype, str(weight.device))
 
     def probe(self, *shape: int, seed: int) -> Tensor:
-        """Numbers [..., size]."""
+        """Return probe numbers [..., size]."""
         return probe(*shape, self.size, seed=seed, device=self.device).to(self.dtype)
 
 
 def _keeps_bits(operators: Operators, what: str, sizes: Sizes) -> bool:
-    """Whether a norm with its "sum", or its "rotary", is the same in one kernel, for any rows."""
+    """Return whether a norm fused with its "sum" or its "rotary" keeps its bits, for any rows."""
     pairs = _of_sum(operators, sizes) if what == "sum" else _of_rotary(operators, sizes)
     same = all(torch.equal(a, b) for got, want in pairs for a, b in zip(got, want, strict=True))
     if not same:
@@ -204,11 +209,11 @@ def _keeps_bits(operators: Operators, what: str, sizes: Sizes) -> bool:
 
 
 Results = Iterator[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]
-"""What the fused operator gives, and what those that it replaces do."""
+"""Pairs of the fused operator's results and the separate operators' results."""
 
 
 def _scale(sizes: Sizes, seed: int) -> Tensor:
-    """As `AlignedRMSNorm.scale` has it."""
+    """Return a weight with its offset added, as `AlignedRMSNorm.scale` does."""
     weight = sizes.probe(seed=seed)
     return sizes.kind.offset + weight.float() if sizes.kind.offset else weight
 
@@ -222,7 +227,7 @@ def _of_sum(operators: Operators, sizes: Sizes) -> Results:
 
 
 def _of_rotary(operators: Operators, sizes: Sizes) -> Results:
-    """Heads lie as a joint product leaves them."""
+    """Yield the results for queries and keys that are views of one joint product."""
     heads, kv_heads = 3, 2
     both = sizes.probe(1, max(ROW_COUNTS), heads + kv_heads, seed=33).transpose(1, 2)
     angles = sizes.probe(2, 1, max(ROW_COUNTS), seed=34)

@@ -1,8 +1,8 @@
-"""A gated MLP's activation and product as one operator, in whatever Hugging Face model has it.
+"""The activation and product of a gated MLP as one operator, in any Hugging Face model.
 
-Such an MLP is recognised by what it computes: its own forward pass runs on stand-ins for its layers,
-whose results tell every order and every further operation apart. Another MLP stays as it is, in both
-engines.
+Such an MLP is recognised by what it computes: its own forward pass runs on stand-ins for its
+layers, whose results show the order of the operations and any further operation. Another MLP stays
+as it is, in both engines.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _STAND_INS = {
     "act_fn": lambda x: (x + 2).abs() - 5,
     "down_proj": lambda x: x.roll(2, -1) + 0.25 * x,
 }
-"""No two of them can change places; their numbers are large enough to meet a limit, if there is one."""
+"""Stand-ins of which no two can be swapped; large enough numbers to reach a clamp, if there is one."""
 
 
 def is_gated_mlp(module: nn.Module) -> bool:
-    """Whether the module computes `down_proj(act_fn(gate_proj(x)) * up_proj(x))` and nothing else."""
+    """Return whether the module only computes `down_proj(act_fn(gate_proj(x)) * up_proj(x))`."""
     if "forward" in vars(module) or not all(hasattr(module, name) for name in _STAND_INS):
         return False
     stripped: Any = copy.copy(module)
@@ -35,7 +35,7 @@ def is_gated_mlp(module: nn.Module) -> bool:
     x = probe(1, 3, 8, seed=1)
     try:
         got = type(module).forward(stripped, x)
-    except Exception:  # whatever a module's own code does with a layer that is none
+    except Exception:  # a module's own code may raise anything on stand-ins
         return False
     return isinstance(got, Tensor) and torch.equal(got, _gated(x, **_STAND_INS))
 

@@ -1,7 +1,8 @@
-"""Which tokens a grammar allows next, by xgrammar: in the engine, which samples, and in the trainer.
+"""The tokens that a grammar allows next, by xgrammar, for the engine's sampler and the trainer.
 
-A set of allowed tokens is a function of a grammar, a vocabulary, the stop tokens and the tokens before,
-and of no weights and no neighbours in a batch. So the trainer makes it anew and compares.
+The set of allowed tokens is a function of the grammar, the vocabulary, the stop tokens and the
+previous tokens; it depends on no weights and no other sequence of the batch. So the trainer
+computes it again and compares.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:  # its import takes seconds
 
 
 def require_held(grammar: Grammar, contract: NumericsContract) -> None:
-    """Raise ValueError unless engines under the contract hold an answer to the grammar."""
+    """Raise ValueError unless engines under the contract can hold an answer to the grammar."""
     if not contract.is_aligned:
         raise ValueError(
             f"{grammar.kind}: needs --true-on-policy-mode, where engines say what a token was drawn "
@@ -37,7 +38,7 @@ def require_held(grammar: Grammar, contract: NumericsContract) -> None:
 
 
 def require_grammar(grammar: Grammar) -> None:
-    """Raise ValueError for one that cannot be read, would be enforced in part, or could not end."""
+    """Raise ValueError for a grammar that cannot be parsed, enforced in full, or ended."""
     import xgrammar
 
     if not grammar.stop_token_ids:
@@ -63,7 +64,7 @@ def require_grammar(grammar: Grammar) -> None:
 
 
 class Matcher:
-    """An answer within a grammar, token by token."""
+    """The state of an answer within a grammar, token by token."""
 
     def __init__(self, compiled: xgrammar.CompiledGrammar, vocab_size: int):
         import xgrammar
@@ -74,24 +75,26 @@ class Matcher:
 
     @property
     def has_ended(self) -> bool:
-        """Whether a stop token was taken."""
+        """Return whether a stop token was taken."""
         return bool(self._matcher.is_terminated())
 
     def allowed(self) -> Tensor:
-        """The tokens that may come next, while it has not ended: bool [V]; none where the vocabulary
-        cannot spell what the grammar wants."""
+        """Return the tokens that may come next, bool [V], while the answer has not ended.
+
+        It is all False where the vocabulary cannot spell what the grammar needs.
+        """
         self._bits.fill_(-1)
         self._matcher.fill_next_token_bitmask(self._bits)
         bits = np.unpackbits(self._bits.numpy().view(np.uint8), bitorder="little")
         return torch.from_numpy(bits[: self._vocab_size].astype(bool))
 
     def take(self, token: int) -> bool:
-        """Go on by a token; False, and nothing is changed, if it is not allowed."""
+        """Accept a token; return False and change nothing if it is not allowed."""
         return not self.has_ended and bool(self._matcher.accept_token(token))
 
 
 class Grammars:
-    """Compiles grammars for the tokenizer of a checkpoint. Any thread may use it."""
+    """A compiler of grammars for a checkpoint's tokenizer. It is thread-safe."""
 
     def __init__(self, checkpoint: str, vocab_size: int, trust_remote_code: bool = False):
         self._checkpoint, self._trusts, self._vocab_size = checkpoint, trust_remote_code, vocab_size
@@ -99,11 +102,14 @@ class Grammars:
         self._lock = threading.Lock()
 
     def matcher_of(self, kind: GrammarKind, text: str, stop_token_ids: tuple[int, ...]) -> Matcher:
-        """`matcher`, by the fields of a grammar."""
+        """Return `matcher` for the fields of a grammar."""
         return self.matcher(Grammar(kind=kind, text=text, stop_token_ids=stop_token_ids))
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """An answer that has not begun. Raises ValueError as `require_grammar` does."""
+        """Return the matcher of an answer that has not begun.
+
+        Raise ValueError as `require_grammar` does.
+        """
         require_grammar(grammar)
         compiler = self._compiler(grammar.stop_token_ids)
         if grammar.kind == "regex":
@@ -126,10 +132,10 @@ class Grammars:
             return self._compilers[stops]
 
     def sets(self, trajectory: Trajectory) -> list[bytes]:
-        """What each of the R sampled tokens was allowed to be, as `ops/kept_tokens.py` packs it.
+        """Return the allowed set of each of the R sampled tokens, as `ops/kept_tokens.py` packs it.
 
-        From a token on that its grammar does not allow it is the whole vocabulary: that one was drawn
-        from another set already.
+        From the first token that its grammar does not allow on, the set is the whole vocabulary:
+        that token was drawn from another set already.
         """
         found = dict[int, bytes]()
         for span in trajectory.grammars:

@@ -1,7 +1,7 @@
-"""Looks at a Hugging Face checkpoint before anything is started with it.
+"""Checks of a Hugging Face checkpoint before anything is started with it.
 
-What would fail ten minutes later inside an engine is said here at once: a missing or truncated
-file, code that would have to be trusted, an architecture that the two engines cannot align.
+An error that would otherwise appear ten minutes later inside an engine is raised here at once: a
+missing or truncated file, untrusted code, an architecture that the two engines cannot align.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SIZES = (
     "num_attention_heads",
     "max_position_embeddings",
 )
-"""What every part of onpolicy asks a configuration for."""
+"""Sizes that every part of onpolicy reads from a configuration."""
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 """Kinds of attention with aligned operators. Llama-4's chunks are whole sequences (`llama4.py`)."""
@@ -49,10 +49,10 @@ def load_config(
     flag: str = "--hf-checkpoint",
     context: int | None = None,
 ) -> PretrainedConfig:
-    """The checkpoint's configuration, after checking that its files are there and complete.
+    """Load the checkpoint's configuration, after checking that its files are there and complete.
 
-    context: the contract's, for a configuration to compute with.
-    Raises ConfigError, which blames `flag`, for whatever is wrong with the directory.
+    context: the contract's context length, for a configuration to compute with.
+    Raise ConfigError, which names `flag`, for any problem with the directory.
     """
     directory = Path(path)
     if not path:
@@ -91,15 +91,15 @@ def _say_whose_code(name: str, kind: str) -> None:
 def parse_config(
     path: str, trust_remote_code: bool = False, flag: str = "--hf-checkpoint"
 ) -> PretrainedConfig:
-    """The configuration of a causal language model, in a directory that has a config.json.
+    """Parse the configuration of a causal language model from a directory with a config.json.
 
-    Raises ConfigError, which blames `flag`, if it is none.
+    Raise ConfigError, which names `flag`, if it is not such a configuration.
     """
     try:
         config = read_config(path, trust_remote_code, flag)
     except ConfigError:
         raise
-    except Exception as error:  # whatever its validators raise
+    except Exception as error:  # its validators may raise anything
         raise ConfigError(
             f"{flag}={path}: transformers cannot read its config.json "
             f"({in_one_line(error)}). Choose a checkpoint that transformers "
@@ -123,9 +123,9 @@ def parse_config(
 
 
 def require_alignable(facts: ModelFacts, max_context_len: int) -> None:
-    """Refuse what SGLang's transformers backend and the trainer cannot compute to the same bits.
+    """Raise ConfigError if SGLang's transformers backend and the trainer cannot agree to the last bit.
 
-    Raises ConfigError that names the property, its value and what is possible instead.
+    The error names the property, its value and the remedy.
     """
     architecture = (getattr(facts.config, "architectures", None) or ["none"])[0]
     problems = _problems(facts.config, architecture)
@@ -171,7 +171,7 @@ def _problems(config: PretrainedConfig, architecture: str) -> list[str]:
 def _problems_of_attention(
     config: PretrainedConfig, layers: list[AttentionShape], max_context_len: int
 ) -> list[str]:
-    """What the configuration says of attention, and the layers' calls of it do not."""
+    """Return the problems of attention that only the configuration shows, not the layers' calls."""
     softcap = getattr(config, "attn_logit_softcapping", None) or None
     window = getattr(config, "sliding_window", None) or None  # some configurations say 0 for none
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * len(layers)
@@ -199,12 +199,12 @@ def _problems_of_attention(
 
 
 def has_experts(config: PretrainedConfig) -> bool:
-    """Whether the model is a mixture of experts."""
+    """Return whether the model is a mixture of experts."""
     return bool(_num_experts(config))
 
 
 def _num_experts(config: PretrainedConfig) -> str:
-    """The configuration's number of experts as `name=value`, empty for a dense model."""
+    """Return the configuration's number of experts as `name=value`, empty for a dense model."""
     for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
         if getattr(config, name, None):
             return f"{name}={getattr(config, name)}"

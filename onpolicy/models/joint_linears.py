@@ -1,8 +1,8 @@
 """Linears that a module calls on one input, as one product: q, k and v, and an MLP's gate and up.
 
-The rollout engine does this, for fewer and larger GEMMs in a decode step; the trainer keeps them apart.
-A column of a product has the same bits whatever columns are beside it. That is tried where the engine
-starts, at the sizes of the model, and linears for which it does not hold stay apart.
+The rollout engine does this, for fewer and larger GEMMs in a decode step; the trainer keeps them
+separate. A column of a product has the same bits whatever columns are beside it. The engine tests
+this at start-up, at the model's sizes; linears for which it does not hold stay separate.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from onpolicy.ops.checks.rowwise_check import FEW_ROW_COUNTS as ROW_COUNTS
 logger = logging.getLogger(__name__)
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of linears that read the same tensor, where a module has them. One that gives them different
-tensors gets the right results all the same, each by a product of its own."""
+"""Names of linears of a module that read the same tensor. If they are called with different
+tensors, the results are still right, but each takes a product of its own."""
 
 
 class JointLinear:
-    """Takes the place of the forward passes of several linears; their weights become parts of one.
+    """A joint forward pass of several linears, whose weights become parts of one tensor.
 
     `linears`: weight [N_i, K] each, and all of them or none with a bias [N_i].
     """
@@ -47,12 +47,14 @@ class JointLinear:
             linear.forward = partial(self._forward, number)
 
     def _forward(self, number: int, x: Tensor) -> Tensor:
-        """[..., K] -> [..., N_i]: the first of the linears that is called computes all of them."""
+        """Compute [..., K] -> [..., N_i]; the first linear that is called computes all of them."""
+        # A new input, or a second call of the same linear: compute the joint product again.
         if x is not self._x or self._parts[number] is None:
             self._x = x
             operators = operators_of(self.linears[0], self.operators)
             product = operators.linear(x, self.weight, self.bias)
             self._parts = list(product.split(self.sizes, dim=-1))
+        # Every part is returned once. After the last one the input is no longer referenced.
         part, self._parts[number] = self._parts[number], None
         if all(part is None for part in self._parts):
             self._x = None
@@ -60,7 +62,7 @@ class JointLinear:
         return part
 
     def require_joint(self) -> None:
-        """Raise ContractError if a linear's weight lies elsewhere by now, where nothing reads it."""
+        """Raise ContractError if a linear's weight is no longer a part of the joint weight."""
         for joint, parts in (
             (self.weight, [linear.weight for linear in self.linears]),
             (self.bias, [linear.bias for linear in self.linears]),
@@ -76,7 +78,7 @@ class JointLinear:
 
 
 def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """One tensor of which they are parts from now on, along the first axis."""
+    """Return one tensor along the first axis, and make the parameters views of it."""
     joint = torch.cat([parameter.data for parameter in parameters])
     for parameter, part in zip(parameters, joint.split([len(p) for p in parameters]), strict=True):
         parameter.data = part
@@ -86,7 +88,7 @@ def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
 def join_linears(
     model: nn.Module, operators: Operators, may_join: Callable[[nn.Module], bool]
 ) -> list[JointLinear]:
-    """Join siblings of `model` in place, where their joint product has their own products' bits.
+    """Join siblings of `model` in place, where the joint product has the bits of the separate products.
 
     `may_join`: whether a linear computes `Operators.linear` of its input and nothing else.
     """
@@ -123,9 +125,9 @@ def _sizes(linears: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _keeps_bits(operators: Operators, linears: Sequence[Any]) -> bool:
-    """Whether each linear's columns of a joint product are those of its own, for any number of rows.
+    """Return whether a joint product has the bits of the separate ones, for any number of rows.
 
-    A CPU that sums bfloat16 in float32 is asked in float32 too: rounding hides most of a sum.
+    On a CPU, which sums bfloat16 in float32, float32 is tested too: rounding hides most of a sum.
     """
     device, dtype = linears[0].weight.device, linears[0].weight.dtype
     dtypes = {dtype} | ({torch.float32} if device.type == "cpu" else set())

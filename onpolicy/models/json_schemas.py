@@ -1,6 +1,6 @@
-"""What xgrammar 0.2 reads of a JSON schema and does not enforce, so that nobody believes it was.
+"""Checks for JSON schema keywords that xgrammar 0.2 reads and does not enforce.
 
-Source: sglang/srt/constrained/json_schema_validation.py, whose keywords and formats these are.
+Source: sglang/srt/constrained/json_schema_validation.py, for the keywords and formats.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FORMATS = {
     "relative-json-pointer", "time", "uri", "uri-reference", "uri-template", "uuid",
 }  # fmt: skip
 _OF_STRINGS = ({"format"}, {"pattern"}, {"minLength", "maxLength"})
-"""A string can be held to one of these."""
+"""Keywords of strings, of which only one group can be enforced."""
 
 _ONE = {
     "additionalItems", "additionalProperties", "contentSchema", "items", "propertyNames",
@@ -25,11 +25,11 @@ _ONE = {
 }  # fmt: skip
 _SEVERAL = {"allOf", "anyOf", "items", "oneOf", "prefixItems"}
 _BY_NAME = {"$defs", "definitions", "dependencies", "patternProperties", "properties"}
-"""Keywords whose values are a schema, a list of some, or some by names."""
+"""Keywords whose values are one schema, a list of schemas, or schemas by name."""
 
 
 def require_enforced(schema: Any) -> None:
-    """Raise ValueError for a schema that says more than an answer would be held to."""
+    """Raise ValueError for a schema with a keyword that would not be enforced."""
     for part in _parts(schema):
         if found := sorted(_NOT_ENFORCED & part.keys()):
             raise ValueError(f"{', '.join(found)} would be ignored")
@@ -44,7 +44,7 @@ def require_enforced(schema: Any) -> None:
 
 
 def require_tag_enforced(tag: Any) -> None:
-    """Raise ValueError for a structural tag one of whose schemas says more than would be held to."""
+    """Raise ValueError for a structural tag with a schema that would not be enforced in full."""
     if isinstance(tag, list):
         for each in tag:
             require_tag_enforced(each)
@@ -55,7 +55,7 @@ def require_tag_enforced(tag: Any) -> None:
 
 
 def _parts(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """The schema and all within it."""
+    """Yield the schema and all schemas within it."""
     if not isinstance(schema, dict):
         return
     yield schema

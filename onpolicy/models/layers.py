@@ -1,4 +1,4 @@
-"""The decoder layers of a Hugging Face model, whatever its architecture."""
+"""The decoder layers of a Hugging Face model, for any architecture."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from torch import nn
 from transformers import PreTrainedModel
 
 DROPPING = {"NemotronDecoderLayer"}
-"""Classes of layers that take keywords and hand none on to `self_attn` (transformers 5.12 to 5.19)."""
+"""Classes of layers that accept keywords and pass none on to `self_attn` (transformers 5.12 to
+5.19)."""
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers of a causal LM, or of its decoder."""
+    """Return the decoder layers of a causal LM, or of its decoder."""
     count = model.config.num_hidden_layers
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     return next(m for m in lists if len(m) == count)
 
 
 def hand_on_keywords(model: nn.Module) -> None:
-    """Make layers that drop keywords hand on what `self_attn` is not given already.
+    """Make layers that drop keywords pass on to `self_attn` those that it is not given already.
 
-    Both engines tell attention by keyword what its layout is.
+    Both engines pass the layout to attention by keyword.
     """
     for layer in model.modules():
         if type(layer).__name__ in DROPPING:

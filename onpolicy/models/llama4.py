@@ -1,10 +1,10 @@
-"""Gives Llama-4's decoder the form that the other decoders have, where it means the same.
+"""Llama-4's decoder rewritten in the form of the other decoders, where it computes the same function.
 
-transformers writes three things in a way of its own (5.12 to 5.19). Every expert computes every token,
-most of them of zeros; here a token's experts are called as other mixtures call theirs. The keys of a
-token are its chunk's, and queries are scaled by where they lie in the batch; up to `context_limit`
-tokens a sequence is one chunk and that scale is 1, so neither is there, and no more are served. And the
-prefix that names the decoder belongs to the model with images.
+transformers (5.12 to 5.19) writes three things differently. Every expert computes every token,
+mostly on zeros; here a token's experts are called as in other mixtures. A token attends only to the
+keys of its chunk, and queries are scaled by their position; up to `context_limit` tokens a sequence
+is one chunk and that scale is 1, so both are dropped here, and no more tokens are served. And the
+decoder's name prefix belongs to the model with images.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from onpolicy.errors import ConfigError
 
 @use_experts_implementation(is_transposed=True)
 class ChosenExperts(Llama4TextExperts):
-    """Llama-4's experts under the flags, and with the arguments, of transformers' other ones."""
+    """Llama-4's experts with the flags and arguments of transformers' other experts."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
-        """One of transformers' functions does it, which the decorator calls in place of this."""
+        """Raise NotImplementedError; the decorator replaces this with an expert function."""
         raise NotImplementedError
 
 
@@ -42,11 +42,11 @@ FLAGS = {
     "has_gate": True, "has_bias": False, "is_transposed": True, "is_concatenated": True,
     "_is_expert_parallel": False,
 }  # fmt: skip
-"""What the decorator sets when it makes such experts, as which these were not made."""
+"""Flags that the decorator sets on new experts, to set on experts that were built without it."""
 
 
 def use_usual_form(model: Any) -> None:
-    """Rewrite Llama-4's layers in `model`, in place; another model stays as it is."""
+    """Rewrite Llama-4's layers in `model`, in place; leave any other model as it is."""
     for module in model.modules():
         if isinstance(module, Llama4TextMoe):
             module.experts.__class__ = ChosenExperts
@@ -59,7 +59,7 @@ def use_usual_form(model: Any) -> None:
 
 
 def _route(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., H] -> [T, H] and the router's logits [T, E]; a score scales what its expert is given.
+    """Compute [..., H] -> [T, H] and the router's logits [T, E]; scores scale the experts' inputs.
 
     Source: Llama4TextMoe.forward and Llama4Router.forward,
     transformers/models/llama4/modeling_llama4.py.
@@ -75,12 +75,15 @@ def _route(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_llama4(config: PretrainedConfig) -> bool:
-    """Whether it configures Llama-4's language model."""
+    """Return whether the configuration is Llama-4's language model."""
     return str(config.model_type) == "llama4_text"
 
 
 def context_limit(config: PretrainedConfig) -> float:
-    """Tokens up to which Llama-4 has neither chunks nor scaled queries; infinite for other models."""
+    """Return the tokens up to which Llama-4 has neither chunks nor scaled queries, or infinity.
+
+    It is infinity for every other model.
+    """
     if not is_llama4(config):
         return float("inf")
     limit: float = config.attention_chunk_size or float("inf")

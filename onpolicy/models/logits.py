@@ -1,7 +1,8 @@
-"""What a causal LM does to its logits after the output projection: a scale, or a soft cap.
+"""The scale or soft cap that a causal LM applies to its logits after the output projection.
 
-Both engines compute the projection themselves, so they must do the rest too. It is recognised by what
-the model computes: its own forward pass runs on stand-ins for its decoder and its projection.
+Both engines compute the projection themselves, so they must apply the rest too. The rule is
+recognised by what the model computes: its own forward pass runs on stand-ins for its decoder and
+its projection.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class LogitsRule:
     """Gemma-2's `final_logit_softcapping`."""
 
     def apply(self, operators: Operators, logits: Tensor) -> Tensor:
-        """[..., V] -> [..., V], every element by itself."""
+        """Apply the rule: [..., V] -> [..., V], element-wise."""
         if self.factor is not None:
             logits = logits * self.factor
         if self.divisor is not None:
@@ -47,11 +48,12 @@ class LogitsRule:
 
 
 def logits_rule(model: PreTrainedModel) -> LogitsRule | None:
-    """What `model` does to its logits; None if that is nothing known."""
+    """Return the rule that `model` applies to its logits; None if it is none of the known ones."""
     try:
         got = _logits_on_stand_ins(model)
-    except Exception:  # whatever a model's own code does with a layer that is none
+    except Exception:  # a model's own code may raise anything on stand-ins
         return None
+    # Compare the model's logits with each candidate rule on the plain logits.
     plain = _head(_hidden())
     for rule in _candidates(model.config):
         if torch.equal(got, rule.apply(_Plain(), plain)):  # type: ignore[arg-type]
@@ -60,7 +62,7 @@ def logits_rule(model: PreTrainedModel) -> LogitsRule | None:
 
 
 class _Plain:
-    """As much of the operators as a rule needs."""
+    """The one operator that a rule needs, in plain PyTorch."""
 
     def elementwise(self, function: Any, x: Tensor) -> Tensor:
         result: Tensor = function(x)
@@ -83,7 +85,7 @@ def _hidden() -> Tensor:
 
 
 def _head(hidden: Tensor) -> Tensor:
-    """No scale of its input is one of its output, and the reverse."""
+    """Compute a projection whose scaled output differs from the output of any scaled input."""
     return hidden.flip(-1) * 5 + 1
 
 

@@ -1,9 +1,9 @@
-"""Norms by the aligned operators, in whatever Hugging Face model has them.
+"""Norms computed by the aligned operators, in any Hugging Face model.
 
-A norm is recognised by what it computes: on a probe in bfloat16 it gives exactly the bits of one of the
-formulas below. They differ in where they round: Llama's rounds before it multiplies with the weight,
-OLMo-2's and GPT-OSS's after, Gemma's too and its weight is an offset from one. So is the weight of
-Nemotron's layer norm. Gemma-4's norm of values has no weight.
+A norm is recognised by what it computes: on a probe in bfloat16 it gives exactly the bits of one of
+the formulas below. They differ in where they round: Llama's rounds before it multiplies with the
+weight; OLMo-2's and GPT-OSS's round after; Gemma's rounds after too, and its weight is an offset
+from one. So is the weight of Nemotron's layer norm. Gemma-4's norm of values has no weight.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ from onpolicy.ops.base import Operators
 from onpolicy.ops.checks.probe import probe
 
 EPSILONS = (1e-5, 1e-6)
-"""Tried of a norm that does not say which it adds (OLMo's)."""
+"""Values of epsilon to try for a norm that has no such attribute (OLMo's)."""
 
 RMS_FORMS = ((0.0, False), (0.0, True), (1.0, True))
-"""The forms of an RMS norm with a weight: its offset, and whether only the product is rounded."""
+"""Forms of an RMS norm with a weight: (offset of the weight, whether only the product is rounded)."""
 
 ANY_SIZE = 48
-"""Tried of a norm that has no size of its own."""
+"""Size to try for a norm that has no size of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class NormKind:
-    """What a norm computes."""
+    """The formula of a norm."""
 
     is_centered: bool
-    """A layer norm, which subtracts the mean; else an RMS norm."""
+    """Whether it is a layer norm, which subtracts the mean; otherwise it is an RMS norm."""
 
     eps: float
 
     offset: float = 0.0
-    """Added to the weight: of an RMS norm in float32, of a layer norm in the weight's dtype."""
+    """Offset added to the weight: in float32 for an RMS norm, in the weight's dtype for a layer
+    norm."""
 
     round_last: bool = True
-    """Whether an RMS norm rounds its product with the weight alone; see `Operators.rms_norm`."""
+    """Whether an RMS norm rounds only the product with the weight; see `Operators.rms_norm`."""
 
 
 class AlignedRMSNorm(nn.Module):
-    """RMS norm by `Operators.rms_norm`; takes over the weight, if any, of the module it replaces."""
+    """RMS norm by `Operators.rms_norm`, with the weight, if any, of the module that it replaces."""
 
     def __init__(self, norm: Any, kind: NormKind, operators: Operators):
         super().__init__()
@@ -61,13 +62,13 @@ class AlignedRMSNorm(nn.Module):
 
     @property
     def scale(self) -> Tensor:
-        """What the operator multiplies with: the weight, and its offset if there is one."""
+        """Return the factor of the operator: the weight, plus its offset if there is one."""
         assert self.weight is not None
         return self.kind.offset + self.weight.float() if self.kind.offset else self.weight
 
 
 class AlignedLayerNorm(nn.Module):
-    """Layer norm by `Operators.layer_norm`; takes over the parameters of the module it replaces."""
+    """Layer norm by `Operators.layer_norm`, with the parameters of the module that it replaces."""
 
     def __init__(self, norm: Any, kind: NormKind, operators: Operators):
         super().__init__()
@@ -82,7 +83,7 @@ class AlignedLayerNorm(nn.Module):
 
 
 def aligned_norm(module: nn.Module, operators: Operators) -> nn.Module | None:
-    """What replaces `module`, if it is a norm of a known kind."""
+    """Return the replacement of `module`, if it is a norm of a known kind."""
     kind = norm_kind(module)
     if kind is None:
         return None
@@ -90,12 +91,12 @@ def aligned_norm(module: nn.Module, operators: Operators) -> nn.Module | None:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether the module's class is called one."""
+    """Return whether the module's class name contains "Norm"."""
     return "Norm" in type(module).__name__
 
 
 def norm_size(module: Any) -> int | None:
-    """The size of the last axis; None if the module does not say it."""
+    """Return the size of the last axis; None if the module does not say it."""
     weight = getattr(module, "weight", None)
     if weight is not None:
         return int(weight.shape[-1])
@@ -104,13 +105,13 @@ def norm_size(module: Any) -> int | None:
 
 
 def norm_kinds(model: nn.Module) -> dict[nn.Module, NormKind]:
-    """The norms of a model whose kind is known."""
+    """Return the norms of a model whose kind is known."""
     kinds = ((module, norm_kind(module)) for module in model.modules())
     return {module: kind for module, kind in kinds if kind is not None}
 
 
 def norm_kind(module: Any) -> NormKind | None:
-    """What `module` computes, if it is a norm over the last axis by one of the known formulas."""
+    """Return the kind of `module`, if it is a norm over the last axis by one of the known formulas."""
     parameters = dict(module.named_parameters(recurse=False))
     known = is_norm(module) and not isinstance(module, (AlignedRMSNorm, AlignedLayerNorm))
     if not known or parameters.keys() - {"weight", "bias"} or list(module.children()):
@@ -122,7 +123,7 @@ def norm_kind(module: Any) -> NormKind | None:
     values = {n: probe(size, seed=2 + len(n)).bfloat16() for n in parameters}
     try:
         got = torch.func.functional_call(module, values, (x,))
-    except Exception:  # whatever a module raises that takes other arguments
+    except Exception:  # the module may take other arguments
         return None
     for kind, formula in _candidates(module):
         if torch.equal(got, formula(x, values.get("weight"), values.get("bias"), kind)):
@@ -150,7 +151,7 @@ def _rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: NormK
 def _rms_norm_by_power(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: NormKind
 ) -> Tensor:
-    """The RMS norm by the function that Gemma-4 calls, which is the same on paper."""
+    """Compute the RMS norm with Gemma-4's power function, mathematically the same formula."""
     rows = x.float()
     return _weighted(rows * torch.pow(_mean_square(rows, kind), -0.5), weight, x.dtype, kind)
 
@@ -177,7 +178,7 @@ def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: Nor
 def _layer_norm_of_torch(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: NormKind
 ) -> Tensor:
-    """The layer norm summed in another order, and with Nemotron's offset, which is the same on paper."""
+    """Compute PyTorch's layer norm, with another order of sums and with Nemotron's offset."""
     weight = weight + kind.offset if weight is not None and kind.offset else weight
     weight, bias = (None if p is None else p.float() for p in (weight, bias))
     return F.layer_norm(x.float(), x.shape[-1:], weight, bias, kind.eps).to(x.dtype)

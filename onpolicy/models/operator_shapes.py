@@ -1,4 +1,4 @@
-"""The sizes at which a model calls the operators: what the contract has, and the self-check tries."""
+"""The sizes at which a model calls the operators, for the contract and the self-check."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onpolicy.models.tensor_parallel import row_parallel_linears
 
 
 def operator_shapes(facts: ModelFacts, row_parallel_blocks: int = 1) -> OperatorShapes:
-    """The sizes at which a model of this configuration calls the operators."""
+    """Return the sizes at which a model of this configuration calls the operators."""
     model = facts.model
     linears = {m for m in model.modules() if isinstance(m, nn.Linear)}
     shared = row_parallel_linears(model) if row_parallel_blocks > 1 else set()
@@ -29,7 +29,10 @@ def operator_shapes(facts: ModelFacts, row_parallel_blocks: int = 1) -> Operator
 
 
 def _attention_shapes(facts: ModelFacts) -> tuple[AttentionShape, ...]:
-    """The distinct ones; of a model that tells none, which no aligned run gets to, the usual one."""
+    """Return the distinct attention shapes.
+
+    If the model's code cannot show them, which no aligned run allows, return the usual shape.
+    """
     try:
         told = tuple(dict.fromkeys(facts.attention))
     except ConfigError:
@@ -38,7 +41,7 @@ def _attention_shapes(facts: ModelFacts) -> tuple[AttentionShape, ...]:
 
 
 def head_dim(config: PretrainedConfig) -> int:
-    """The size of a head of the usual attention."""
+    """Return the head size of the usual attention."""
     told: int | None = getattr(config, "head_dim", None)
     return told or int(config.hidden_size // config.num_attention_heads)
 

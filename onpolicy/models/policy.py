@@ -1,4 +1,4 @@
-"""The trainer's model: a Hugging Face causal LM that answers with log-probabilities of tokens."""
+"""The trainer's model: a Hugging Face causal LM that returns log-probabilities of tokens."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from onpolicy.ops.shared_rows import SharedRows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedTokens:
-    """Whole sequences laid end to end, and the tokens whose log-probabilities are asked for.
+    """Whole sequences laid end to end, and the requested tokens, whose log-probabilities are computed.
 
-    T: tokens of all sequences; R: tokens that are asked for.
+    T: tokens of all sequences; R: requested tokens.
     """
 
     tokens: Tensor
@@ -48,31 +48,31 @@ class PackedTokens:
     layout: AttentionLayout
 
     rows: Tensor
-    """int64 [R]: rows of `tokens` whose *next* token is asked for"""
+    """int64 [R]: rows of `tokens` whose *next* token is requested"""
 
     shared_rows: SharedRows | None = None
-    """`rows`, where one may be asked for by several sequences"""
+    """Readings of `rows`, where several sequences may request one row"""
 
     targets: Tensor
-    """int64 [R]: those next tokens"""
+    """int64 [R]: the requested tokens"""
 
     temperature: Tensor
-    """float32 [R]: divides the logits of each row"""
+    """float32 [R]: the divisor of each row's logits"""
 
     routed_experts: Tensor | None = None
-    """int64 [T, layers x k]: experts to take in place of the routers' own; -1: not known"""
+    """int64 [T, layers x k]: experts to use in place of the routers' choice; -1: not known"""
 
     kept: KeptTokens | None = None
-    """What the R tokens were drawn from; None: all from the whole vocabulary"""
+    """The sets that the R tokens were drawn from; None: the whole vocabulary for all"""
 
     draws: Draws | None = None
-    """How the R tokens were drawn, and which of them to draw again; None: none"""
+    """The seeds of the R tokens, and which of them to draw again; None: none"""
 
     wants_hidden: bool = False
-    """Whether `HiddenScores` are asked for"""
+    """Whether `HiddenScores` are requested"""
 
     teacher: TeacherRows | None = None
-    """What a teacher says of the R tokens; then `TaughtScores` are asked for"""
+    """The teacher's distributions at the R tokens; if given, `TaughtScores` are computed"""
 
     @staticmethod
     def pack(
@@ -82,11 +82,12 @@ class PackedTokens:
         routed_experts: Sequence[NDArray[np.int32] | None] = (),
         kept_tokens: Sequence[Sequence[bytes]] = (),
     ) -> PackedTokens:
-        """Pack sequences of token ids on the CPU, each with a mask of the tokens that are asked for.
+        """Pack sequences of token ids on the CPU, each with a mask of the requested tokens.
 
-        The first token of a sequence cannot be: nothing comes before it. `temperatures`: of each token
-        that is asked for, by sequence. routed_experts: of each, for all tokens but the last; see
-        `Completion`, and there `kept_tokens` too.
+        The first token of a sequence cannot be requested, since nothing comes before it.
+        temperatures: per sequence, one for each requested token.
+        routed_experts: per sequence, for all tokens but the last; see `Completion`, also for
+        `kept_tokens`.
         """
         lens = tuple(len(s) for s in sequences)
         tokens = torch.tensor([t for s in sequences for t in s])
@@ -111,7 +112,7 @@ class PackedTokens:
         routed_experts: Sequence[NDArray[np.int32] | None] = (),
         kept_tokens: Sequence[Sequence[bytes]] = (),
     ) -> PackedTokens:
-        """Pack sequences of which every token after the prompt is asked for."""
+        """Pack sequences in which every token after the prompt is requested."""
         asked = [
             [i >= prompt for i in range(len(sequence))]
             for sequence, prompt in zip(sequences, prompt_lens, strict=True)
@@ -120,7 +121,7 @@ class PackedTokens:
         return PackedTokens.pack(sequences, asked, temperatures, routed_experts, kept_tokens)
 
     def on(self, device: torch.device | str) -> PackedTokens:
-        """The same on a device, from which nothing of it needs to be read back."""
+        """Return the same on a device, so that no part needs to be read back from it."""
         return replace(
             self,
             tokens=self.tokens.to(device),
@@ -142,12 +143,12 @@ class PackedTokens:
         *,
         always: bool = False,
     ) -> PackedTokens:
-        """Return the same tokens, which must have been drawn from what this cut leaves of the model's
-        logits.
+        """Return the same tokens with a check that each was drawn from the cut logits.
 
-        compared: bool [R]: those of which that is so; all if not given. allowed: [R]: the sets that the
-        cut is of, where those are grammars'. always: tokens of which no set was told count as drawn
-        from the whole vocabulary; otherwise nothing is said of a batch without any sets.
+        compared: bool [R]: the tokens to check; all by default.
+        allowed: [R]: the sets that grammars allowed, to which the cut is applied.
+        always: count tokens without a recorded set as drawn from the whole vocabulary; otherwise a
+        batch without any sets is not checked.
         """
         kept = self.kept
         if kept is None and (allowed or always):
@@ -160,12 +161,12 @@ class PackedTokens:
         return replace(self, kept=kept)
 
     def with_own_routing(self) -> PackedTokens:
-        """The same tokens without experts to take: the routers choose."""
+        """Return the same tokens without given experts, so that the routers choose."""
         return replace(self, routed_experts=None)
 
 
 def _pack_kept(counts: Sequence[int], kept_tokens: Sequence[Sequence[bytes]]) -> KeptTokens | None:
-    """Those of sequences with so many tokens that are asked for."""
+    """Pack the kept sets of sequences; counts: the number of requested tokens of each."""
     if not any(kept_tokens):
         return None
     parts = zip(counts, kept_tokens, strict=True)
@@ -176,6 +177,7 @@ def _pack_experts(
     lens: Sequence[int],
     routed_experts: Sequence[NDArray[np.int32] | None],
 ) -> Tensor | None:
+    # The experts of each sequence's last token are not known: its row keeps OWN_CHOICE.
     width = next((x.shape[1] for x in routed_experts if x is not None), None)
     if width is None:
         return None
@@ -194,18 +196,18 @@ class PolicyModel(nn.Module):
     def __init__(self, causal_lm: PreTrainedModel, operators: Operators):
         super().__init__()
         self.causal_lm, self.operators = causal_lm, operators
-        # Without a known rule a model is refused where bits are promised (`models/hf_config.py`).
+        # True-on-policy runs refuse a model without a known rule (`models/hf_config.py`).
         self.logits_rule = logits_rule(causal_lm) or LogitsRule()
         self.replay: RoutingReplay | None = None
-        """The routing replay that the last forward pass used."""
+        """The routing replay of the last forward pass."""
 
     def use(self, operators: Operators) -> None:
-        """Compute with other operators from now on."""
+        """Replace the operators."""
         replace_operators(self, operators)
 
     @contextmanager
     def around_operators(self, around: Callable[[Operators], Operators]) -> Iterator[None]:
-        """Meanwhile let every module compute with what `around` makes of its operators."""
+        """Wrap the operators of every module with `around` inside the context."""
         with ExitStack() as stack:
             for module in self.modules():
                 if (own := getattr(module, "operators", None)) is not None:
@@ -215,22 +217,22 @@ class PolicyModel(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers."""
+        """Return the decoder layers."""
         return decoder_layers(self.causal_lm)
 
     def forward(self, batch: PackedTokens) -> Scores | HiddenScores | TaughtScores:
-        """Score the tokens asked for."""
+        """Score the requested tokens."""
         return score_rows(self.hidden_states(batch), self.head(), batch)
 
     def head(self) -> Head:
-        """The output projection, its weights as they are held now."""
+        """Return the output projection with its current weights."""
         own = self.causal_lm.get_output_embeddings()
         finish = partial(self.logits_rule.apply, self.operators)
         vocabulary = VocabParallel(own.weight.shape[0])
         return Head(self.operators, own.weight, own.bias, vocabulary, finish, factors_of(own))
 
     def hidden_states(self, batch: PackedTokens) -> Tensor:
-        """[R, H]: what the head gets of each token asked for, from the position before it."""
+        """Return [R, H]: the head's input for each requested token, from the position before it."""
 
         def attention(
             q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule, sinks: Tensor | None
@@ -238,7 +240,7 @@ class PolicyModel(nn.Module):
             return self.operators.attention(q, k, v, batch.layout, scores, sinks)
 
         self.replay = routing_replay(batch, self.causal_lm.config)
-        # Until the next forward pass, since a backward pass may compute activations again.
+        # It stays until the next forward pass, since a backward pass may recompute activations.
         replay_routing(self.causal_lm, self.replay)
         hidden = self.causal_lm.base_model(
             input_ids=batch.tokens[None],
@@ -250,7 +252,7 @@ class PolicyModel(nn.Module):
 
 
 def routing_replay(batch: PackedTokens, config: PretrainedConfig) -> RoutingReplay | None:
-    """What the routers are to follow in this micro-batch, if anything."""
+    """Return the routing that the routers follow in this micro-batch, if any."""
     if batch.routed_experts is None:
         return None
     return RoutingReplay(batch.routed_experts, config.num_experts_per_tok)
@@ -264,7 +266,7 @@ def empty_policy(
     kind: type[PolicyModel] = PolicyModel,
     adapter: AdapterShape | None = None,
 ) -> PolicyModel:
-    """The model with parameters on the meta device, buffers in place, operators and adapters put in."""
+    """Build the model with parameters on the meta device, buffers, aligned operators and adapters."""
     causal_lm = empty_causal_lm(config, trust_remote_code, attn_implementation=ATTENTION_NAME)
     causal_lm.tie_weights()
     causal_lm.eval()  # no dropout: the rollout has none

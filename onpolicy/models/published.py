@@ -1,8 +1,8 @@
-"""Reads a config.json as its publisher ships it, into a configuration of transformers' own.
+"""A reader of a published config.json that returns a configuration of transformers' own class.
 
-Published checkpoints name Python code of their own (`auto_map`), mostly because they are older than
-transformers' class for them. Where transformers has the architecture, that class is taken, and the
-code is never run. Both engines read by this function, so they build the same model.
+Published checkpoints often name Python code of their own (`auto_map`), mostly because they are
+older than transformers' class. Where transformers has the architecture, its class is used and the
+code is never run. Both engines read configurations by this function, so they build the same model.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from onpolicy.system.reading import read_json_object
 def read_config(
     path: str, trust_remote_code: bool = False, flag: str = "--hf-checkpoint"
 ) -> PretrainedConfig:
-    """The configuration in a directory, by transformers' own class if it has one.
+    """Load the configuration of a directory, by transformers' own class if it has one.
 
-    Raises ConfigError, which blames `flag`, if the checkpoint needs its own code and that is not
-    trusted, and whatever transformers raises for a file that it cannot read.
+    Raise ConfigError, which names `flag`, if the checkpoint needs its own code and that is not
+    trusted. Any error of transformers for an unreadable file passes through.
     """
     raw = read_json_object(Path(path) / "config.json", f"{flag}={path}: config.json")
     own = own_class(raw)
@@ -44,8 +44,8 @@ def read_config(
         if own.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[own.model_type]]
     if getattr(config, "is_heterogeneous", False):
-        # SGLang asks for head_dim, and transformers refuses where layers differ (Gemma-4's). What it
-        # is told does not count: the layers' own calls of attention say their sizes.
+        # SGLang reads head_dim, and transformers raises where layers differ (Gemma-4's). The value
+        # is not used: the layers' own calls of attention have their sizes.
         config.allow_global_per_layer_attribute_access = True
     _keep_rotations_of_layers(config)
     _choose_alike_in_all_layers(config, f"{flag}={path}")
@@ -53,8 +53,11 @@ def read_config(
 
 
 def own_class(raw: dict[str, Any]) -> type[PretrainedConfig] | None:
-    """transformers' class for a config.json: by its model_type, else, for one that brings code, by its
-    architecture (Kimi-K2 calls itself kimi_k2, and is a DeepseekV3ForCausalLM)."""
+    """Return transformers' class for a config.json, by its model_type.
+
+    For a config that brings code, fall back to its architecture (Kimi-K2's model_type is kimi_k2,
+    and it is a DeepseekV3ForCausalLM).
+    """
     if is_known(raw.get("model_type")):
         own: type[PretrainedConfig] = getattr(transformers, CONFIG_MAPPING_NAMES[raw["model_type"]])
         return own
@@ -64,7 +67,7 @@ def own_class(raw: dict[str, Any]) -> type[PretrainedConfig] | None:
 
 
 def is_known(model_type: object) -> bool:
-    """Whether transformers has a class for this model_type."""
+    """Return whether transformers has a class for this model_type."""
     return str(model_type) in CONFIG_MAPPING_NAMES
 
 
@@ -79,11 +82,11 @@ def _require_trust(raw: dict[str, Any], trust_remote_code: bool, name: str) -> N
 
 
 def _keep_rotations_of_layers(config: PretrainedConfig) -> None:
-    """Drop from a `rope_parameters` with an entry for every kind of layer whatever is no such entry.
+    """Drop the entries of `rope_parameters` that belong to no kind of layer, if every kind has one.
 
-    transformers fills in the entries of kinds that no layer has, then takes the whole for the entry
-    of all layers, and adds numbers to it, on which SGLang's can_enable_torch_compile stumbles
-    (Gemma3TextConfig with fewer layers than its pattern, transformers 5.12 to 5.19).
+    transformers fills in the entries of kinds that no layer has. Then it takes the whole dictionary
+    for one entry of all layers and adds numbers to it, on which SGLang's can_enable_torch_compile
+    fails (Gemma3TextConfig with fewer layers than its pattern, transformers 5.12 to 5.19).
     """
     rope: Any = getattr(config, "rope_parameters", None) or {}
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -92,11 +95,11 @@ def _keep_rotations_of_layers(config: PretrainedConfig) -> None:
 
 
 def _choose_alike_in_all_layers(config: PretrainedConfig, name: str) -> None:
-    """Make a list with the experts per token of every layer (HunYuan-A13B's) the number it repeats.
+    """Replace a list of the experts per token of every layer (HunYuan-A13B's) by its one value.
 
-    SGLang keeps one record of the experts that tokens chose, equally wide in all layers, and adds the
-    list to a number to make it (RoutedExpertsCapturer, SGLang 0.5.23). Raises ConfigError if layers
-    differ.
+    SGLang keeps one record of routed experts, equally wide in all layers, and adds the list to a
+    number to size it (RoutedExpertsCapturer, SGLang 0.5.23).
+    Raise ConfigError if layers differ.
     """
     if getattr(config, "top_k_experts", None):  # Gemma-4's name for it, which SGLang does not know
         config.num_experts_per_tok = config.top_k_experts

@@ -1,14 +1,14 @@
-"""The usual rotary embedding by the operators, in whatever Hugging Face model rotates so.
+"""The usual rotary embedding by the operators, in any Hugging Face model that uses it.
 
-An attention module calls a function of the file that it comes from. It is recognised by what it
-computes: on a probe it gives exactly the bits of transformers' usual formula. The module then runs its
-own code, in which that function's name means the operator. This is done to one instance: its class, its
-file, and other models in this process stay as they are. Another rotary embedding (interleaved, of
-several axes) stays too, in both engines, and so does a call that the operator was not made for: one
-that rotates a part of each head, or has its axes in another order.
+An attention module calls a rotary function of its own file. The function is recognised by what it
+computes: on a probe it gives exactly the bits of transformers' usual formula. The module then runs
+its own code, with that function's name bound to the operator. Only one instance changes: its class,
+its file, and other models in this process stay as they are. Other rotary embeddings (interleaved,
+of several axes) stay, in both engines, and so does a call that the operator does not support: one
+that rotates part of each head, or has another order of axes.
 
-One other cannot stay: DeepSeek-V2's and Llama-4's, a product of complex numbers. Whether its kernels
-fuse a product with a sum depends on where an element stands, so it is written out in real numbers.
+The exception is the product of complex numbers of DeepSeek-V2 and Llama-4. Whether its kernels fuse
+a product with a sum depends on where an element lies, so it is written out in real numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Rotary = Callable[..., tuple[Tensor, Tensor]]
 
 
 def rotate_by_operators(module: nn.Module, operators: Operators) -> None:
-    """Make `module`, if its code calls the usual rotary embedding, call `Operators.rotary`."""
+    """Make `module` call `Operators.rotary`, if its code calls the usual rotary embedding."""
     forward = type(module).forward
     if "forward" in vars(module) or not isinstance(forward, FunctionType):
         return
@@ -46,17 +46,17 @@ def rotate_by_operators(module: nn.Module, operators: Operators) -> None:
 
 
 def is_usual_rotary(function: Any) -> bool:
-    """Whether it is a function of (q, k, cos, sin) with the bits of transformers' usual one."""
+    """Return whether it is a function of (q, k, cos, sin) with the bits of transformers' usual one."""
     return _takes(function, "q", "k", "cos", "sin") and _has_usual_bits(function)
 
 
 def is_complex_rotary(function: Any, ours: Rotary) -> bool:
-    """Whether it is a function of (xq, xk, freqs_cis) that means the same as `ours`."""
+    """Return whether it is a function of (xq, xk, freqs_cis) that computes the same as `ours`."""
     return _takes(function, "xq", "xk", "freqs_cis") and _turns_pairs(function, ours)
 
 
 def _takes(function: Any, *names: str) -> bool:
-    if isinstance(function, nn.Module):  # in which the package `kernels` wraps a function
+    if isinstance(function, nn.Module):  # the package `kernels` wraps functions in modules
         function = function.forward
     if not isinstance(function, (FunctionType, MethodType)):
         return False
@@ -64,10 +64,11 @@ def _takes(function: Any, *names: str) -> bool:
 
 
 def rotate_pairs(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
-    """`x * freqs_cis` in float32, where two neighbours in a head are one complex number.
+    """Compute `x * freqs_cis` in float32, where two neighbours in a head are one complex number.
 
     xq: [B, H, T, D], xk: [B, H_kv, T, D], freqs_cis: complex64 [B, T, D / 2] -> xq and xk, rotated.
-    Every product and sum is rounded. Source: transformers' modeling_deepseek_v2.apply_rotary_emb.
+    Every product and sum is rounded.
+    Source: transformers' modeling_deepseek_v2.apply_rotary_emb.
     """
     cos, sin = freqs_cis[:, None].real, freqs_cis[:, None].imag
 
@@ -80,7 +81,7 @@ def rotate_pairs(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Ten
 
 
 def rotate_pairs_of_tokens(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
-    """`rotate_pairs` of xq: [B, T, H, D] and xk: [B, T, H_kv, D], as Llama-4 calls it."""
+    """Apply `rotate_pairs` to xq: [B, T, H, D] and xk: [B, T, H_kv, D], as Llama-4 calls it."""
     q, k = rotate_pairs(xq.transpose(1, 2), xk.transpose(1, 2), freqs_cis)
     return q.transpose(1, 2), k.transpose(1, 2)
 
@@ -94,7 +95,7 @@ def _turns_pairs(function: Rotary, ours: Rotary) -> bool:
     turns = torch.complex(*(probe(2, 5, 4, seed=seed) for seed in (5, 6)))
     try:
         got = function(q, k, turns)
-    except Exception:  # of a function that takes other shapes
+    except Exception:  # the function may take other shapes
         return False
     return all(map(torch.allclose, got, ours(q, k, turns)))
 
@@ -106,7 +107,7 @@ def _has_usual_bits(function: Rotary) -> bool:
         cos, sin = (probe(2, 5, 8, seed=seed).to(dtype) for seed in (5, 6))
         try:
             got = function(q, k, cos, sin)
-        except Exception:  # of a function that takes other shapes
+        except Exception:  # the function may take other shapes
             return False
         want = rotate(q, cos, sin), rotate(k, cos, sin)
         if not all(torch.equal(a, b) for a, b in zip(got, want, strict=True)):
@@ -116,6 +117,7 @@ def _has_usual_bits(function: Rotary) -> bool:
 
 def _by_operators(own: Rotary, module: Any) -> Rotary:
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any) -> Any:
+        # The operator takes one angle per token and dimension, and nothing else.
         fits = cos.dim() == 3 and cos.shape[1:] == q.shape[2:] and cos.dtype == q.dtype
         norms = vars(module).get("deferred_norms")  # see models/fused_norms.py
         if rest or named or not fits:
@@ -130,7 +132,7 @@ def _by_operators(own: Rotary, module: Any) -> Rotary:
 
 
 def _rebound(function: FunctionType, names: dict[str, Rotary]) -> FunctionType:
-    """A function with the same code, for which some global names mean something else."""
+    """Return a function with the same code, in which some global names are bound to other objects."""
     scope = {**function.__globals__, **names}
     rebound = FunctionType(
         function.__code__, scope, function.__name__, function.__defaults__, function.__closure__

@@ -1,9 +1,10 @@
-"""Rotary embeddings whose angles transformers would choose by the longest sequence of a batch.
+"""A fixed choice of rotary angles that transformers would choose by the longest sequence of a batch.
 
-LongRoPE (Phi-3, Phi-4-mini) has two lists of factors, for short and for long sequences; dynamic scaling
-changes its base beyond the model's context. A token's bits would depend on its neighbours, and cached
-keys on when they were made. So the choice is made once, by the context that the engine serves, and is
-part of the contract. vLLM chooses LongRoPE's factors by the same rule.
+LongRoPE (Phi-3, Phi-4-mini) has two lists of factors, for short and for long sequences; dynamic
+scaling changes its base beyond the model's context. A token's bits would depend on the other
+sequences of its batch, and cached keys on when they were computed. So the choice is made once, by
+the context length that the engine serves, and is part of the contract. vLLM chooses LongRoPE's
+factors by the same rule.
 """
 
 from __future__ import annotations
@@ -16,23 +17,22 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 LONGROPE, DYNAMIC = "longrope", "dynamic"
 
 CHOSEN = "chosen_longrope"
-"""A rope_type of ours: LongRoPE's angles, for which transformers does not look again when it runs."""
+"""An own rope_type: LongRoPE's angles, which transformers does not choose again at run time."""
 
 ROPE_INIT_FUNCTIONS[CHOSEN] = ROPE_INIT_FUNCTIONS[LONGROPE]
 
 
 def follows_context(config: PretrainedConfig) -> bool:
-    """Whether the angles of this configuration's model depend on the context that is served."""
+    """Return whether the angles of this configuration's model depend on the served context length."""
     return any(one.get("rope_type") in (LONGROPE, DYNAMIC) for one in rotations(config))
 
 
 def choose_factors(config: PretrainedConfig, context: int) -> list[str]:
-    """Make `config` mean the angles that belong to sequences of up to `context` tokens, in a batch of
-    any lengths; returns what was chosen, in words.
+    """Fix the angles of `config` for sequences of up to `context` tokens; return the choices, in words.
 
-    LongRoPE's long factors are taken where `context` is more than what the model was first trained on,
-    else the short ones. Dynamic scaling changes nothing up to max_position_embeddings tokens, and an
-    aligned engine serves no more (`context_limit`).
+    LongRoPE's long factors are used where `context` exceeds the original training context, else the
+    short ones. Dynamic scaling changes nothing up to max_position_embeddings tokens, and an aligned
+    engine serves no more (`context_limit`).
     """
     chosen = []
     for one in rotations(config):
@@ -51,16 +51,17 @@ def choose_factors(config: PretrainedConfig, context: int) -> list[str]:
 
 
 def forget_scaling(config: PretrainedConfig) -> None:
-    """Make `config` one whose model has the same shapes, and looks at no positions when it runs."""
+    """Give `config` the default rotary type: the same shapes, and no look at positions at run time."""
     for one in rotations(config):
         if one.get("rope_type") in (LONGROPE, DYNAMIC, CHOSEN):
             one["rope_type"] = "default"
 
 
 def _unscaled_base(config: PretrainedConfig, one: dict[str, Any]) -> float:
-    """The base of dynamic scaling within max_position_embeddings tokens; HunYuan's has an alpha.
+    """Return the base of dynamic scaling within max_position_embeddings tokens; HunYuan's has an alpha.
 
-    Source: HunYuanMoEV1RotaryEmbedding, transformers/models/hunyuan_v1_moe/modeling_hunyuan_v1_moe.py.
+    Source: HunYuanMoEV1RotaryEmbedding,
+    transformers/models/hunyuan_v1_moe/modeling_hunyuan_v1_moe.py.
     """
     base: float = one["rope_theta"]
     if config.model_type.startswith("hunyuan") and one.get("alpha"):
@@ -69,12 +70,12 @@ def _unscaled_base(config: PretrainedConfig, one: dict[str, Any]) -> float:
 
 
 def context_limit(config: PretrainedConfig) -> float:
-    """Tokens up to which a choice of angles holds for every batch."""
+    """Return the number of tokens up to which the chosen angles hold for every batch."""
     is_dynamic = any(one.get("rope_type") == DYNAMIC for one in rotations(config))
     return float(config.max_position_embeddings if is_dynamic else "inf")
 
 
 def rotations(config: PretrainedConfig) -> list[dict[str, Any]]:
-    """`rope_parameters`, or its entries, one for each kind of layer."""
+    """Return `rope_parameters`, and its entries if there is one for each kind of layer."""
     rope: Any = getattr(config, "rope_parameters", None) or {}
     return [one for one in (rope, *rope.values()) if isinstance(one, dict)]

@@ -1,10 +1,10 @@
-"""Inputs of linears in FP8, with a scale for each token, as where one multiplies in FP8.
+"""FP8 inputs of linears, with a scale for each token, as FP8 kernels use them.
 
-Both engines round what a linear, or an expert, reads by the same function, and multiply what numbers and
-scales come to in their own dtype; in linears, operators may multiply bytes (`Operators.of_rounded`).
-Where tensor-parallel ranks may share K, each block of `row_parallel_blocks` has a scale of its own, so
-that no rank asks another. Output projections, routers and the second factor of an adapter read what they
-always do. A gradient passes straight through.
+Both engines round the inputs of linears and experts by the same function, and multiply the
+dequantised values in their own dtype; in linears, operators may multiply the FP8 bytes
+(`Operators.of_rounded`). Where tensor-parallel ranks may shard K, each block of
+`row_parallel_blocks` has its own scale, so that ranks need not communicate. Output projections,
+routers and the second factor of an adapter read unrounded inputs. The gradient is straight-through.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from onpolicy.weights.rounding import is_rounded, round_weight, straight_through
 
 
 class InputRounding:
-    """Rounds what a model's linears and experts read; once, if several of them read it."""
+    """The rounding of the inputs of a model's linears and experts; a shared input is rounded once."""
 
     def __init__(self, activation_format: str):
         self.activation_format = activation_format
         self._last: tuple[Tensor, int, Tensor] | None = None
 
     def __call__(self, x: Tensor, block: int = 0) -> Tensor:
-        """[..., K] -> [..., K] in its dtype; `block` numbers of a row share a scale, 0: all."""
+        """Round [..., K] in its dtype; `block` elements of a row share a scale, 0: all of them."""
         block = block or x.shape[-1]
         if self._last is None or self._last[0] is not x or self._last[1] != block:
             self._last = x, block, self._rounded(x, block)
@@ -39,16 +39,16 @@ class InputRounding:
             rows = x.reshape(-1, block)
             return round_weight(rows, self.activation_format).view(x.shape)
 
-        with torch._C.DisableTorchFunction():  # of a block of experts (`by_operators.py`)
+        with torch._C.DisableTorchFunction():  # bypass the mode of a block of experts
             return straight_through(x, rounded)
 
     def of_linear(self, linear: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """A linear's arguments, the first one rounded: a hook before its forward pass."""
+        """Return a linear's arguments with the first one rounded; this is a forward pre-hook."""
         row_parallel: RowParallel = getattr(linear, "row_parallel", WHOLE)
         return (self(args[0], row_parallel.block_of(linear.weight.shape[1])), *args[1:])
 
     def after(self, gate: Gate, row_parallel: RowParallel) -> Gate:
-        """The gate of experts, whose result their second product reads."""
+        """Return the gate of experts with a rounded result, the input of the second product."""
 
         def rounded(gate_up: Tensor) -> Tensor:
             hidden = gate(gate_up)
@@ -57,23 +57,25 @@ class InputRounding:
         return rounded
 
     def forget(self, *_: Any) -> None:
-        """Once the module that holds the linears has run, nobody reads the same input again."""
+        """Drop the last input once the module that holds the linears has run: nobody reads it again."""
         self._last = None
 
 
 def reads_rounded(linear: Any) -> bool:
-    """Whether `round_inputs` was told of this linear."""
+    """Return whether `round_inputs` marked this linear."""
     return getattr(linear, "reads_rounded", False)
 
 
 def operators_of(linear: Any, operators: Operators) -> Operators:
-    """Those of `operators` that a linear computes by."""
+    """Return the operators that a linear computes with: `of_rounded` if its inputs are rounded."""
     return operators.of_rounded if reads_rounded(linear) else operators
 
 
 def round_inputs(model: nn.Module, activation_format: str, linears: tuple[type[Any], ...]) -> None:
-    """Have the linears of `model`, modules of these classes, and its experts, modules with a `rounding`,
-    read rounded inputs from now on: those whose weights formats are for. An empty one rounds nothing."""
+    """Make linears of these classes, and experts (modules with a `rounding`), read rounded inputs.
+
+    Only linears whose weights are rounded read rounded inputs. Do nothing for an empty format.
+    """
     if not activation_format:
         return
     rounding = InputRounding(activation_format)

@@ -1,8 +1,8 @@
-"""Rollout routing replay (R3): train every token with the experts that the rollout chose for it.
+"""Rollout routing replay (R3): every token is trained with the experts that the rollout chose.
 
-The engines' kernels differ in the last bits of a router's scores, which now and then puts another
-expert into the top k, and then the token's log-probability is another one altogether. Here the
-choice is the rollout's and the weights are the trainer's own, with gradient.
+The engines' kernels differ in the last bits of a router's scores. That sometimes puts another
+expert into the top k, which changes the token's log-probability a lot. Here the choice is the
+rollout's, and the routing weights are the trainer's own, with gradient.
 Source: Ma et al., Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers
 (arXiv 2510.11370).
 """
@@ -20,25 +20,25 @@ from onpolicy.models.experts import AlignedExperts, expert_sizes, experts_of
 from onpolicy.models.facts import ModelFacts
 
 OWN_CHOICE = -1
-"""Stands where the rollout's experts are not known: the trainer's own are taken."""
+"""Placeholder where the rollout's experts are not known: the trainer's router chooses."""
 
 
 class RoutingReplay:
-    """The rollout's experts for the tokens of one micro-batch, and how often the trainer's differ.
+    """The rollout's experts for the tokens of a micro-batch, and counts of the differing choices.
 
     T: tokens; L: layers of the model, dense ones included; k: experts per token.
     """
 
     def __init__(self, experts: Tensor, chosen_per_token: int):
-        """experts: integer [T, L * k], layer by layer."""
+        """Take the experts, integer [T, L * k], layer by layer."""
         self.experts = experts.view(len(experts), -1, chosen_per_token).long()
-        # On the device: a count that had to be read would wait for it in every layer.
+        # Counts stay on the device: reading them would synchronise in every layer.
         self._replayed = self._differing = torch.zeros((), device=experts.device)
 
     def choose(self, layer: int, num_experts: int, own: Tensor, candidates: int) -> Tensor:
-        """The experts to take in place of `own`, the router's: int64 [..., k] -> [..., k].
+        """Return the rollout's experts in place of `own`, the router's: int64 [..., k] -> [..., k].
 
-        A choice out of fewer `candidates` is one of groups of experts, and stays.
+        A choice out of fewer `candidates` is a choice of expert groups, and is returned as it is.
         """
         if candidates != num_experts:
             return own
@@ -50,12 +50,12 @@ class RoutingReplay:
         return torch.where(known[..., None], rollout, own)
 
     def counts(self) -> dict[str, Tensor]:
-        """Tokens x layers that followed the rollout, and those where the own choice was another."""
+        """Return the numbers of replayed (token, layer) pairs, and of pairs where `own` differed."""
         return {"routing/num_replayed": self._replayed, "routing/num_differing": self._differing}
 
 
 def replay_routing(model: nn.Module, replay: RoutingReplay | None) -> None:
-    """Have every router of `model` follow `replay` until told otherwise; None: its own choice."""
+    """Make every router of `model` follow `replay` from now on; None: its own choice."""
     for name, block in model.named_modules():
         if hasattr(block, "replayed_choice"):
             experts = next(m for m in block.children() if isinstance(m, AlignedExperts))
@@ -65,7 +65,7 @@ def replay_routing(model: nn.Module, replay: RoutingReplay | None) -> None:
 
 
 def can_be_replayed(facts: ModelFacts) -> bool:
-    """Whether every router of the model chooses by one top-k over all experts of its layer.
+    """Return whether every router of the model chooses by one top-k over all experts of its layer.
 
     A router that cannot run on the meta device counts as one that does not.
     """
@@ -73,6 +73,6 @@ def can_be_replayed(facts: ModelFacts) -> bool:
     try:
         with watch_choices() as candidates:
             facts.run_one_token()
-    except Exception:  # whatever a model's own code raises
+    except Exception:  # a model's own code may raise anything
         return False
     return [n for n in candidates if n in wanted] == wanted

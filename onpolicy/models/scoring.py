@@ -1,4 +1,4 @@
-"""From the hidden states of the tokens asked for to what a micro-batch wants to know of them."""
+"""Scores of the requested tokens, computed from their hidden states."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from onpolicy.ops.shared_rows import SharedRows
 
 
 class HiddenScores(NamedTuple):
-    """Scores, and what they were computed from."""
+    """Scores, and the hidden states that they were computed from."""
 
     log_probs: Tensor
     entropy: Tensor
     drawn: Tensor
 
     hidden: Tensor
-    """[R, H]: what the head got of each token, without gradient"""
+    """[R, H]: the head's input for each token, without gradient"""
 
 
 class TaughtScores(NamedTuple):
-    """Scores, and how far each token's distribution is from the teacher's."""
+    """Scores, and the divergence of each token's distribution from the teacher's."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -36,7 +36,7 @@ class TaughtScores(NamedTuple):
 
 
 class Asked(Protocol):
-    """The tokens asked for, of a whole micro-batch or of a rank's part: see `PackedTokens`."""
+    """The requested tokens of a micro-batch, or of a rank's part of it; see `PackedTokens`."""
 
     @property
     def rows(self) -> Tensor: ...
@@ -57,14 +57,14 @@ class Asked(Protocol):
 
 
 def rows_asked(hidden: Tensor, asked: Asked) -> Tensor:
-    """[T, H] -> [R, H]: what the head gets of each token asked for, from the row before it."""
+    """Return the head's input for each requested token, from the row before it: [T, H] -> [R, H]."""
     if asked.shared_rows is not None:
         return asked.shared_rows.take(hidden)
     return hidden[asked.rows]
 
 
 def score_rows(hidden: Tensor, head: Head, asked: Asked) -> Scores | HiddenScores | TaughtScores:
-    """What is asked of hidden states [R, H] under a head."""
+    """Compute the requested scores of hidden states [R, H] under a head."""
     scores = token_log_probs(
         head.operators,
         hidden,

@@ -1,11 +1,10 @@
-"""Packed sequences in which a beginning that several have is computed once.
+"""Packed sequences whose shared prefixes are computed once.
 
-Tokens that follow the same tokens from the beginning of their sequences on are one row of the model's
-pass: the prompt of a group, or what the turns and branches of an agent have in common. In attention a
-sequence's own tokens are queries over the keys of its whole path, as a rollout engine computes what
-comes after a cached prefix. The operators are row-invariant, so every log-probability keeps its bits.
-Gradients of shared rows are summed in the order of the sequences (`ops/shared_rows.py`): the same
-mathematics, and other bits.
+Tokens with the same prefix are one row of the model's forward pass: the prompt of a group, or the
+common turns of an agent's branches. In attention, a sequence's own tokens are queries over the keys
+of its whole path, as a rollout engine computes tokens after a cached prefix. The operators are
+row-invariant, so every log-probability keeps its bits. Gradients of shared rows are summed in the
+order of the sequences (`ops/shared_rows.py`): mathematically the same, with other bits.
 """
 
 from __future__ import annotations
@@ -24,22 +23,23 @@ from onpolicy.ops.shared_rows import SharedRows
 
 @dataclass(frozen=True, slots=True)
 class _Paths:
-    """Which row each of T tokens has, and what the rows are."""
+    """Map from each of T tokens to its row, and from each row to a token."""
 
     rows: list[int]
     """[T]"""
 
     firsts: list[int]
-    """The first token that each row stands for."""
+    """First token of each row."""
 
     own: list[int]
-    """Tokens of each sequence that no earlier one has: its last ones."""
+    """Number of tokens of each sequence that no earlier sequence shares; they are its last ones."""
 
     @staticmethod
     def of(labels: Sequence[Hashable], lens: Sequence[int]) -> _Paths:
-        """Those of sequences laid end to end, by what tokens must have in common to be one row."""
+        """Map the tokens of sequences laid end to end to rows, by their labels (`token_labels`)."""
         paths = _Paths([], [], [])
         known: dict[tuple[int, Hashable], int] = {}
+        # A trie of prefixes: a token's row follows from the row before it and the token's label.
         start = 0
         for length in lens:
             row, before = -1, len(paths.firsts)
@@ -54,9 +54,9 @@ class _Paths:
 
 
 def share_prefixes(batch: PackedTokens) -> PackedTokens:
-    """The same tokens asked of whole sequences laid end to end on the CPU, T' rows in the place of T.
+    """Return the same requested tokens with shared prefixes merged, on the CPU: T' <= T rows.
 
-    A row may then be asked several times: that of a prompt's last token, by each of its responses.
+    One row may be requested several times: a prompt's last token, by each of its responses.
     """
     lens = batch.layout.query_lens
     experts = batch.routed_experts
@@ -78,7 +78,10 @@ def share_prefixes(batch: PackedTokens) -> PackedTokens:
 
 
 def _layout(paths: Sequence[torch.Tensor], own: Sequence[int]) -> AttentionLayout:
-    """The layout of sequences by the rows of all their tokens, the last of which are their own."""
+    """Build the layout from the rows of each sequence's tokens, of which the last `own` are queries.
+
+    A sequence without tokens of its own has no queries and is left out.
+    """
     asked = [(path, count) for path, count in zip(paths, own, strict=True) if count]
     return AttentionLayout(
         query_lens=tuple(count for _, count in asked),

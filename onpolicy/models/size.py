@@ -1,4 +1,4 @@
-"""What of a model decides how much memory it takes, counted without making it."""
+"""The sizes of a model that determine its memory, counted without building it."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from onpolicy.models.trainable import trainable_parameters
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """All are numbers of elements."""
+    """Sizes of a model, all in elements."""
 
     parameters: int
     trained: int
-    """Parameters that are trained; the others have neither gradients nor optimizer state."""
+    """Number of trained parameters; the others have neither gradients nor optimizer state."""
 
     layers: int
     largest_layer: int
-    """Parameters of the largest decoder layer."""
+    """Number of parameters of the largest decoder layer."""
 
     largest_parameter: int
     width: int
-    """What all linears of a decoder layer take and give for one token."""
+    """Number of inputs and outputs of all linears of a decoder layer, for one token."""
 
     hidden: int
     vocab: int
 
     adapters: int = 0
-    """Those of the parameters that are adapters'."""
+    """Number of parameters that belong to adapters."""
 
     merging: int = 0
-    """float32 numbers that are held while adapters are merged."""
+    """Number of float32 elements held while adapters are merged."""
 
     @staticmethod
     def of(
@@ -46,7 +46,7 @@ class ModelSize:
         trust_remote_code: bool = False,
         adapter: AdapterShape | None = None,
     ) -> ModelSize:
-        """Counted on the meta device; with adapters, which are trained in the place of all else."""
+        """Count on the meta device; with adapters, only these are trained."""
         model = empty_causal_lm(config, trust_remote_code)
         model.tie_weights()
         layers = decoder_layers(model)
@@ -68,18 +68,18 @@ class ModelSize:
 
     @property
     def whole(self) -> ModelSize:
-        """The model that adapters are beside, trained in all its parameters; itself, if it has none."""
+        """Return the base model with all parameters trained; the model itself if it has no adapters."""
         base = self.parameters - self.adapters
         return replace(self, parameters=base, trained=base, adapters=0) if self.adapters else self
 
     @property
     def is_trained_whole(self) -> bool:
-        """Whether layers and head are trained, and not adapters alone."""
+        """Return whether layers and head are trained, and not only adapters."""
         return 2 * self.trained > self.parameters
 
     @property
     def outside_layers(self) -> int:
-        """Parameters of embedding, head and last norm, as if all layers were of equal size."""
+        """Return the parameters of embedding, head and last norm, as if all layers had equal size."""
         return max(self.parameters - self.layers * self.largest_layer, 2 * self.vocab)
 
 

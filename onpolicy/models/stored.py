@@ -1,9 +1,9 @@
-"""The tensors of a Hugging Face checkpoint, seen from a model that holds them in another shape.
+"""The tensors of a Hugging Face checkpoint as views of a model's parameters.
 
 transformers may rename a parameter when it loads a checkpoint, or fuse several tensors into one:
-all experts of a layer become two parameters. Whatever leaves the trainer (a push, an exported
-checkpoint) and whatever enters an engine goes by the checkpoint's names, the only ones that every
-implementation of a model knows.
+all experts of a layer become two parameters. Everything that leaves the trainer (a push, an
+exported checkpoint) and everything that enters an engine has the checkpoint's names, the only ones
+that every implementation of a model knows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from onpolicy.errors import ConfigError
 
 
 class _Part(NamedTuple):
-    """Where a tensor of a checkpoint lies in the one that holds it; None: it is the whole."""
+    """Shape, stride and offset of a checkpoint's tensor within a parameter; None if it is the whole."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -42,7 +42,7 @@ class _Part(NamedTuple):
 
 
 _Layout = tuple[str, torch.Size, tuple[int, ...]]
-"""Name, shape and strides of what a model holds."""
+"""Name, shape and strides of a model's parameter."""
 
 _known: WeakKeyDictionary[PreTrainedModel, dict[_Layout, dict[str, _Part | None]]] = (
     WeakKeyDictionary()
@@ -50,11 +50,11 @@ _known: WeakKeyDictionary[PreTrainedModel, dict[_Layout, dict[str, _Part | None]
 
 
 def stored_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """`tensor`, which is or replaces `name` of `model`, as `save_pretrained` would write it.
+    """Return `tensor`, a value of the parameter `name`, as `save_pretrained` would write it.
 
-    Returns views of `tensor` under the checkpoint's names. Raises ConfigError if the checkpoint
-    holds something that is no part of `tensor`. transformers is asked once for each layout of a
-    tensor: it goes through all of the model for every one.
+    The result holds views of `tensor` under the checkpoint's names.
+    Raise ConfigError if the checkpoint holds a tensor that is no view of `tensor`. The layout is
+    cached, since transformers scans the whole model for each tensor.
     """
     known = _known.setdefault(model, {})
     layout = (name, tensor.shape, tensor.stride())
@@ -79,7 +79,7 @@ def _as_written(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, 
 
 
 class _Views(TorchFunctionMode):
-    """Leaves pieces of a tensor where they are; transformers (from 5.13 on) copies each it cuts off."""
+    """A mode that keeps slices of a tensor as views; transformers copies each slice from 5.13 on."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -88,6 +88,6 @@ class _Views(TorchFunctionMode):
 
 
 def _memory(tensor: Tensor) -> int:
-    """Which memory a tensor is a view of; known on the meta device too."""
+    """Return an identifier of a tensor's memory, on the meta device too."""
     memory: int = StorageWeakRef(tensor.untyped_storage()).cdata
     return memory

@@ -1,7 +1,7 @@
-"""Which linear layers tensor parallelism cuts along K, and which models it can cut at all.
+"""The linears that tensor parallelism shards along K, and the models that it can shard.
 
-Hugging Face configurations carry a plan, `base_model_tp_plan`, and SGLang's transformers backend cuts
-by it. Layers that sum over a K which ranks share must sum in the same order in an engine without
+Hugging Face configurations carry a plan, `base_model_tp_plan`, and SGLang's transformers backend
+shards by it. Linears that sum over a sharded K must sum in the same order in an engine without
 tensor parallelism, so the plan is read here exactly as SGLang reads it.
 Source: sglang/srt/models/transformers.py, TransformersBase.recursive_replace.
 """
@@ -40,18 +40,18 @@ STYLES = {
     "replicate": "replicate",
     "replicated_with_grad_allreduce": "replicate",
 }
-"""Styles of a plan, and what SGLang does with a linear layer of each. The two of transformers 5 that
-SGLang lacks are those it has under other names (`sglang_patches/linear.py` tells it)."""
+"""Styles of a plan, and how SGLang shards a linear of each. Two styles of transformers 5 are
+missing in SGLang under these names; `sglang_patches/linear.py` maps them."""
 
 ROWWISE = {"rowwise", "rowwise_rep"}
-"""What gives each rank a part of K."""
+"""Styles that give each rank a part of K."""
 
 WHOLE = "replicate"
-"""What is done with a linear that no pattern matches, and on one rank with one of an unknown style."""
+"""Style of a linear that no pattern matches, and on one rank of an unknown style."""
 
 
 def engine_style(style: str) -> str:
-    """SGLang's name for a plan's style; an unknown one leaves the layer whole on every rank."""
+    """Return SGLang's name for a plan's style; a layer of unknown style is replicated."""
     return STYLES.get(_plain(style), WHOLE)
 
 
@@ -60,27 +60,27 @@ def _plain(style: str) -> str:
 
 
 def row_parallel_linears(model: PreTrainedModel) -> set[nn.Linear]:
-    """The linears of a causal LM whose K the model's plan shares out."""
+    """Return the linears of a causal LM that the model's plan shards along K."""
     styles = _styles_of_linears(model)
     return {linear for linear, style in styles.items() if engine_style(style) in ROWWISE}
 
 
 def unknown_styles(model: PreTrainedModel) -> list[str]:
-    """Styles of the model's linears of which it is not known how ranks share them."""
+    """Return the styles of the model's linears that cannot be sharded in a known way."""
     styles = _styles_of_linears(model).values()
-    # SGLang cuts a packed layer's columns as if it held one matrix.
+    # SGLang shards a packed layer's columns as if it held one matrix.
     return sorted({s for s in styles if _plain(s) not in STYLES or _plain(s) == "packed_colwise"})
 
 
 def whole_attention(model: PreTrainedModel) -> list[str]:
-    """Classes of attention that the plan leaves whole on every rank, as DeepSeek-V3's does."""
+    """Return the attention classes that the plan replicates on every rank, as DeepSeek-V3's does."""
     shared = row_parallel_linears(model)
     attention = [m for m in model.base_model.modules() if hasattr(m, "is_causal")]
     return sorted({type(m).__name__ for m in attention if not shared & set(m.children())})
 
 
 def fused_experts(model: PreTrainedModel) -> list[str]:
-    """Classes of experts that a checkpoint holds in one tensor a layer, as Llama-4's does."""
+    """Return the expert classes that a checkpoint holds in one tensor per layer, as Llama-4's does."""
     stored_whole = (
         type(module).__name__
         for name, module in model.named_modules()
@@ -111,9 +111,9 @@ def _styles_of_linears(model: PreTrainedModel) -> dict[nn.Linear, str]:
 def require_shardable(
     facts: ModelFacts, shapes: OperatorShapes, *, tp_size: int, blocks: int
 ) -> None:
-    """Refuse a model that `tp_size` ranks cannot share, or whose sums `blocks` cannot cut.
+    """Raise ConfigError if `tp_size` ranks cannot share the model, or `blocks` cannot divide its sums.
 
-    Raises ConfigError that names the size, the rule and the remedy.
+    The error names the size, the rule and the remedy.
     """
     for problem in _problems(facts, shapes, tp_size, blocks):
         raise ConfigError(problem)

@@ -15,16 +15,18 @@ from onpolicy.models.published import read_config
 logger = logging.getLogger(__name__)
 
 PROBE = "Two words,  (x + 1)\n\tend"
-"""A text that every published tokenizer of a language model gives back."""
+"""A text that every published tokenizer of a language model decodes without loss."""
 
 
 def load_tokenizer(
     path: str, trust_remote_code: bool = False, flag: str = "--hf-checkpoint"
 ) -> Any:
-    """The checkpoint's tokenizer, as its tokenizer.json has it where transformers makes another one of
-    that which loses text: of DeepSeek-V3's, for one, Llama's without spaces.
+    """Load the checkpoint's tokenizer.
 
-    Raises ConfigError if there is none, or if transformers cannot read it.
+    Where transformers builds a tokenizer that loses text (Llama's without spaces, for DeepSeek-V3),
+    use tokenizer.json as it is.
+
+    Raise ConfigError if there is none, or if transformers cannot read it.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -39,12 +41,12 @@ def load_tokenizer(
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     except ConfigError:
         raise
-    except Exception as error:  # whatever its parsers raise
+    except Exception as error:  # its parsers may raise anything
         raise ConfigError(
             f"{flag}={path}: its tokenizer cannot be read ({type(error).__name__}: "
             f"{in_one_line(error)}). Its files are missing or damaged; download them again."
         ) from error
-    # For some models transformers makes up an empty tokenizer where it finds no file.
+    # For some models transformers makes an empty tokenizer where it finds no file.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ConfigError(
             f"{flag}={path}: its tokenizer has no tokens, so tokenizer.json is likely missing. "
@@ -54,7 +56,7 @@ def load_tokenizer(
 
 
 def _loses_text(tokenizer: Any, file: Path) -> bool:
-    """Whether it does not give a text back that the tokenizer in the file does."""
+    """Return whether it loses a text that the tokenizer in the file does not lose."""
     token_ids = tokenizer.encode(PROBE, add_special_tokens=False)
     if tokenizer.decode(token_ids, clean_up_tokenization_spaces=False) == PROBE:
         return False

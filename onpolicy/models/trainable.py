@@ -1,4 +1,4 @@
-"""Which parameters of a model are trained: those that ask for a gradient, and nobody else decides it."""
+"""The trained parameters of a model: exactly those that require a gradient."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from onpolicy.weights.digest import WeightDigest
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The trained ones, in the model's order."""
+    """Return the trained parameters, in the model's order."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def frozen_digest(model: nn.Module) -> str:
-    """The digest of this rank's part of those that are not trained; "" if it has none."""
+    """Return the digest of this rank's part of the frozen parameters; "" if there are none."""
     digest, frozen = WeightDigest(), False
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

@@ -1,5 +1,4 @@
-"""A model that says of every token what is still to come: a policy with one number in the place of its
-logits."""
+"""A critic: a policy model with one value per token in the place of its logits."""
 
 from __future__ import annotations
 
@@ -14,31 +13,33 @@ from onpolicy.ops import Operators
 
 
 class Values(NamedTuple):
-    """What a critic's forward pass says of the tokens that are asked for."""
+    """The values of the requested tokens, from a critic's forward pass."""
 
     values: Tensor
-    """float32 [R]: by what comes before each, what it and all after it are expected to earn."""
+    """float32 [R]: expected return of each token and all after it, given the tokens before it."""
 
 
 class ValueHead(nn.Linear):
-    """[..., H] -> float32 [...], by an operator that does not round it. It begins with zeros: the first
-    advantages are what came, and no bit of a run is drawn."""
+    """A value head, [..., H] -> float32 [...], by an operator that does not round the result.
+
+    It starts at zero: the first advantages are the plain returns, and it draws no random numbers.
+    """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype | None = None):
         super().__init__(hidden_size, 1, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Zeros, and nothing of torch's generator."""
+        """Set weight and bias to zero, and draw nothing from torch's generator."""
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
     def values(self, operators: Operators, hidden: Tensor) -> Tensor:
-        """float32 [R] of hidden states [R, H]."""
+        """Compute float32 [R] from hidden states [R, H]."""
         return operators.partial_linear(hidden, self.weight)[:, 0] + self.bias.float()
 
 
 class ValueModel(PolicyModel):
-    """A causal LM without its output projection, whose forward pass returns values."""
+    """A causal LM without its output projection that returns values."""
 
     def __init__(self, causal_lm: PreTrainedModel, operators: Operators):
         super().__init__(causal_lm, operators)
@@ -48,5 +49,5 @@ class ValueModel(PolicyModel):
         self.value_head = ValueHead(head.weight.shape[1])
 
     def forward(self, batch: PackedTokens) -> Values:  # type: ignore[override]
-        """The value of each token asked for, at the position that predicts it."""
+        """Compute the value of each requested token, at the position that predicts it."""
         return Values(self.value_head.values(self.operators, self.hidden_states(batch)))

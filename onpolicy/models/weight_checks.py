@@ -1,4 +1,4 @@
-"""What the numbers in a checkpoint's files must be for both engines to compute with all of them."""
+"""Checks that a checkpoint's stored numbers are ones that both engines can compute with."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from onpolicy.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 ROWS_AT_A_TIME = 4096
-"""Rows of two tensors that are compared at a time."""
+"""Number of rows of two tensors that are compared at a time."""
 
 
 class Reader(Protocol):
-    """Reads the tensors of a checkpoint, as `CheckpointReader` does."""
+    """A reader of a checkpoint's tensors, such as `CheckpointReader`."""
 
     def __contains__(self, name: str) -> bool: ...
     def shape(self, name: str) -> torch.Size: ...
@@ -30,16 +30,17 @@ class Reader(Protocol):
 
 
 FLOATING = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
-"""Types of safetensors files whose values are numbers as they stand."""
+"""Types of safetensors files whose values are plain floating-point numbers."""
 
 
 def require_ties(
     reader: Reader, model: PreTrainedModel, config: PretrainedConfig, name: str
 ) -> None:
-    """Raise ConfigError if two tensors that the model ties are stored with other bits.
+    """Raise ConfigError if two tensors that the model ties are stored with different bits.
 
-    transformers ties such tensors only if they are equal in the model's dtype, and computes with both
-    otherwise (PreTrainedModel.tie_weights), while the engines here would compute with one of them.
+    transformers ties such tensors only if they are equal in the model's dtype, and computes with
+    both otherwise (PreTrainedModel.tie_weights), while the engines here would compute with one of
+    them.
     """
     ties: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     dtype = getattr(config, "dtype", None)
@@ -56,7 +57,7 @@ def require_ties(
 
 
 def require_numbers(reader: Reader, model: PreTrainedModel, name: str) -> None:
-    """Raise ConfigError for weights that are stored as integers, without what they are multiplied by."""
+    """Raise ConfigError for weights stored as integers, without their scales."""
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     of_integers = {n for n, buffer in model.named_buffers() if not buffer.is_floating_point()}
     wrong = [
@@ -75,7 +76,7 @@ def require_numbers(reader: Reader, model: PreTrainedModel, name: str) -> None:
 
 
 def say_left_out(reader: Reader, model: PreTrainedModel, name: str) -> None:
-    """Say which stored tensors transformers leaves out by rule, such as layers that draft tokens."""
+    """Log which stored tensors transformers leaves out by rule, such as draft layers."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     own = model.state_dict().keys()
     left = [
@@ -96,7 +97,7 @@ def _say(message: str) -> None:
 
 
 def require_finite(block: Tensor, tensor: str, name: str) -> Tensor:
-    """Return the block. Raises ConfigError if it holds NaN or an infinity."""
+    """Return the block. Raise ConfigError if it holds NaN or an infinity."""
     if not block.is_floating_point() or not block.numel():
         return block
     wide = block.float() if block.element_size() == 1 else block
@@ -111,7 +112,7 @@ def require_finite(block: Tensor, tensor: str, name: str) -> Tensor:
 
 
 def _stored_name(reader: Reader, model: PreTrainedModel, tensor: str) -> str:
-    """Return the name that a checkpoint has a tensor under: its own, or the base model's; or ''."""
+    """Return the stored name of a tensor: its own, or the base model's; '' if it is not stored."""
     names = tensor, tensor.removeprefix(f"{model.base_model_prefix}.")
     return next((name for name in names if name in reader), "")
 

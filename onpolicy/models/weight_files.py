@@ -1,7 +1,8 @@
-"""The safetensors files of a Hugging Face checkpoint: all there, undamaged, of the model's sizes; and
-what reads blocks of their tensors.
+"""Checks of a checkpoint's safetensors files, and a reader of blocks of their tensors.
 
-A check reads their headers alone, so it takes seconds for any model.
+The files must be complete, undamaged and of the model's sizes.
+
+The checks read only the headers, so they take seconds for any model.
 """
 
 from __future__ import annotations
@@ -35,28 +36,27 @@ logger = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
 
 VALUE_HEAD = "score."
-"""What the names of a critic's head begin with: that of a token classifier of transformers, which verl
-makes critics of."""
+"""Prefix of the names of a critic's head, as in transformers' token classifiers, which verl uses."""
 
 AT_A_TIME = 1 << 30
-"""Bytes of whole weights in a bucket."""
+"""Maximum size of a bucket, in bytes of whole weights."""
 
 SHOWN = 5
-"""Tensors that an error lists before it counts the others."""
+"""Number of tensors that an error lists before it counts the others."""
 
 
 def stored_shapes(directory: Path, flag: str) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint, as an empty one on the meta device.
+    """Return every tensor of the checkpoint as an empty one on the meta device.
 
-    Raises ConfigError, which blames `flag`, for a file that is missing or damaged.
+    Raise ConfigError, which names `flag`, for a file that is missing or damaged.
     """
     return CheckpointReader(directory, flag).shapes()
 
 
 def weight_files(directory: Path, flag: str) -> list[Path]:
-    """The checkpoint's files, those of its index if it has one.
+    """Return the checkpoint's files, from its index if it has one.
 
-    Raises ConfigError, which blames `flag`, if one is missing.
+    Raise ConfigError, which names `flag`, if one is missing.
     """
     names = sorted(file.name for file in directory.glob("*.safetensors"))
     if (directory / INDEX).exists():
@@ -95,7 +95,7 @@ def require_fit(
     *,
     of_critic: bool = False,
 ) -> None:
-    """Raise ConfigError unless the weights are those of a model of this configuration."""
+    """Raise ConfigError unless the weights fit a model of this configuration."""
     try:
         matched_model(path, config, trust_remote_code, flag, of_critic=of_critic)
     except (NotImplementedError, RuntimeError) as error:  # an operation without meta tensors
@@ -103,13 +103,13 @@ def require_fit(
 
 
 def quantised_by(config: PretrainedConfig) -> str:
-    """Return the method by which a configuration says that its weights are numbers and scales, or ''."""
+    """Return the quantisation method that a configuration names, or ''."""
     told = getattr(config, "quantization_config", None)
     return str(getattr(told, "get", lambda _: None)("quant_method") or told) if told else ""
 
 
 def require_plain(config: PretrainedConfig, name: str) -> None:
-    """Raise ConfigError if the checkpoint's weights are numbers and scales."""
+    """Raise ConfigError if the checkpoint's weights are quantised."""
     if method := quantised_by(config):
         raise ConfigError(
             f"{name}: quantization_config={method} in config.json: its weights are numbers and scales, "
@@ -126,11 +126,11 @@ def matched_model(
     *,
     of_critic: bool = False,
 ) -> PreTrainedModel:
-    """The model on the meta device, as transformers loads it from this checkpoint.
+    """Return the model on the meta device, as transformers loads it from this checkpoint.
 
-    transformers itself decides which tensors are renamed and fused, and the model remembers. Raises
-    ConfigError unless the weights are those of a model of this configuration. `of_critic`: it may have a
-    value head, and no output projection.
+    transformers itself decides which tensors are renamed and fused, and the model remembers.
+    Raise ConfigError unless the weights fit a model of this configuration. With `of_critic` there
+    may be a value head, and no output projection.
     """
     name = f"{flag}={path}"
     require_plain(config, name)
@@ -170,7 +170,7 @@ def matched_model(
 
 
 def _with_projection(stored: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
-    """The tensors as if they were a causal language model's."""
+    """Replace a critic's head by an output projection, so that the tensors fit a causal LM."""
     head = model.get_output_embeddings()
     prefix = next(name for name, child in model.named_children() if child is head)
     projection = {f"{prefix}.{name}": x.detach() for name, x in head.named_parameters()}
@@ -188,7 +188,7 @@ def _require_none(found: list[str], problem: str, name: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' progress bar and its report of what does not fit."""
+    """Silence transformers' progress bar and its report of mismatches inside the context."""
     verbosity = transformers_logging.get_verbosity()
     had_bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
@@ -202,15 +202,15 @@ def _quiet() -> Iterator[None]:
 
 
 class CheckpointReader:
-    """The safetensors files of a directory, each opened once.
+    """A reader of the safetensors files of a directory, each opened once.
 
-    Raises ConfigError, which blames `flag`, for a file that is missing or damaged.
+    It raises ConfigError, which names `flag`, for a file that is missing or damaged.
     """
 
     def __init__(self, path: str | Path, flag: str = "--hf-checkpoint"):
         self.path, self._flag = Path(path), flag
         self._handles: dict[str, Any] = {}
-        """The open file of each tensor."""
+        """Open file of each tensor."""
 
         for file in weight_files(self.path, flag):
             handle = self._opened(file)
@@ -220,12 +220,12 @@ class CheckpointReader:
         return name in self._handles
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor in its turn, in the dtype in which it is stored."""
+        """Yield every tensor, in its stored dtype."""
         for name in self._handles:
             yield name, self.read(name, ())
 
     def buckets(self) -> Iterator[WeightBucket]:
-        """All of them, AT_A_TIME, for what writes each bucket as a file."""
+        """Yield all tensors in buckets of AT_A_TIME bytes, for writers of one file per bucket."""
         return in_buckets(self.tensors(), AT_A_TIME)
 
     def shapes(self) -> dict[str, Tensor]:
@@ -237,7 +237,7 @@ class CheckpointReader:
         return torch.Size(self._slice(name).get_shape())
 
     def kinds(self) -> Iterator[tuple[str, str]]:
-        """Yield the tensors with their types in safetensors' words."""
+        """Yield the tensors' names with their types in safetensors' notation."""
         for name in self._handles:
             yield name, self._slice(name).get_dtype()
 
@@ -253,7 +253,7 @@ class CheckpointReader:
     def require(self, shapes: dict[str, tuple[int, ...]], unread: Collection[str] = ()) -> None:
         """Raise ConfigError unless the checkpoint has exactly these tensors.
 
-        It may have others whose names one of the regular expressions `unread` finds.
+        Tensors whose names match one of the regular expressions `unread` are ignored.
         """
         stored = self.shapes()
         found = {n for n in stored if n in shapes or not any(re.search(p, n) for p in unread)}
@@ -271,8 +271,10 @@ class CheckpointReader:
         return self._handles[name].get_slice(name)
 
     def read(self, name: str, block: Iterable[slice | int]) -> Tensor:
-        """Return the block of a tensor, in the dtype in which it is stored. Raises ConfigError if it
-        holds NaN or an infinity."""
+        """Return a block of a tensor, in its stored dtype.
+
+        Raise ConfigError if it holds NaN or an infinity.
+        """
         index = tuple(block) or (slice(None),)
         stored = torch.as_tensor(self._slice(name)[index])
         return require_finite(stored, name, f"{self._flag}={self.path}")

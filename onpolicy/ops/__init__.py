@@ -1,4 +1,4 @@
-"""The aligned operators, chosen by the contract: one implementation serves both engines."""
+"""The aligned operators, chosen by the contract: both engines use one implementation."""
 
 from onpolicy.contract import ATTENTION_CHUNK, NumericsContract
 from onpolicy.errors import ContractError
@@ -11,9 +11,9 @@ __all__ = ["AttentionLayout", "Operators", "PagedLayout", "ScoreRule", "make_ope
 
 
 def make_operators(contract: NumericsContract, num_threads: int = 1) -> Operators:
-    """The operators that keep `contract` in this process, on `num_threads` CPU threads.
+    """Return the operators that keep `contract` in this process, on `num_threads` CPU threads.
 
-    Raises ContractError if this machine cannot keep it, or no backend has the contract's name.
+    Raise ContractError if this machine cannot keep it, or no backend has the contract's name.
     """
     backend = backend_of(contract.backend)
     if contract.attention_chunk != ATTENTION_CHUNK:

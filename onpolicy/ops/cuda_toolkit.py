@@ -1,4 +1,4 @@
-"""The CUDA compiler that DeepGEMM's kernels are made with: where it is, and whether it will do."""
+"""The CUDA compiler for DeepGEMM's kernels: its location, and whether it is usable."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OLDEST_NVCC = (12, 9)
-"""The oldest that sgl-deep-gemm 0.2 takes."""
+"""Oldest version that sgl-deep-gemm 0.2 accepts."""
 
 WHEELS = "cu13"
-"""The folder of the package `nvidia` in which the compiler is that the extra `gpu` installs."""
+"""Folder of the package `nvidia` that holds the compiler installed by the extra `gpu`."""
 
 USUAL = Path("/usr/local/cuda")
 
@@ -29,20 +29,21 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class CudaToolkit:
-    """A toolkit, or the reason why there is none that compiles."""
+    """A toolkit, or the reason why none can compile."""
 
     home: str | None
-    """Example: /usr/local/cuda"""
+    """Path, such as /usr/local/cuda"""
 
     problem: str = ""
-    """Example: CUDA_HOME=/usr/local/cuda has no executable bin/nvcc"""
+    """Reason, such as: CUDA_HOME=/usr/local/cuda has no executable bin/nvcc"""
 
 
 def find_cuda_toolkit() -> CudaToolkit:
-    """The one that CUDA_HOME or CUDA_PATH names and no other; else the first that compiles of those that
-    the extra brings, that PATH leads to, and that is at /usr/local/cuda.
+    """Find the CUDA toolkit.
 
-    DeepGEMM knows all of these but the extra's: it is to be given the result as CUDA_HOME.
+    If CUDA_HOME or CUDA_PATH is set, only that one counts; otherwise it is the first that compiles
+    of: the extra's packages, PATH, /usr/local/cuda. DeepGEMM does not search the extra's packages,
+    so it gets the result as CUDA_HOME.
     """
     given = [name for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     if given:
@@ -59,7 +60,7 @@ def find_cuda_toolkit() -> CudaToolkit:
 
 
 def _homes() -> Iterator[Path]:
-    """Folders that are there, each of which may be one of libraries alone."""
+    """Yield existing folders, some of which may hold only libraries."""
     nvidia = importlib.util.find_spec("nvidia")
     packages = [] if nvidia is None else nvidia.submodule_search_locations or []
     compiler = shutil.which("nvcc")
@@ -70,7 +71,7 @@ def _homes() -> Iterator[Path]:
 
 
 def _problem(home: Path) -> str:
-    """Why nothing can be compiled with the toolkit at `home`; empty if it can."""
+    """Return why nothing can be compiled with the toolkit at `home`; empty if it can."""
     nvcc = home / "bin" / "nvcc"
     if not os.access(nvcc, os.X_OK):
         return f"{home} has no executable bin/nvcc"

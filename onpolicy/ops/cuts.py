@@ -1,12 +1,12 @@
-"""Top-k, top-p and min-p: the tokens that a distribution is cut to, and what it is then.
+"""Top-k, top-p and min-p: the tokens that they keep of a distribution, and the distribution after.
 
-The order is that of transformers' `generate`: temperature, then the k likeliest, then of those the
-likeliest until they have p of *their* probability (the token that reaches it included), then of those
-all that are at least min_p times as likely as the likeliest. Of equally likely tokens the one with the
-smaller id comes first. (SGLang's own sampler measures top-p against the whole vocabulary: another cut
-where top-k is given too.) What a grammar does not allow is cut off before all of it. What is left has
-`Operators.log_softmax` of its logits, the others a logit of no weight.
-Row invariance: probabilities are added as whole numbers, whose sum no order of additions changes.
+The order follows transformers' `generate`: temperature, then the k likeliest tokens, then the
+likeliest of these until they have p of *their* probability (including the token that reaches it),
+then of these all that are at least min_p times as likely as the likeliest. Of equally likely tokens
+the smaller id comes first. (SGLang's own sampler measures top-p against the whole vocabulary:
+another cut if top-k is given too.) Tokens that a grammar does not allow are cut off first. The kept
+tokens have `Operators.log_softmax` of their logits; the others have a logit of no weight. Row
+invariance: probabilities are added as integers, whose sum does not depend on the order.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from torch import Tensor
 from onpolicy.ops.base import Operators
 
 OUTSIDE = -1e30
-"""The logit of a token that was cut off: its probability is 0 to the bit at every temperature that is
-allowed, and unlike infinity it makes no NaN of 0 x log 0."""
+"""Logit of a token that was cut off: its probability is exactly 0 at every allowed temperature, and
+unlike infinity it makes no NaN of 0 x log 0."""
 
 ALL = 1 << 30
-"""A top-k that cuts nothing, as SGLang has it."""
+"""Top-k that cuts nothing, as in SGLang."""
 
 _UNITS = 2.0**52
-"""Whole numbers that a probability of 1 is counted as; a row's sum stays far below 2**63."""
+"""Integer that stands for a probability of 1; a row's sum stays far below 2**63."""
 
 _NUMBERS = 1 << 22
-"""Numbers that are sorted at a time: 32 MiB of ids."""
+"""Number of elements that are sorted at a time: 32 MiB of ids."""
 
 
 class Cut(NamedTuple):
-    """What is cut off; of each of M rows, or of all alike."""
+    """The sampling parameters of each of M rows, or of all rows."""
 
     top_k: Tensor
     """int64 [M, 1] or [1, 1], at least 1; from V on it cuts nothing"""
 
     top_p: Tensor
-    """float32, likewise: above 0; 1 cuts nothing"""
+    """float32 of the same shape, above 0; 1 cuts nothing"""
 
     min_p: Tensor
-    """float32, likewise: from 0, which cuts nothing, to 1"""
+    """float32 of the same shape, from 0, which cuts nothing, to 1"""
 
     @staticmethod
     def of(
         top_k: int, top_p: float, min_p: float, device: torch.device | str = "cpu"
     ) -> Cut | None:
-        """The same for all rows; None where nothing is cut. top_k: -1 for none."""
+        """Return one cut for all rows; None if nothing is cut. top_k: -1 for none."""
         if (top_k, top_p, min_p) == (-1, 1.0, 0.0):
             return None
         return Cut(
@@ -58,7 +58,7 @@ class Cut(NamedTuple):
         )
 
     def kept(self, operators: Operators, log_probs: Tensor) -> Tensor:
-        """The tokens that are left of float32 [M, V]: bool [M, V], at least one in each row."""
+        """Return the kept tokens of float32 [M, V]: bool [M, V], at least one in each row."""
         step = max(1, _NUMBERS // log_probs.shape[1])
         parts = []
         for start in range(0, len(log_probs), step):
@@ -71,9 +71,10 @@ class Cut(NamedTuple):
 def _kept(
     operators: Operators, log_probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    # Stable: of equal numbers the first stays first.
+    # A stable sort: of equal numbers the smaller id stays first.
     ordered, ids = log_probs.sort(dim=-1, descending=True, stable=True)
     probabilities = operators.elementwise(torch.exp, ordered.double())
+    # Top-k, then top-p by the probability before each token, then min-p.
     is_kept = torch.arange(log_probs.shape[1], device=ids.device) < top_k
     counted = (probabilities * _UNITS).round().long() * is_kept
     sums = counted.cumsum(-1)
@@ -89,9 +90,10 @@ def left(
     allowed: Tensor | None,
     cut: Cut | None,
 ) -> Tensor | None:
-    """What a cut leaves of those logits [M, V] that are `allowed`: bool [M, V]; None if nothing is cut.
+    """Return the `allowed` tokens that a cut keeps: bool [M, V]; None if nothing is cut.
 
-    temperature: float32 [M, 1]; allowed: bool [M, V], at least one in each row; None: all.
+    logits: [M, V]; temperature: float32 [M, 1]; allowed: bool [M, V], at least one in each row;
+    None: all tokens.
     """
     if cut is None:
         return allowed
@@ -102,5 +104,5 @@ def left(
 
 
 def within(logits: Tensor, kept: Tensor) -> Tensor:
-    """[M, V] with `OUTSIDE` where bool [M, V] is false."""
+    """Return logits [M, V] with `OUTSIDE` where bool [M, V] is False."""
     return logits.masked_fill(~kept, OUTSIDE)

@@ -1,8 +1,8 @@
-"""Which token a seed draws: for the engine's sampler, and for the trainer, which draws it again.
+"""The token that a seed draws, for the engine's sampler and for the trainer, which draws it again.
 
-A token depends on its row of log-probabilities, on its seed and on its position, and on nothing else.
-So whoever has the same bits of all three draws the same token, and a trainer that draws each sampled
-token again sees whether an engine sampled from the policy or merely told the policy's log-probabilities.
+A token depends only on its row of log-probabilities, its seed and its position. So anyone with the
+same bits of all three draws the same token. A trainer that draws each sampled token again can tell
+whether an engine sampled from the policy or only reported the policy's log-probabilities.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch import Tensor
 from onpolicy.ops.base import Operators
 
 NUMBERS = 1 << 24
-"""Log-probabilities that are drawn from at a time: 64 MiB of float32."""
+"""Number of log-probabilities that are drawn from at a time: 64 MiB of float32."""
 
 LARGEST_VOCABULARY = 1 << 24
-"""Up to here float32, in which drawn tokens travel beside log-probabilities, has every token exactly."""
+"""Largest vocabulary whose ids float32 represents exactly; drawn tokens travel as float32."""
 
 
 def draw(
     operators: Operators, log_probs: Tensor, numbers: Tensor, kept: Tensor | None = None
 ) -> Tensor:
-    """Return one token a row: int64 [B].
+    """Return one token per row: int64 [B].
 
-    log_probs: float32 [B, V]; numbers: float64 [B], of `Operators.uniform`; kept: bool [B, V], what was
-    not cut off, at least one token in each row; None: the whole vocabulary.
+    log_probs: float32 [B, V]; numbers: float64 [B], of `Operators.uniform`; kept: bool [B, V], the
+    tokens that were not cut off, at least one per row; None: the whole vocabulary.
     """
     tokens = operators.sample(log_probs, numbers)
-    if kept is not None:  # where its sums round, a draw may end on a token of no weight
+    if kept is not None:  # rounded sums may draw a token of no weight
         is_kept = kept.gather(1, tokens[:, None])[:, 0]
         tokens = torch.where(is_kept, tokens, log_probs.argmax(-1))
     return tokens
@@ -40,13 +40,13 @@ def draw(
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How the R sampled tokens of a micro-batch were drawn, and which of them to draw again."""
+    """The seeds and positions of a micro-batch's R sampled tokens, and which of them to draw again."""
 
     seeds: Tensor
     """int64 [R]"""
 
     positions: Tensor
-    """int64 [R]: of the token before each, in its sequence: what an engine draws it at"""
+    """int64 [R]: position in its sequence of the token before each, as used by the engine's draw"""
 
     chosen: Tensor
     """bool [R], on the CPU: the tokens to draw again"""
@@ -61,11 +61,11 @@ class Draws:
         )
 
     def on(self, device: torch.device | str) -> Draws:
-        """Return the same with what is computed with on a device."""
+        """Return the same, with the tensors that are computed with on a device."""
         return Draws(self.seeds.to(device), self.positions.to(device), self.chosen)
 
     def at(self, rows: Tensor, missing: int = 0) -> Draws:
-        """Return those of int64 [M] tokens, and of `missing` more that are not chosen."""
+        """Return the draws of int64 [M] tokens, and of `missing` more that are not chosen."""
         pad = (0, missing)
         seeds, positions = F.pad(self.seeds[rows], pad), F.pad(self.positions[rows], pad)
         return Draws(seeds, positions, F.pad(self.chosen[rows.cpu()], pad))
@@ -78,9 +78,9 @@ class Draws:
         rows: slice,
         kept: Tensor | None = None,
     ) -> Tensor:
-        """Draw the chosen ones of these rows again: float32 [M], the tokens, NaN for the others.
+        """Draw the chosen tokens of these rows again: float32 [M], NaN for the others.
 
-        logits: [M, V] of a model, with no weight on what was cut off; temperature: float32 [M, 1];
+        logits: [M, V], with no weight on tokens that were cut off; temperature: float32 [M, 1];
         kept: bool [M, V] as in `draw`. No autograd.
         """
         assert logits.shape[1] <= LARGEST_VOCABULARY

@@ -1,9 +1,9 @@
-"""Environment variables that would put other kernels, or other precisions, behind the operators, or
-another server in the place of the one that onpolicy starts.
+"""Environment variables that an aligned run, or a server that onpolicy starts, refuses.
 
-Some are read by SGLang, some by CUDA's libraries under it and under the trainer, none by onpolicy,
-so nothing else would notice them. They are refused before anything is started; a server inherits
-the environment that was checked.
+They would select other kernels or precisions behind the operators, or replace the server. Some are
+read by SGLang, some by CUDA's libraries under it and under the trainer, none by onpolicy, so
+nothing else would notice them. They are refused before anything starts; a server inherits the
+environment that was checked.
 """
 
 from __future__ import annotations
@@ -59,14 +59,17 @@ _REPLACING: dict[str, tuple[frozenset[str] | None, str]] = {
         "tokens would go to other experts than the model's",
     ),
 }
-"""Variable of SGLang's: (values that replace what a run relies on, None: all that are on; why)."""
+"""SGLang's variables: (values that replace a part of the server, None: any value that is not off;
+why)."""
 
 OWN_PLUGIN = "onpolicy"
 
 
 def require_ours(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError for the first variable under which a server of SGLang's, stock or aligned, would
-    not be the one that onpolicy has started."""
+    """Raise ConfigError for the first variable that would replace or change onpolicy's SGLang server.
+
+    It holds for stock and aligned servers.
+    """
     for name, (values, reason) in _REPLACING.items():
         value = environment.get(name, "").strip()
         is_off = value.lower() in _OFF or value.startswith("-")

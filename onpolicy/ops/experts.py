@@ -1,9 +1,9 @@
-"""A mixture-of-experts layer whose every token is computed as if it were alone.
+"""A mixture-of-experts layer that computes every token as if it were alone.
 
 Rows are sorted by expert, so that each expert is one GEMM of a row-invariant `grouped_linear`, and
-put back. A token's experts are added in the router's order, in float32, rounded once: neither the
-other tokens of the batch nor the order in which experts run can change a bit. No step waits for the
-device, so CUDA graphs can hold it.
+then unsorted. A token's experts are added in the router's order, in float32, rounded once: neither
+the other tokens of the batch nor the order in which experts run can change a bit. No step waits for
+the device, so CUDA graphs can hold it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from onpolicy.ops.low_rank import Factors
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
 Gate = Callable[[Tensor], Tensor]
-"""What stands between an expert's two products: [S, 2 I] -> [S, I]."""
+"""The function between an expert's two products: [S, 2 I] -> [S, I]."""
 
 
 class ExpertFactors(NamedTuple):
@@ -34,13 +34,15 @@ class ExpertFactors(NamedTuple):
 
 
 def of_experts(numbers: Tensor, experts: Tensor) -> Tensor:
-    """Returns those of each row's expert: [E, N], int64 [S] -> float32 [S, N], the dtype in which
-    gradients are summed."""
+    """Return each row's entry of a table by expert: [E, N], int64 [S] -> float32 [S, N].
+
+    Gradients are summed in float32.
+    """
     return F.embedding(experts, numbers.float())
 
 
 def gated_halves(operators: Operators, activation: Callable[[Tensor], Tensor]) -> Gate:
-    """The usual gate, `activation(gate) * up`, of rows that hold the gate before up."""
+    """Return the usual gate, `activation(gate) * up`, for rows that hold gate before up."""
     return lambda gate_up: operators.gated(activation, *gate_up.chunk(2, dim=-1))
 
 
@@ -59,13 +61,14 @@ def mix_experts(
     adapter: ExpertFactors | None = None,
     in_few_kernels: bool = True,
 ) -> Tensor:
-    """`sum_j weights[:, j] * down[e_j](gate(gate_up[e_j](x)))`, e = experts.
+    """Compute `sum_j weights[:, j] * down[e_j](gate(gate_up[e_j](x)))`, e = experts.
 
-    x: [T, H]; experts: int64 [T, k]; weights: [T, k]; gate_up: [E, 2 I, H] and [E, 2 I];
-    down: [E, H, I] and [E, H]. Returns [T, H] in the dtype of `x`. With P tensor-parallel ranks
-    every rank holds I / P of the intermediate axis of all experts, and `down_bias` whole. `adapter` adds
-    to both products what `add_low_rank` adds to a linear; to the second before anything is rounded.
-    `in_few_kernels`: whether `Operators.mix_few` may answer, where nobody asks for gradients.
+    x: [T, H]; experts: int64 [T, k]; weights: [T, k]; gate_up: [E, 2 I, H] and bias [E, 2 I]; down:
+    [E, H, I] and bias [E, H].
+    Return [T, H] in the dtype of `x`. With P tensor-parallel ranks, every rank holds I / P of the
+    intermediate axis of all experts, and the whole `down_bias`. `adapter` adds to both products as
+    `add_low_rank` does to a linear; to the second before anything is rounded. `in_few_kernels`:
+    whether `Operators.mix_few` may be used, if no gradient is needed.
     """
     has_biases = gate_up_bias is not None or down_bias is not None
     has_more = has_biases or adapter is not None
@@ -74,13 +77,15 @@ def mix_experts(
         mixed = operators.mix_few(x, experts, weights, gate_up, down, gate)
         if mixed is not None:
             return mixed
+    # The general way: repeat rows per expert, sort them, compute, unsort, and mix.
     tokens, k = experts.shape
     rows, chosen = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1), experts.reshape(-1)
     sorted_rows = SortedRows.of(chosen, len(gate_up))
     hidden = _gated(operators, rows, sorted_rows, gate_up, gate, gate_up_bias, adapter)
     outputs = _down(operators, hidden, sorted_rows, down, row_parallel)
     mixed = mix_outputs(outputs, weights, row_parallel)
-    once = []  # and not on every rank
+    # These are the same on every rank, so they are added once, outside the sum over ranks.
+    once = []
     if adapter is not None:
         once.append(_added_to_down(operators, hidden, sorted_rows, adapter.down, row_parallel))
     if down_bias is not None:
@@ -100,10 +105,11 @@ def expert_outputs(
     row_parallel: RowParallel,
     adapter: ExpertFactors | None = None,
 ) -> list[Tensor]:
-    """What its expert makes of each row, in this rank's blocks of the sum over I.
+    """Return the expert's output for each row, in this rank's blocks of the sum over I.
 
-    rows: [S, H]; experts: int64 [S]; the rest as in `mix_experts`. Returns float32 [S, H] each; last, if
-    there is an `adapter`, what it adds to the sum over all blocks, the same on every rank.
+    rows: [S, H]; experts: int64 [S]; other arguments as in `mix_experts`.
+    Return float32 [S, H] each. If there is an `adapter`, its addition to the sum over all blocks
+    comes last, the same on every rank.
     """
     sorted_rows = SortedRows.of(experts, len(gate_up))
     hidden = _gated(operators, rows, sorted_rows, gate_up, gate, None, adapter)
@@ -114,7 +120,7 @@ def expert_outputs(
 
 
 class SortedRows(NamedTuple):
-    """The order of rows by their experts, and the way back."""
+    """The order of rows by their experts, and its inverse."""
 
     experts: Tensor
     """int64 [S], ascending"""
@@ -122,7 +128,7 @@ class SortedRows(NamedTuple):
     order: Tensor
     back: Tensor
     offsets: Tensor
-    """int64 [E + 1]: where the rows of each expert begin"""
+    """int64 [E + 1]: start of each expert's rows"""
 
     @staticmethod
     def of(experts: Tensor, count: int) -> SortedRows:
@@ -142,7 +148,7 @@ def _gated(
     bias: Tensor | None,
     adapter: ExpertFactors | None,
 ) -> Tensor:
-    """[S, H] -> [S, I / P], the rows sorted."""
+    """Compute the first product and the gate of sorted rows: [S, H] -> [S, I / P]."""
     rows, offsets = rows[by_expert.order], by_expert.offsets
     if bias is None:
         product = operators.grouped_linear(rows, gate_up, offsets)
@@ -161,7 +167,7 @@ def _with_added(
     by_expert: SortedRows,
     factors: Factors,
 ) -> Tensor:
-    """As `add_low_rank`: [S, K] and their products [S, N], the rows sorted, -> [S, N]."""
+    """Add adapters as `add_low_rank` does: sorted rows [S, K] and products [S, N] -> [S, N]."""
     inner = operators.grouped_linear(rows, factors.a, by_expert.offsets)
     added = operators.grouped_linear(inner, factors.b, by_expert.offsets)
     return operators.add_scaled(product, added, factors.scale)
@@ -186,7 +192,7 @@ def _added_to_down(
     factors: Factors,
     row_parallel: RowParallel,
 ) -> Tensor:
-    """float32 [S, H], the same on every rank."""
+    """Return the adapters' addition to the second product: float32 [S, H], the same on every rank."""
     pairs = zip(row_parallel.split(hidden), row_parallel.split(factors.a), strict=True)
     parts = [operators.grouped_partial_linear(*pair, by_expert.offsets) for pair in pairs]
     inner = row_parallel.sum(parts).to(hidden.dtype)

@@ -1,8 +1,8 @@
-"""The tokens that a sampled token was drawn from, as bytes that travel with it.
+"""The set of tokens that a sampled token was drawn from, as bytes that travel with it.
 
-A set is the little-endian int32 ids of its tokens, ascending, or if that is no shorter a mask of the
-vocabulary, ceil(V / 8) bytes with token 0 in the first byte's highest bit; no bytes at all stand for the
-whole vocabulary. Equal sets are equal bytes.
+A set is the little-endian int32 ids of its tokens, ascending. If that is no shorter, it is a mask
+of the vocabulary, ceil(V / 8) bytes with token 0 in the first byte's highest bit. No bytes at all
+stand for the whole vocabulary. Equal sets are equal bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WHOLE = b""
 
 
 def packed(kept: Tensor) -> list[bytes]:
-    """The set of each row of bool [M, V], none of which is empty."""
+    """Return the set of each row of bool [M, V]; no row may be empty."""
     return [_packed(row) for row in kept.cpu().numpy()]
 
 
@@ -36,7 +36,10 @@ def _packed(row: np.ndarray) -> bytes:
 
 
 def unpacked(sets: Sequence[bytes], vocab_size: int) -> Tensor:
-    """Those rows again: bool [M, V]. Raises ValueError for what is no set of this vocabulary."""
+    """Return the rows that `packed` packed: bool [M, V].
+
+    Raise ValueError for bytes that are no set of this vocabulary.
+    """
     rows = np.ones((len(sets), vocab_size), dtype=bool)
     for row, kept in zip(rows, sets, strict=True):
         if len(kept) == -(-vocab_size // 8):
@@ -61,16 +64,16 @@ class KeptTokens:
     """[R]"""
 
     cut: Cut | None = None
-    """What the sets must be by the logits of the model that is asked; None: nothing is cut off."""
+    """The cut that the sets must match by the model's logits; None: nothing is cut off."""
 
     allowed: tuple[bytes, ...] = ()
-    """[R]: what a grammar allowed each to be, as a set; none at all: the whole vocabulary."""
+    """[R]: the set that a grammar allowed for each token; empty: the whole vocabulary for all."""
 
     compared: Tensor | None = None
-    """bool [R]: the tokens of which both are to be looked at; None: none."""
+    """bool [R]: the tokens whose set is compared with `cut` and `allowed`; None: none."""
 
     def at(self, rows: Tensor, missing: int = 0) -> KeptTokens:
-        """Those of int64 [M] tokens, and of `missing` more that have the whole vocabulary."""
+        """Return the sets of int64 [M] tokens, and of `missing` more with the whole vocabulary."""
         sets, allowed = (
             (*(of[i] for i in rows.tolist()), *[WHOLE] * missing) if of else ()
             for of in (self.sets, self.allowed)
@@ -81,18 +84,20 @@ class KeptTokens:
         return replace(self, sets=sets, allowed=allowed, compared=compared)
 
     def cut_to(self, logits: Tensor, rows: slice) -> Tensor:
-        """Logits [M, V] of these tokens, with no weight on what was not kept."""
+        """Return logits [M, V] of these tokens, with no weight outside their sets."""
         return within(logits, self.mask(logits, rows))
 
     def mask(self, logits: Tensor, rows: slice) -> Tensor:
-        """Return what was kept of logits [M, V] of these tokens: bool [M, V]."""
+        """Return the sets of these tokens as bool [M, V], of the logits' size."""
         return _mask(self.sets, logits, rows)
 
     def differ(
         self, operators: Operators, logits: Tensor, temperature: Tensor, rows: slice
     ) -> Tensor | None:
-        """The tokens whose set is not what grammar and cut leave of logits [M, V]: bool [M]; None if
-        that is not looked at. temperature: float32 [M, 1]."""
+        """Return which tokens' sets differ from the one that grammar and cut keep: bool [M].
+
+        logits: [M, V]; temperature: float32 [M, 1]. Return None if nothing is compared.
+        """
         if self.compared is None:
             return None
         cut = self.cut and Cut(*(x.to(logits.device) for x in self.cut))

@@ -1,4 +1,4 @@
-"""What attention is computed over: where queries and keys lie, and how keys are scored."""
+"""The inputs of attention besides tensors: where queries and keys lie, and how keys are scored."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from onpolicy.ops.shared_rows import SharedRows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayout:
-    """Which rows of the queries and of the key/value store belong to which sequence.
+    """The rows of the queries and of the key/value store that belong to each sequence.
 
-    The queries of a sequence are its last `query_lens[s]` tokens; earlier tokens are only keys
-    (a cached prefix). Training packs whole sequences, so there both lengths are equal.
+    The queries of a sequence are its last `query_lens[s]` tokens; earlier tokens are only keys (a
+    cached prefix). Training packs whole sequences, so there both lengths are equal.
     """
 
     query_lens: tuple[int, ...]
@@ -30,15 +30,15 @@ class AttentionLayout:
     """int64 [S, >= max(key_lens)]: row of the store that holds each key; padding is any valid row."""
 
     shared_keys: SharedRows | None = None
-    """The rows of the keys of all sequences, one sequence after another, where a row of the store may be
-    a key of several; its gradient is then a sum over them, in their order."""
+    """Rows of the keys of all sequences, one sequence after another, where several sequences may
+    share a row of the store; its gradient is then a sum over them, in their order."""
 
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What an implementation worked out for this layout, kept for the model's other layers."""
+    """Cache of an implementation's plans for this layout, for the model's other layers."""
 
     @staticmethod
     def packed(lens: tuple[int, ...], device: torch.device | str = "cpu") -> AttentionLayout:
-        """The layout of whole sequences laid end to end, keys in the same rows as queries."""
+        """Return the layout of whole sequences laid end to end, keys in the same rows as queries."""
         counts = torch.tensor(lens, dtype=torch.int64, device=device)
         starts = counts.cumsum(0) - counts
         rows = starts[:, None] + torch.arange(max(lens, default=0), device=device)
@@ -47,12 +47,12 @@ class AttentionLayout:
         )
 
     def on(self, device: torch.device | str) -> AttentionLayout:
-        """The same on a device."""
+        """Return the same layout on a device."""
         shared = self.shared_keys and self.shared_keys.on(device)
         return replace(self, key_rows=self.key_rows.to(device), shared_keys=shared, plans={})
 
     def by_pages(self) -> PagedLayout:
-        """This layout with every key on a page of its own, whose number is int64, for all layers."""
+        """Return this layout with one key per int64 page, cached for all layers of a model."""
         if PagedLayout not in self.plans:
             device = self.key_rows.device
             self.plans[PagedLayout] = PagedLayout(
@@ -67,15 +67,15 @@ class AttentionLayout:
 
 
 def starts_of(lens: tuple[int, ...]) -> Tensor:
-    """int32 [S + 1]: where sequences laid end to end begin, and where the last one ends."""
+    """Return int32 [S + 1]: the starts of sequences laid end to end, and the end of the last one."""
     return torch.tensor([0, *lens]).cumsum(0, dtype=torch.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedLayout:
-    """A layout as a rollout engine keeps it: on the device that computes, with keys on pages.
+    """The layout of a rollout engine: on the device that computes, with keys on pages.
 
-    Nothing in it is read by the host, so a CUDA graph can hold it. S: sequences.
+    The host reads none of its tensors, so a CUDA graph can hold it. S: sequences.
     """
 
     page_table: Tensor
@@ -85,7 +85,7 @@ class PagedLayout:
     page_size: int
 
     key_lens: Tensor
-    """int32 [S]: keys of each sequence, those of its queries included."""
+    """int32 [S]: keys of each sequence, including its queries' own."""
 
     query_starts: Tensor
     """int32 [S + 1]: first query row of each sequence; its queries are its last tokens."""
@@ -94,14 +94,14 @@ class PagedLayout:
     """Upper bound on the queries of a sequence; sets the grids of kernels."""
 
     schedule: Mapping[str, Any] = field(default_factory=dict)
-    """What the engine worked out for the kernel of one backend, under that kernel's names. It may
-    decide when something is computed, never a bit."""
+    """Metadata that the engine computed for one backend's kernel, under that kernel's names. It may
+    affect scheduling, never a bit."""
 
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    """As in `AttentionLayout`."""
+    """Cache of plans, as in `AttentionLayout`."""
 
     def by_rows(self) -> AttentionLayout:
-        """This layout with every page taken apart, for all layers of a model; waits for the device."""
+        """Return this layout with one key per row, for all layers of a model; waits for the device."""
         if AttentionLayout not in self.plans:
             offsets = torch.arange(self.page_size, device=self.page_table.device)
             rows = self.page_table[..., None].long() * self.page_size + offsets
@@ -116,30 +116,31 @@ class PagedLayout:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRule:
-    """How a layer of attention scores the keys that a query sees.
+    """The rule by which a layer of attention scores the keys that a query sees.
 
-    A key at position j of its sequence has for the query at position i the score
+    The key at position j of a sequence has, for the query at position i, the score
 
         s_ij = softcap * tanh(scale * (q_i . k_j) / softcap)    (without a softcap: scale * (q_i . k_j))
 
-    and i sees j where 0 <= i - j < window. Scores, their softmax and the sums over keys are float32.
-    Sources: transformers' masking_utils.sliding_window_overlay; eager_attention_forward of
+    and i sees j where 0 <= i - j < window. Scores, their softmax and the sums over keys are
+    float32. Sources: transformers' masking_utils.sliding_window_overlay; eager_attention_forward of
     transformers/models/gemma2/modeling_gemma2.py, which also caps before it masks.
     """
 
     scale: float
 
     window: int | None = None
-    """Keys that a query sees at most, its own included; None: all up to its own."""
+    """Maximum number of keys that a query sees, including its own; None: all up to its own."""
 
     softcap: float | None = None
-    """Bound of the scores' absolute value, greater than 0; None: they are not capped."""
+    """Bound on the scores' absolute value, greater than 0; None: no cap."""
 
 
 def sink_gradient(sinks: Tensor | None, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor | None:
-    """-sum over rows of exp(sink - lse) * (grad . out): a softmax's gradient for a value of 0.
+    """Return the sinks' gradient, -sum over rows of exp(sink - lse) * (grad . out).
 
-    sinks: [H]; grad, out: [T, H, D_v]; lse: float32 [T, H], the sinks in it -> [H], or None for None.
+    It is a softmax's gradient for a value of 0. sinks: [H]; grad, out: [T, H, D_v]; lse: float32
+    [T, H], including the sinks -> [H], or None for None.
     """
     if sinks is None:
         return None
@@ -156,10 +157,10 @@ def attention_gradients(
     v: Tensor,
     layout: AttentionLayout,
 ) -> Gradients:
-    """The gradients of q, k and v, by a function that needs every key row to be used at most once.
+    """Return the gradients of q, k and v, by a function that needs every key row used at most once.
 
-    of_packed: (k, v, layout) -> the gradients of q and of these. Where sequences share keys, it gets
-    copies of them, sequence after sequence, and what these are given back is added up in that order.
+    of_packed: (k, v, layout) -> the gradients of q, k and v. Where sequences share keys, it gets
+    copies of them, sequence after sequence, and the copies' gradients are added up in that order.
     """
     shared = layout.shared_keys
     if shared is None:
@@ -169,7 +170,7 @@ def attention_gradients(
 
 
 def _apart(layout: AttentionLayout) -> AttentionLayout:
-    """The layout over copies of its keys, for all layers of a model."""
+    """Return the layout over copies of its keys, for all layers of a model."""
     if _apart not in layout.plans:
         packed = AttentionLayout.packed(layout.key_lens, layout.key_rows.device)
         layout.plans[_apart] = replace(packed, query_lens=layout.query_lens)

@@ -1,4 +1,4 @@
-"""Linears that one function computes, in blocks of K or whole, and their gradients."""
+"""Linears that one function computes, over all of K or in blocks of it, and their gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onpolicy.ops.row_parallel import RowParallel
 
 
 class Linears(Operators):
-    """Operators whose linears are all `_product`; the backward is PyTorch's own GEMMs."""
+    """Operators whose linears all call `_product`; the backward pass uses PyTorch's own GEMMs."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._linear(x, weight, bias, x.dtype)
@@ -50,15 +50,15 @@ class Linears(Operators):
     def _product(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, blocks: int
     ) -> Tensor:
-        """Row-invariant `x @ weight.T + bias`: [M, K], [N, K], [N] -> [M, N]; no autograd.
+        """Compute row-invariant `x @ weight.T + bias`: [M, K], [N, K], [N] -> [M, N]; no autograd.
 
-        K is summed in equal `blocks`, a power of two, which are added along a binary tree. The bias is
-        added in float32, and the result is rounded once. Any strides.
+        K is summed in equal `blocks`, a power of two, which are added along a binary tree. The bias
+        is added in float32, and the result is rounded once. Any strides are allowed.
         """
 
 
 class _Linear(torch.autograd.Function):
-    """Its gradients are deterministic for given shapes."""
+    """A linear whose gradients are deterministic for given shapes."""
 
     @staticmethod
     def forward(

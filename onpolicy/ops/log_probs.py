@@ -21,31 +21,31 @@ from onpolicy.ops.low_rank import Factors, add_low_rank
 
 
 class Scores(NamedTuple):
-    """What a model's forward pass says of the tokens that are asked for."""
+    """The results of a model's forward pass for the requested tokens."""
 
     log_probs: Tensor
     """float32 [R]."""
 
     entropy: Tensor
-    """float32 [R], in nats, of the distribution that each token is drawn from; its gradient is computed
-    where a loss has it, and only there."""
+    """float32 [R], in nats, of the distribution that each token is drawn from; its gradient is
+    computed only if the loss depends on it."""
 
     drawn: Tensor
-    """float32 [R]: the token that its seed draws in the place of each; NaN where none was drawn."""
+    """float32 [R]: the token that each token's seed draws; NaN where none was drawn."""
 
 
 @dataclass(frozen=True, slots=True)
 class VocabParallel:
-    """An output projection whose rows, one per token of the vocabulary, are shared by ranks.
+    """An output projection whose rows, one per token of the vocabulary, are sharded over ranks.
 
     Rank r of P holds rows r * n to (r + 1) * n of the weight; the last rows may be padding.
 
-    Logits of some tokens are gathered before anything is summed over the vocabulary, so every
-    degree gives the bits of one rank.
+    Logits of some tokens are gathered before any sum over the vocabulary, so every degree gives the
+    bits of one rank.
     """
 
     size: int
-    """V: rows that stand for tokens; at most P * n."""
+    """Vocabulary size V, the number of rows that stand for tokens; at most P * n."""
 
     group: dist.ProcessGroup | None = None
     """The tensor-parallel group; None: this process holds all rows."""
@@ -55,7 +55,7 @@ class VocabParallel:
         return 1 if self.group is None else self.group.size()
 
     def gather(self, logits: Tensor) -> Tensor:
-        """This rank's columns [M, n] to those of the whole vocabulary [M, V]; no autograd."""
+        """Gather logits over ranks: this rank's columns [M, n] -> [M, V]; no autograd."""
         if self.ranks > 1:
             parts = logits.new_empty(self.ranks * logits.shape[0], logits.shape[1])
             dist.all_gather_into_tensor(parts, logits.contiguous(), group=self.group)
@@ -63,7 +63,7 @@ class VocabParallel:
         return logits[:, : self.size].contiguous()
 
     def take(self, logits: Tensor, columns: int) -> Tensor:
-        """This rank's `columns` of [M, V], zero where they are padding: the inverse of `gather`."""
+        """Return this rank's `columns` of [M, V], zero in the padding: the inverse of `gather`."""
         if self.group is None:
             return logits
         padding = columns * self.ranks - self.size
@@ -73,7 +73,7 @@ class VocabParallel:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """An output projection: what becomes of hidden states [T, K] until they are logits [T, V]."""
+    """An output projection with everything between hidden states [T, K] and logits [T, V]."""
 
     operators: Operators
 
@@ -81,24 +81,25 @@ class Head:
     """[V, K], or this rank's rows of it"""
 
     bias: Tensor | None
-    """[V], likewise"""
+    """[V], or this rank's rows of it"""
 
     vocabulary: VocabParallel
     finish: Callable[[Tensor], Tensor] = lambda logits: logits
-    """Maps every logit by itself, before anything else is done with it (`models/logits.py`)."""
+    """Element-wise function of the logits, applied before anything else (`models/logits.py`)."""
 
     adapter: Factors | None = None
-    """What is trained in the place of weight and bias, if anything: b is [V, r], or likewise its rows"""
+    """Adapter that is trained in the place of weight and bias, if any; b is [V, r], or this rank's
+    rows"""
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Weight and bias; an adapter's a and b: what `gradients` are of."""
+        """Return weight, bias, and an adapter's a and b, for which `gradients` are computed."""
         adapter = self.adapter
         of_adapter = (adapter.a, adapter.b) if adapter else (None, None)
         return self.weight, self.bias, *of_adapter
 
     def holding(self, tensors: Sequence[Tensor | None]) -> Head:
-        """The same head of other `tensors`."""
+        """Return the same head with other `tensors`."""
         weight, bias, a, b = tensors
         assert weight is not None
         adapter = self.adapter
@@ -108,7 +109,7 @@ class Head:
         return replace(self, weight=weight, bias=bias, adapter=adapter)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[M, V] of hidden states [M, K]; no autograd."""
+        """Compute [M, V] from hidden states [M, K]; no autograd."""
         return self.vocabulary.gather(self.finish(self._product(hidden)))
 
     def _product(self, hidden: Tensor) -> Tensor:
@@ -118,16 +119,17 @@ class Head:
         return add_low_rank(self.operators, hidden, product, self.adapter)
 
     def chunks(self, hidden: Tensor) -> list[slice]:
-        """The rows whose logits are alive at a time."""
+        """Return the slices of rows whose logits are held at a time."""
         rows = self.operators.rows_per_chunk(self.vocabulary.size)
         return [slice(r, r + rows) for r in range(0, hidden.shape[0], rows)]
 
     def gradients(
         self, hidden: Tensor, grad_logits: Callable[[Tensor, slice], Tensor]
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of hidden states and of `tensors`, from that of the logits, chunk by chunk.
+        """Return the gradients of hidden states and of `tensors`, from the logits', chunk by chunk.
 
-        grad_logits: (logits [M, V], which rows of `hidden` they are of) -> [M, V] in their dtype.
+        grad_logits: (logits [M, V], their rows in `hidden`) -> their gradient [M, V] in their
+        dtype.
         """
         grad_hidden = torch.empty_like(hidden)
         held = [
@@ -142,6 +144,7 @@ class Head:
             self.operators.linear_gradients if is_linear
             else partial(Operators.linear_gradients, self.operators)
         )  # fmt: skip
+        # Recompute each chunk's logits, and add its gradients to float32 sums.
         for rows in self.chunks(hidden):
             part = hidden[rows].detach().requires_grad_()
             with torch.enable_grad():
@@ -170,22 +173,25 @@ def token_log_probs(
     adapter: Factors | None = None,
     draws: Draws | None = None,
 ) -> Scores:
-    """`log_softmax(float32(hidden @ weight.T + bias) / temperature)` at `targets`, and the entropy.
+    """Return the log-probabilities of `targets` from hidden states, and the entropy.
+
+    The log-probabilities are `log_softmax(float32(hidden @ weight.T + bias) / temperature)` at
+    `targets`.
 
     hidden: [T, K]; weight: [V, K]; bias: [V] or None; targets: int64 [T]; temperature: float32 [T].
-    The backward pass computes the logits again, chunk by chunk, so memory grows with T + V, not T x V.
+    The backward pass recomputes the logits, chunk by chunk, so memory grows with T + V, not T x V.
 
     With a `vocabulary`, `weight` and `bias` are this rank's rows of it, and so are their gradients;
     the gradient of `hidden` is this rank's part of a sum over the ranks.
 
     `finish` maps every logit by itself, before anything else is done with it (`models/logits.py`).
 
-    `kept`: the tokens that each target was drawn from, which both are then of. A target that should have
-    been drawn from others (`KeptTokens.cut`) has NaN.
+    `kept`: the sets that each target was drawn from, over which both are computed. A target whose
+    set does not match (`KeptTokens.cut`) has NaN.
 
-    `adapter` adds to the projection, before `finish`. What asks for no gradient gets none.
+    `adapter` adds to the projection, before `finish`. Tensors that require no gradient get none.
 
-    `draws`: how the targets were drawn; those that it chooses are drawn again.
+    `draws`: the targets' seeds; the chosen targets are drawn again.
     """
     vocabulary = vocabulary or VocabParallel(weight.shape[0])
     head = Head(operators, weight, bias, vocabulary, finish, adapter)

@@ -1,4 +1,4 @@
-"""What a low-rank adapter adds to the result of a linear: the one formula of all engines."""
+"""The formula by which a low-rank adapter adds to a linear's result, in all engines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
 
 class Factors(NamedTuple):
-    """An adapter of a linear [N, K], or of a tensor-parallel rank's part of one."""
+    """The factors of an adapter of a linear [N, K], or of a tensor-parallel rank's part of one."""
 
     a: Tensor
     """[r, K]"""
@@ -29,10 +29,10 @@ def add_low_rank(
     factors: Factors,
     row_parallel: RowParallel = WHOLE,
 ) -> Tensor:
-    """`out + scale * (x @ a.T) @ b.T`, rounded once: [..., K], [..., N] -> [..., N] in the dtype of out.
+    """Compute `out + scale * (x @ a.T) @ b.T`, rounded once, in the dtype of out.
 
-    Each product is rounded to the dtype of x; the sum is taken in float32. `row_parallel`: how the first
-    product is summed over K.
+    x: [..., K]; out: [..., N] -> [..., N]. Each product is rounded to the dtype of x; the sum is
+    float32. `row_parallel` says how the first product is summed over K.
     """
     inner = operators.row_parallel_linear(x, factors.a, None, row_parallel)
     added = operators.linear(inner, factors.b)

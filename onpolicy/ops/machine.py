@@ -1,4 +1,4 @@
-"""What a machine has that decides which operators it can keep, in facts that can be written down."""
+"""The facts about a machine that determine which operators it can keep."""
 
 from __future__ import annotations
 
@@ -13,55 +13,56 @@ from onpolicy.contract import PORTABLE_KERNELS
 from onpolicy.ops.cuda_toolkit import REMEDY, CudaToolkit, find_cuda_toolkit
 
 DISTRIBUTIONS = {"triton": "triton", "sgl_kernel": "sglang-kernel", "deep_gemm": "sgl-deep-gemm"}
-"""Modules that the GPU operators, or SGLang with them, import, and the packages they come in."""
+"""Modules that the GPU operators, or SGLang with them, import, and their packages."""
 
 OLDEST = {"triton": (3, 6)}
-"""Triton's comes with torch 2.11, the oldest that its operators are tried with."""
+"""Oldest usable versions. Triton's comes with torch 2.11, the oldest that its operators are tested
+with."""
 
 COMPILED_HERE = frozenset({"deep_gemm"})
-"""Modules whose kernels are compiled when they are first needed, with a CUDA toolkit."""
+"""Modules whose kernels are compiled on first use, with a CUDA toolkit."""
 
 ONEDNN_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-"""Variables that keep oneDNN from using later instruction sets than theirs."""
+"""Variables that keep oneDNN from using later instruction sets."""
 
 WITHOUT_BFLOAT16 = frozenset(
     {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
 )
-"""Values of theirs below AVX512_CORE_BF16."""
+"""Values of ONEDNN_LIMITS below AVX512_CORE_BF16."""
 
 WITHOUT_AMX = WITHOUT_BFLOAT16 | {"AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512"}
-"""Values of theirs below AVX512_CORE_AMX."""
+"""Values of ONEDNN_LIMITS below AVX512_CORE_AMX."""
 
 INSTALL = "Install what is missing with: pip install -e '.[gpu]'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What decides which operators can run here."""
+    """The facts that determine which operators can run here."""
 
     capability: tuple[int, int] | None
     """Compute capability of the GPU, None without one. Example: (9, 0)"""
 
     packages: Mapping[str, str]
-    """Modules of DISTRIBUTIONS that are there, and their versions. Example: {"triton": "3.6.0"}"""
+    """Installed modules of DISTRIBUTIONS, and their versions. Example: {"triton": "3.6.0"}"""
 
     cuda_toolkit: CudaToolkit = field(
         default_factory=lambda: CudaToolkit(None, "none was looked for")
     )
-    """What compiles kernels."""
+    """Toolkit that compiles kernels."""
 
     bfloat16_products: bool = False
-    """Whether oneDNN has this CPU multiply bfloat16 by instructions made for it."""
+    """Whether oneDNN multiplies bfloat16 on this CPU by instructions made for it."""
 
     cpu_kernels: str = ""
-    """Which of PyTorch's kernels run on this CPU. Example: AVX512"""
+    """Kind of PyTorch's kernels on this CPU. Example: AVX512"""
 
     asked_kernels: Mapping[str, str] = field(default_factory=dict)
-    """The variables of PORTABLE_KERNELS that are set. Example: {"MKL_CBWR": "AUTO,STRICT"}"""
+    """Variables of PORTABLE_KERNELS that are set. Example: {"MKL_CBWR": "AUTO,STRICT"}"""
 
     @staticmethod
     def here() -> Machine:
-        """The machine that this process runs on."""
+        """Return the facts about the machine that this process runs on."""
         import torch
 
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
@@ -77,11 +78,11 @@ class Machine:
 
     @property
     def capability_name(self) -> str:
-        """Example: 9.0"""
+        """Return the compute capability as text, such as 9.0, or "none"."""
         return "none" if self.capability is None else ".".join(map(str, self.capability))
 
     def lacks(self, backend: str, modules: Sequence[str]) -> str | None:
-        """Which of `modules` is missing or too old for `backend`, and how to get it; None if none."""
+        """Return which of `modules` `backend` lacks or has too old, and the remedy; None if none."""
         for module in modules:
             if module not in self.packages:
                 return (
@@ -109,7 +110,7 @@ def _multiplies_bfloat16(environment: Mapping[str, str]) -> bool:
 
 
 def multiplies_with_amx(environment: Mapping[str, str]) -> bool:
-    """Whether oneDNN has this CPU multiply bfloat16 by AMX instructions."""
+    """Return whether oneDNN multiplies bfloat16 on this CPU by AMX instructions."""
     import torch
 
     hidden = WITHOUT_AMX.intersection(_onednn_limits(environment))

@@ -1,22 +1,23 @@
-"""The CPU's operators, made to have the same bits on every x86-64 processor with AVX2.
+"""The CPU's operators with the same bits on every x86-64 processor with AVX2.
 
-They are those of `ops/cpu` on kernels that all such processors have (`PORTABLE_KERNELS`), with
-matrix products whose order is written down, and tried when they are made. PyTorch's own AVX2 kernels are
-the same instructions everywhere, and so are MKL's of exp, log, sin, cos and tanh. Not so MKL's square
-root: it refines an approximation that AMD's processors make in another way than Intel's. No operator
-takes it, nor does the optimizer (`OperatorsConfig.is_portable`).
+They are the operators of `ops/cpu` on kernels that all such processors have (`PORTABLE_KERNELS`),
+with matrix products whose order is written down, and tested at creation. PyTorch's own AVX2 kernels
+are the same instructions everywhere, and so are MKL's exp, log, sin, cos and tanh. MKL's square
+root is not: it refines an approximation that differs between AMD's and Intel's processors. No
+operator uses it, nor does the optimizer (`OperatorsConfig.is_portable`).
 
-An element of a product is a chain of fused multiply-adds, one for each k in its order,
+An element of a product is a chain of fused multiply-adds, one for each k in order,
 
     s = 0;  s = fma(x_k, w_k, s)  for the k of a block of 512;  blocks are added in their order,
 
 as oneDNN's kernels for AVX2 compute it: every element has an accumulator of its own. oneDNN cuts
-longer sums where caches may decide (those of 2,048 on an AMD EPYC, Zen 4), and has other kernels
-for a single row or column and for matrices cut out of larger ones, so it gets none of these.
+longer sums where caches may decide (from 2,048 elements on an AMD EPYC, Zen 4), and has other
+kernels for a single row or column and for matrices cut out of larger ones, so it gets none of
+these.
 
-What attention multiplies is MKL's, under MKL_CBWR=COMPATIBLE a chain of multiplications and additions,
-each rounded: over a block of 64 keys or rows, or over blocks of 112 of the head dimension, each added
-to what is there.
+Attention's products are MKL's, under MKL_CBWR=COMPATIBLE a chain of multiplications and additions,
+each rounded: over a block of 64 keys or rows, or over blocks of 112 of the head dimension, each
+added to the sum so far.
 """
 
 from __future__ import annotations
@@ -32,19 +33,20 @@ from onpolicy.ops.cpu.gemms import Gemms
 from onpolicy.ops.cpu.layout import pad_rows
 
 COLUMNS = 256
-"""Columns of a tile of a product."""
+"""Number of columns of a tile of a product."""
 
 BLOCK = 512
-"""Elements of K in a block; half of what oneDNN was seen to sum in one chain."""
+"""Number of elements of K in a block; half of the longest sum that oneDNN was seen to chain."""
 
 MULTIPLE = 16
-"""Rows and columns are padded with zeros to a multiple of it."""
+"""Number to whose multiples rows and columns are padded with zeros."""
 
 MKL_BLOCK = 112
-"""Elements of K in a block of MKL's, up to MAX_HEAD_DIM; how it cuts longer sums is not known here."""
+"""Number of elements of K in a block of MKL's, up to MAX_HEAD_DIM; its cuts of longer sums are not
+known."""
 
 PRODUCTS = ((16, BLOCK, 256), (48, 2 * BLOCK + 33, 64), (256, 40, 256), (7, 100, 1))
-"""Rows, K, columns."""
+"""Tested products: rows, K, columns."""
 
 BATCHED = (
     (1, 16, 32, 64),
@@ -54,28 +56,28 @@ BATCHED = (
     (3, 64, 192, 64),
     (1, 16, MAX_HEAD_DIM, 64),
 )
-"""Products side by side, rows, K, columns."""
+"""Tested batched products: batch, rows, K, columns."""
 
 
 class PortableOperators(CpuOperators):
     """`CpuOperators` with products in an order of their own.
 
-    Creating them keeps PyTorch from calling oneDNN by itself.
+    Creating them stops PyTorch from choosing oneDNN by itself.
     """
 
     column_tile = COLUMNS
 
     def __init__(self, num_threads: int = 1):
-        """Raises ContractError if this process's libraries multiply in another order."""
+        """Raise ContractError if this process's libraries multiply in another order."""
         super().__init__(num_threads)
-        # PyTorch asks for it by the processor's instructions, not by those that are in force.
+        # PyTorch chooses oneDNN by the processor's instructions, not by those that are enabled.
         torch.backends.mkldnn.set_flags(False)
         self.gemms = Gemms(self.pool, product=product, columns=COLUMNS)
         require_order()
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`x @ weight.T + bias` of float32 [M, K], [N, K], [N] or None -> [M, N]."""
+    """Compute `x @ weight.T + bias` of float32 [M, K], [N, K], [N] or None -> [M, N]."""
     blocks = zip(x.split(BLOCK, dim=1), weight.split(BLOCK, dim=1), strict=True)
     total = _chain(*next(blocks))
     for pair in blocks:
@@ -98,7 +100,7 @@ def _chain(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def require_order() -> None:
-    """Raise ContractError if a product of this process differs from the written-out order in a bit."""
+    """Raise ContractError if a product of this process differs in a bit from the written-out order."""
     for m, k, n in PRODUCTS:
         x, weight = _numbers(1, m, k, 1), _numbers(1, n, k, 2)
         want = written_out(x, weight.transpose(1, 2), BLOCK, fused=True)
@@ -114,10 +116,10 @@ def require_order() -> None:
 
 
 def written_out(a: Tensor, b: Tensor, block: int, *, fused: bool) -> Tensor:
-    """Float32 [B, M, K] @ [B, K, N] -> [B, M, N], the sum taken as the module says.
+    """Compute float32 [B, M, K] @ [B, K, N] -> [B, M, N], summed as the module's docstring says.
 
-    The numbers are whole and small enough for float64 to hold every product and sum exactly, so the one
-    rounding of a fused multiply-add is that to float32.
+    The numbers are integers small enough for float64 to hold every product and sum exactly, so the
+    only rounding of a fused multiply-add is to float32.
     """
     total = None
     for first in range(0, a.shape[2], block):
@@ -131,12 +133,12 @@ def written_out(a: Tensor, b: Tensor, block: int, *, fused: bool) -> Tensor:
 
 
 def _turned(x: Tensor) -> Tensor:
-    """The same numbers, with those of a column side by side in memory."""
+    """Return the same numbers in column-major order."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _numbers(*shape_and_seed: int) -> Tensor:
-    """Whole numbers of up to 15 bits, the same everywhere: products of 30 bits do not fit a float32."""
+    """Return fixed integers of up to 15 bits; their 30-bit products do not fit a float32."""
     *shape, seed = shape_and_seed
     words = torch.arange(torch.Size(shape).numel(), dtype=torch.int64).add_(seed * 7919)
     words.mul_(2654435761).remainder_(1 << 31).bitwise_right_shift_(16).sub_(1 << 14)

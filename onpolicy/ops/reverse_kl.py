@@ -3,11 +3,12 @@
     KL(p || q) = sum over v of p(v) d(v),        d(v) = log p(v) - log q(v)
     its gradient by the logit of v              = p(v) (d(v) - KL(p || q))
 
-as in generalised knowledge distillation (arXiv 2306.13649, section 3, on the student's own samples).
-Where only the k likeliest tokens of the teacher are known, the others count as one: d(v) of each is the
-log ratio of what they have together. That is a KL too, and at most the whole one.
+The formula comes from generalised knowledge distillation (arXiv 2306.13649, section 3, on the
+student's own samples). Where only the teacher's k likeliest tokens are known, all other tokens
+count as one: their d(v) is the log ratio of their total probabilities. That is a KL too, and at
+most the full one.
 
-Where both are the same bits, every d(v) is exactly 0, and so are the KL and its gradient.
+Where both have the same bits, every d(v) is exactly 0, and so are the KL and its gradient.
 """
 
 from __future__ import annotations
@@ -24,32 +25,34 @@ from onpolicy.ops.base import Operators
 from onpolicy.ops.log_probs import Head
 
 _UNITS = 2.0**44
-"""Whole numbers that a nat is counted as: sums of them depend on no order, and 2**19 nats fit."""
+"""Integer that stands for one nat: integer sums do not depend on the order, and 2**19 nats fit."""
 
 _SHARES = 2.0**52
-"""Whole numbers that a probability of 1 is counted as."""
+"""Integer that stands for a probability of 1."""
 
 
 class TeacherRows(ABC):
-    """What a teacher says of the R tokens of a micro-batch."""
+    """A teacher's distributions at the R tokens of a micro-batch."""
 
     @abstractmethod
     def width(self, vocab_size: int) -> int:
-        """The first so many tokens of `vocab_size` that both have: checkpoints of one tokenizer pad
-        their vocabularies to different sizes."""
+        """Return the number of leading tokens that both vocabularies have.
+
+        Checkpoints of one tokenizer pad their vocabularies to different sizes.
+        """
 
     @abstractmethod
     def log_ratios(self, operators: Operators, log_probs: Tensor, rows: slice) -> Tensor:
-        """d of every token: float32 [M, V], the model's log-probabilities of some rows, -> [M, V]."""
+        """Return d of every token from the model's log-probabilities of some rows, float32 [M, V]."""
 
     @abstractmethod
     def at(self, rows: Tensor) -> TeacherRows:
-        """Those rows of it, int64 [N]."""
+        """Return the given rows of it, int64 [N]."""
 
 
 @dataclass(frozen=True, slots=True)
 class WholeTeacher(TeacherRows):
-    """Its hidden states, and the head that makes the whole distribution of some of them at a time."""
+    """A teacher by its hidden states, with the head that computes full distributions in chunks."""
 
     hidden: Tensor
     """[R, K], of the teacher's own dtype and size"""
@@ -69,7 +72,7 @@ class WholeTeacher(TeacherRows):
 
 @dataclass(frozen=True, slots=True)
 class TopKTeacher(TeacherRows):
-    """Its k likeliest tokens, and all others as one."""
+    """A teacher by its k likeliest tokens, with all other tokens as one."""
 
     tokens: Tensor
     """int64 [R, k]"""
@@ -78,13 +81,13 @@ class TopKTeacher(TeacherRows):
     """float32 [R, k]"""
 
     log_rest: Tensor
-    """float32 [R]: of all the others together"""
+    """float32 [R]: log-probability of all other tokens together"""
 
     vocab_size: int
 
     @staticmethod
     def of(hidden: Tensor, head: Head, k: int, vocab_size: int) -> TopKTeacher:
-        """What is kept of a teacher's hidden states [R, K], for a model of such a vocabulary."""
+        """Return the top k of a teacher's hidden states [R, K], for a model of this vocabulary size."""
         width = min(vocab_size, head.vocabulary.size)
         operators, found = head.operators, []
         for rows in head.chunks(hidden):
@@ -110,8 +113,11 @@ class TopKTeacher(TeacherRows):
 
 @dataclass(frozen=True, slots=True)
 class ToldTeacher(TeacherRows):
-    """The k likeliest tokens of a teacher that says nothing of the others: they have what the k leave of
-    1, by the teacher's numbers and by the model's alike, so that equal numbers are equal there too."""
+    """A teacher by its k likeliest tokens, without the probability of the others.
+
+    The others have 1 minus the total of the k tokens, for the teacher's and for the model's numbers
+    alike, so that equal numbers give equal rests.
+    """
 
     tokens: Tensor
     """int64 [R, k]"""
@@ -135,19 +141,19 @@ class ToldTeacher(TeacherRows):
 
 @dataclass(frozen=True, slots=True)
 class RoutedTeacher(TeacherRows):
-    """Several teachers, of which each knows some of the rows."""
+    """Several teachers, of which each covers some of the rows."""
 
     teachers: tuple[TeacherRows, ...]
 
     owner: Tensor
-    """int64 [R]: whose each row is"""
+    """int64 [R]: the teacher of each row"""
 
     place: Tensor
-    """int64 [R]: where it is among its teacher's"""
+    """int64 [R]: the row's place among its teacher's rows"""
 
     @staticmethod
     def of(said: Sequence[tuple[TeacherRows, Tensor]], count: int) -> RoutedTeacher:
-        """Each teacher with the rows, of so many, that it speaks of, int64 [R']."""
+        """Combine teachers, each with its rows, int64 [R'], of `count` rows in all."""
         owner = torch.zeros(count, dtype=torch.int64, device=said[0][1].device)
         place = torch.zeros_like(owner)
         for number, (_, rows) in enumerate(said):
@@ -177,18 +183,18 @@ def _log_softmax(operators: Operators, logits: Tensor, width: int) -> Tensor:
 
 
 def _log_rest(operators: Operators, log_probs: Tensor, tokens: Tensor) -> Tensor:
-    """The log-probability of all but `tokens`; of less than 2**-52, that."""
+    """Return the log-probability of all tokens but `tokens`, at least log(2**-52)."""
     counted = _counted(operators, log_probs).scatter_(1, tokens, 0)
     return _log_of(operators, counted.sum(-1))
 
 
 def _log_left(operators: Operators, log_probs: Tensor) -> Tensor:
-    """What tokens of such log-probabilities leave of a probability of 1, likewise: [M, k] -> [M]."""
+    """Return the log of 1 minus the total probability, at least log(2**-52): [M, k] -> [M]."""
     return _log_of(operators, int(_SHARES) - _counted(operators, log_probs).sum(-1))
 
 
 def _counted(operators: Operators, log_probs: Tensor) -> Tensor:
-    """Probabilities in whole shares, int64, whose sums have no order."""
+    """Return probabilities as int64 multiples of 1 / _SHARES, whose sums have no order."""
     return (operators.elementwise(torch.exp, log_probs.double()) * _SHARES).round().long()
 
 
@@ -197,10 +203,10 @@ def _log_of(operators: Operators, counted: Tensor) -> Tensor:
 
 
 def reverse_kl(hidden: Tensor, head: Head, teacher: TeacherRows) -> Tensor:
-    """The reverse KL to `teacher` at every row: hidden [R, K] -> float32 [R], in nats.
+    """Compute the reverse KL to `teacher` at every row: hidden [R, K] -> float32 [R], in nats.
 
-    Gradients flow to `hidden` and the head, as from `token_log_probs`; logits are computed a chunk of
-    rows at a time, and again in the backward pass.
+    Gradients flow to `hidden` and the head, as from `token_log_probs`; logits are computed a chunk
+    of rows at a time, and again in the backward pass.
     """
     found: Tensor = _ReverseKl.apply(hidden, head, teacher, *head.tensors)
     return found
@@ -245,14 +251,14 @@ class _ReverseKl(torch.autograd.Function):
 def _terms(
     operators: Operators, logits: Tensor, teacher: TeacherRows, rows: slice
 ) -> tuple[Tensor, Tensor]:
-    """p and d of every token: float32 [M, V] each."""
+    """Return p and d of every token: float32 [M, V] each."""
     log_probs = _log_softmax(operators, logits, teacher.width(logits.shape[1]))
     ratios = teacher.log_ratios(operators, log_probs, rows)
     return operators.elementwise(torch.exp, log_probs), ratios
 
 
 def _row_sums(terms: Tensor) -> Tensor:
-    """float32 [M, V] -> [M], to bits that depend on no order; NaN where one is not finite."""
+    """Sum float32 [M, V] -> [M] independently of order; NaN where a term is not finite."""
     counted = (terms.double() * _UNITS).round().long().sum(-1)
     sums = (counted.double() / _UNITS).float()
     return sums.masked_fill(~terms.isfinite().all(-1), torch.nan)

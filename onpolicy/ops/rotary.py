@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """transformers' usual rotary embedding: [B, H, T, D], [B, T, D], [B, T, D] -> [B, H, T, D]."""
+    """Apply transformers' rotary embedding: [B, H, T, D], [B, T, D], [B, T, D] -> [B, H, T, D]."""
     return x * cos[:, None] + _rotate_half(x) * sin[:, None]
 
 

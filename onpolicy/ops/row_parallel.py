@@ -1,10 +1,10 @@
 """Sums over a sharded K whose bits do not depend on the tensor-parallel degree.
 
-A row-parallel linear sums over K, and tensor parallelism cuts K. An all-reduce of rounded parts
+A row-parallel linear sums over K, and tensor parallelism shards K. An all-reduce of rounded parts
 would give each degree bits of its own. Here K is always cut into the same number of blocks, which
-the contract fixes, the blocks' float32 products are added along a fixed binary tree, and a rank
-holds a whole subtree: it adds up its own, all ranks exchange one float32 partial each, and every
-rank climbs the rest of the same tree. One rank alone climbs all of it.
+the contract fixes, and the blocks' float32 products are added along a fixed binary tree. A rank
+holds a whole subtree: it adds up its own blocks, all ranks exchange one float32 partial sum each,
+and every rank computes the rest of the same tree. A single rank computes all of it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from onpolicy.errors import ContractError
 
 @dataclass(frozen=True, slots=True)
 class RowParallel:
-    """How a sum over K is cut: `blocks` in all, shared equally by the ranks of `group`."""
+    """The partition of a sum over K: `blocks` in all, shared equally by the ranks of `group`."""
 
     blocks: int = 1
-    """Blocks of K, over all ranks: a power of two. The contract's `row_parallel_blocks`."""
+    """Number of blocks of K over all ranks, a power of two; the contract's `row_parallel_blocks`."""
 
     group: dist.ProcessGroup | None = None
-    """The tensor-parallel group; None: this process holds all of K."""
+    """Tensor-parallel group; None: this process holds all of K."""
 
     def __post_init__(self) -> None:
         if self.blocks < 1 or self.blocks & (self.blocks - 1) or self.blocks % self.ranks:
@@ -44,12 +44,15 @@ class RowParallel:
 
     @property
     def first_block(self) -> int:
-        """The number, among all ranks' blocks, of the first that this rank has."""
+        """Return the index of this rank's first block among all ranks' blocks."""
         rank = 0 if self.group is None else self.group.rank()
         return rank * (self.blocks // self.ranks)
 
     def blocks_of(self, size: int) -> int:
-        """How many blocks this rank has of its `size` = K / ranks."""
+        """Return the number of this rank's blocks in its `size` = K / ranks.
+
+        Raise ContractError if they cannot be equal.
+        """
         mine = self.blocks // self.ranks
         if size % mine:
             raise ContractError(
@@ -59,15 +62,15 @@ class RowParallel:
         return mine
 
     def block_of(self, size: int) -> int:
-        """How long each of its blocks is."""
+        """Return the length of each block."""
         return size // self.blocks_of(size)
 
     def split(self, x: Tensor) -> Sequence[Tensor]:
-        """This rank's blocks of the last axis: [..., K / ranks] -> [..., K / blocks] each."""
+        """Return this rank's blocks of the last axis: [..., K / ranks] -> [..., K / blocks] each."""
         return x.chunk(self.blocks_of(x.shape[-1]), dim=-1)
 
     def own_part(self, x: Tensor, size: int) -> Tensor:
-        """This rank's `size` columns of [..., K], if x has those of all ranks."""
+        """Return this rank's `size` columns of [..., K]; `x` itself if it has no others."""
         if self.group is None or x.shape[-1] != size * self.ranks:
             return x
         return x.chunk(self.ranks, dim=-1)[self.group.rank()]
@@ -79,13 +82,13 @@ class RowParallel:
 
 
 WHOLE = RowParallel()
-"""One sum over all of K: a linear that tensor parallelism does not cut along it."""
+"""The partition of a linear that tensor parallelism does not shard along K: one sum over all of it."""
 
 
 def tree_sum(terms: Sequence[Tensor] | Tensor) -> Tensor:
     """Add neighbours, then neighbouring sums, and so on; the number of terms is a power of two.
 
-    Terms that lie in one tensor, [terms, ...], are added a level at a time: one kernel for all its sums.
+    Terms in one tensor, [terms, ...], are added a level at a time, with one kernel per level.
     """
     while len(terms) > 1:
         if isinstance(terms, Tensor):
@@ -96,12 +99,12 @@ def tree_sum(terms: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 class _GatheredSum(torch.autograd.Function):
-    """The tree over ranks. Every rank's partial enters once, so it gets the whole gradient."""
+    """The tree sum over ranks. Each rank's partial enters once and gets the whole gradient."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
         partial = partial.contiguous()
-        # Into one tensor, since a CUDA graph cannot hold the copies that a list of them takes.
+        # Gather into one tensor, since a CUDA graph cannot hold the copies into a list of tensors.
         gathered = partial.new_empty(group.size() * len(partial), *partial.shape[1:])
         dist.all_gather_into_tensor(gathered, partial, group=group)
         return tree_sum(gathered.view(group.size(), *partial.shape))

@@ -1,8 +1,9 @@
-"""Rows that are read several times, and gradients of theirs that are summed in one order.
+"""Rows that are read several times, with gradients summed in a fixed order.
 
-A sum by index adds in the order in which threads arrive, on a GPU always. Here rows are added in the
-order in which they were read, and the sum is rounded once: a run at a time, or, where runs are short and
-more than the readings of any row, a reading at a time, the first of all rows, then the second.
+A sum by index (index_add) adds in the order in which threads arrive, always so on a GPU. Here rows
+are added in the order in which they were read, and the sum is rounded once. They are added a run at
+a time. Where runs are short and more numerous than the readings of any row, they are added a
+reading at a time: the first reading of all rows, then the second, and so on.
 """
 
 from __future__ import annotations
@@ -17,50 +18,51 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 SHORT_RUN = 64
-"""Rows. Longer runs are added where they lie; shorter ones are copied together first, which takes as
-long as three additions, since each call takes as long as some rows."""
+"""Number of rows of a run from which it is added in place; shorter ones are gathered first, which
+takes as long as three additions, since each call takes as long as some rows."""
 
 
 @dataclass(frozen=True)
 class SharedRows:
-    """Which rows of a tensor are read, in their order, and some of them more than once."""
+    """The rows of a tensor that are read, in order, where some are read more than once."""
 
     rows: Tensor
     """int64 [N]"""
 
     runs: list[tuple[slice, slice]]
-    """Rows that follow each other, where they are read and where they lie: (of N, of the tensor)."""
+    """Consecutive rows, as pairs: (slice of the N readings, slice of the tensor)."""
 
     @staticmethod
     def of(rows: Sequence[int]) -> SharedRows:
-        """The [N] rows, on the CPU: runs are found before anything is on a device."""
+        """Create from the [N] rows, on the CPU: runs are found before anything moves to a device."""
         breaks = (i for i, (a, b) in enumerate(pairwise(rows), start=1) if b != a + 1)
         cuts = pairwise([0, *breaks, len(rows)] if rows else [0])
         runs = [(slice(i, j), slice(rows[i], rows[i] + j - i)) for i, j in cuts]
         return SharedRows(torch.tensor(rows, dtype=torch.int64), runs)
 
     def then(self, first: int, count: int) -> SharedRows:
-        """With so many rows more, which follow each other from `first` on."""
+        """Return these rows followed by `count` more, consecutive from `first` on."""
         more = torch.arange(first, first + count, device=self.rows.device)
         read = slice(len(self.rows), len(self.rows) + count)
         rows = torch.cat([self.rows, more])
         return SharedRows(rows, [*self.runs, (read, slice(first, first + count))])
 
     def on(self, device: torch.device | str) -> SharedRows:
-        """The same on a device."""
+        """Return the same on a device."""
         return replace(self, rows=self.rows.to(device))
 
     def take(self, x: Tensor) -> Tensor:
-        """[M, ...] -> [N, ...] with its gradient as `add_up` has it."""
+        """Read the rows, [M, ...] -> [N, ...], with the gradient that `add_up` computes."""
         taken: Tensor = _Take.apply(x, self)
         return taken
 
     def add_up(self, grad: Tensor, count: int) -> Tensor:
-        """The gradient of all rows from that of those read, [N, ...] -> [count, ...] in its dtype.
+        """Return the gradient of all rows from the readings': [N, ...] -> [count, ...] in its dtype.
 
         Sums are float32, in the order of reading.
         """
         total = grad.new_zeros(count, *grad.shape[1:], dtype=torch.float32)
+        # Both ways add the readings of a row in their order, so they give the same bits.
         if self._has_short_runs:
             for source, place in self._readings:
                 more = grad.index_select(0, source)
@@ -72,20 +74,19 @@ class SharedRows:
 
     @cached_property
     def _has_short_runs(self) -> bool:
-        """Whether a reading at a time is faster; on a CPU alone, since a device would be waited for."""
+        """Return whether adding a reading at a time is faster; False on a device, to avoid a sync."""
         if self.rows.device.type != "cpu":
             return False
         return len(self.rows) < SHORT_RUN * len(self.runs) and 3 * self._most < len(self.runs)
 
     @cached_property
     def _most(self) -> int:
-        """How often the row is read that is read most often."""
+        """Return the largest number of readings of a row."""
         return int(self.rows.bincount().max()) if len(self.rows) else 0
 
     @cached_property
     def _readings(self) -> list[tuple[Tensor, Tensor]]:
-        """Which rows have an nth reading, where that is, and where they lie, for each n: (of N, of the
-        tensor)."""
+        """Return, for each n, the n-th readings and their rows: (of N, of the tensor)."""
         order = self.rows.argsort(stable=True)
         lie = self.rows[order]
         counts = lie.unique_consecutive(return_counts=True)[1]

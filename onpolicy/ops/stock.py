@@ -1,7 +1,7 @@
-"""The operators as PyTorch ships them: fast where it is fast, aligned with nothing.
+"""The operators as PyTorch ships them: fast, and aligned with nothing.
 
-They stand behind the same interface so that a run without the true-on-policy contract, a benchmark
-or a negative control differs from an aligned one in the operators alone.
+They implement the same interface, so that a run without the true-on-policy contract, a benchmark or
+a negative control differs from an aligned one only in the operators.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from onpolicy.ops.layouts import AttentionLayout, ScoreRule
 from onpolicy.ops.row_parallel import RowParallel
 
 ROW_BYTES = 16
-"""Each row that `grouped_mm` multiplies has a multiple of so many."""
+"""Number of bytes whose multiple each row of `grouped_mm` must have."""
 
 
 class StockOperators(Operators):
-    """PyTorch's own kernels; attention is one scaled_dot_product_attention per sequence, or, where that
-    does not know the scores, transformers' eager attention.
+    """PyTorch's own kernels.
 
-    Creating them sets torch's own number of CPU threads.
+    Attention is one scaled_dot_product_attention per sequence or, for scores that it does not
+    support, transformers' eager attention. Creating them sets torch's own number of CPU threads.
     """
 
     def __init__(self, num_threads: int = 1):
@@ -39,12 +39,12 @@ class StockOperators(Operators):
     def row_parallel_linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, row_parallel: RowParallel
     ) -> Tensor:
-        if row_parallel.ranks == 1:  # all of K is here, and no block needs to be a sum of its own
+        if row_parallel.ranks == 1:  # all of K is here, so blocks are not needed
             return self.linear(x, weight, bias)
         return super().row_parallel_linear(x, weight, bias, row_parallel)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        # grouped_mm refuses other rows, here or in its backward pass: a small rank's are shorter.
+        # grouped_mm, or its backward pass, rejects other rows; those of a low adapter rank are shorter.
         columns, step = weight.shape[1], ROW_BYTES // x.element_size()
         more_k, more_n = -x.shape[1] % step, -columns % step
         if more_k or more_n:
@@ -101,7 +101,7 @@ class StockOperators(Operators):
 
 
 def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Which keys the last `queries` of `keys` tokens see: bool [queries, keys]."""
+    """Return which keys the last `queries` of `keys` tokens see: bool [queries, keys]."""
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     return mask.triu(keys - queries - window + 1) if window else mask
 
@@ -109,7 +109,10 @@ def _visible(queries: int, keys: int, window: int | None, device: torch.device) 
 def _eager_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scores: ScoreRule, sinks: Tensor | None
 ) -> Tensor:
-    """[1, H, T, D], [1, H_kv, keys, D], [1, H_kv, keys, D_v] -> [1, H, T, D_v]; see `ScoreRule`."""
+    """Compute [1, H, T, D], [1, H_kv, keys, D], [1, H_kv, keys, D_v] -> [1, H, T, D_v].
+
+    The formula is in `ScoreRule`.
+    """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     products = (q @ k.transpose(2, 3) * scores.scale).to(
         torch.promote_types(q.dtype, torch.float32)

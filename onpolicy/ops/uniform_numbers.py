@@ -1,4 +1,4 @@
-"""Uniform numbers that depend on a seed and a position alone, as PyTorch computes them on any device."""
+"""Uniform numbers that depend only on a seed and a position, as PyTorch computes them on any device."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ GAMMA, FIRST, SECOND = (
 
 
 def uniform_numbers(seeds: Tensor, positions: Tensor) -> Tensor:
-    """See `Operators.uniform`."""
+    """Compute `Operators.uniform`."""
     state = splitmix64(splitmix64(seeds) + positions.to(torch.int64))
     return _shift_right(state, 11).double() / (1 << 53)
 
 
 def splitmix64(x: Tensor) -> Tensor:
-    """Steele et al., Fast splittable pseudorandom number generators (OOPSLA 2014); int64 wraps."""
+    """Apply SplitMix64 to int64, which wraps.
+
+    Source: Steele et al., Fast splittable pseudorandom number generators (OOPSLA 2014).
+    """
     x = x + GAMMA
     x = (x ^ _shift_right(x, 30)) * FIRST
     x = (x ^ _shift_right(x, 27)) * SECOND
@@ -26,5 +29,5 @@ def splitmix64(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift of int64, which torch shifts arithmetically."""
+    """Shift int64 right logically; torch's own shift is arithmetic."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,1 +1,1 @@
-"""Weights on their way to the engines: digest, push and its proof, transports, rounding."""
+"""Weights on their way to the engines: digests, verified pushes, transports, rounding."""

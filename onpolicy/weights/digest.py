@@ -14,17 +14,17 @@ from safetensors.torch import save_file
 from onpolicy.weights import xxh3
 
 WeightBucket = list[tuple[str, torch.Tensor]]
-"""Some whole parameters: (Hugging Face name, tensor in the engine's dtype)."""
+"""A list of whole parameters: (Hugging Face name, tensor in the engine's dtype)."""
 
 WeightPart = Literal["all", "trained", "frozen"]
-"""Which of a model's weights: those that training may change (parameters that ask for a gradient, and
-buffers), or the others."""
+"""Part of a model's weights: those that training may change (trained parameters and buffers), or
+the others."""
 
 
 def in_buckets(
     tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int
 ) -> Iterator[WeightBucket]:
-    """Named tensors, `max_bytes` at a time, but for one that is larger."""
+    """Yield named tensors in buckets of at most `max_bytes`, except for a single larger tensor."""
     bucket: WeightBucket = []
     size = 0
     for name, tensor in tensors:
@@ -38,7 +38,7 @@ def in_buckets(
 
 
 def write_weights(bucket: WeightBucket, file: Path) -> None:
-    """As safetensors. Raises OSError, where the library has an error of its own for a full disk."""
+    """Write safetensors. Raise OSError where the library has its own error for a full disk."""
     file.touch()
     mode = file.stat().st_mode
     tensors = {name: tensor.contiguous().cpu() for name, tensor in bucket}
@@ -46,15 +46,15 @@ def write_weights(bucket: WeightBucket, file: Path) -> None:
         save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{file}: {error}") from error
-    file.chmod(mode)  # the library takes away what others may read
+    file.chmod(mode)  # the library removes the permissions of others
 
 
 class WeightDigest:
-    """A digest of named tensors that does not depend on the order they come in.
+    """A digest of named tensors that does not depend on their order.
 
-    Both ends of a push compute it over the tensors as the engine's dtype holds them, each where its
-    tensors lie (`xxh3.py`): the digest is the same. xxh3 is no cryptographic hash: it guards against
-    mistakes, not against an attacker, and keeps up with memory.
+    Both ends of a push compute it over the tensors in the engine's dtype, each on its own device
+    (`xxh3.py`), with the same result. xxh3 is no cryptographic hash: it guards against mistakes,
+    not against an attacker, and is as fast as memory.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class WeightDigest:
         self._on_device = xxh3.DeviceHashes(self._hashes)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Add one tensor of any shape, dtype and device; a name added again replaces the earlier."""
+        """Add one tensor of any shape, dtype and device; a later one of the same name replaces it."""
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         label = xxhash.xxh3_64_intdigest(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}".encode())
         if hashes_itself(flat):
@@ -72,16 +72,16 @@ class WeightDigest:
             self._hashes[name] = xxhash.xxh3_64_intdigest(flat.cpu().numpy().data, label)
 
     def hashes(self) -> dict[str, int]:
-        """The hash of each tensor, by its name."""
+        """Return the hash of each tensor, by its name."""
         self._on_device.finish()
         return self._hashes
 
     def hexdigest(self) -> str:
-        """Returns 16 hex digits over all names, shapes, dtypes and bits."""
+        """Return 16 hex digits over all names, shapes, dtypes and bits."""
         lines = "\n".join(f"{name} {value:016x}" for name, value in sorted(self.hashes().items()))
         return xxhash.xxh3_64_hexdigest(lines.encode())
 
 
 def hashes_itself(flat: torch.Tensor) -> bool:
-    """Whether the device that holds these bytes is to hash them, and not the host."""
+    """Return whether the device that holds these bytes hashes them, rather than the host."""
     return flat.is_cuda and len(flat) > xxh3.BLOCK

@@ -1,8 +1,8 @@
-"""A bucket as one row of bytes and a table of what lies where: one handle or broadcast for all of it.
+"""A bucket as one row of bytes with a table of its tensors, for one handle or broadcast per bucket.
 
-The layout is that of SGLang's load format "flattened_bucket": tensors end to end, nothing between them.
-An engine looks at its bytes in place, so each tensor must begin at a multiple of its items' size: those
-of larger items come first.
+The layout is SGLang's load format "flattened_bucket": tensors end to end, without gaps. An engine
+views the bytes in place, so each tensor must begin at a multiple of its item size; so tensors with
+larger items come first.
 Source: sglang/srt/weight_sync/tensor_bucket.py.
 """
 
@@ -20,17 +20,17 @@ LOAD_FORMAT = "flattened_bucket"
 
 
 def in_order(bucket: WeightBucket) -> WeightBucket:
-    """The bucket in the order in which it is laid out."""
+    """Return the bucket in the order of its layout."""
     return sorted(bucket, key=lambda named: -named[1].itemsize)
 
 
 def as_bytes(bucket: WeightBucket) -> list[Tensor]:
-    """The bytes of each tensor: uint8 [bytes], a view where it is contiguous."""
+    """Return the bytes of each tensor: uint8 [bytes], a view where it is contiguous."""
     return [tensor.detach().flatten().view(torch.uint8) for _, tensor in bucket]
 
 
 def flatten(bucket: WeightBucket, out: Tensor | None = None) -> Tensor:
-    """The bytes of a bucket that is in order: uint8 [bytes], where its tensors are, or in `out`."""
+    """Return the bytes of an ordered bucket: uint8 [bytes], on its device, or in `out`."""
     parts = as_bytes(bucket)
     if out is None or out.device == parts[0].device:
         return torch.cat(parts, out=out)
@@ -38,16 +38,18 @@ def flatten(bucket: WeightBucket, out: Tensor | None = None) -> Tensor:
 
 
 class Buffer:
-    """Host memory for one bucket after the other, of all pushes: to be given new pages takes several
-    times as long as to copy a bucket into pages that are there."""
+    """Host memory that the buckets of all pushes reuse.
+
+    Allocating new pages takes several times as long as copying a bucket into existing ones.
+    """
 
     def __init__(self, make: Callable[[int], Tensor]):
-        """`make`: (bytes) -> uint8 [bytes]"""
+        """Take the allocator `make`: (bytes) -> uint8 [bytes]."""
         self._make = make
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def fill(self, bucket: WeightBucket) -> Tensor:
-        """The bytes of a bucket that is in order: uint8 [bytes], until the next one."""
+        """Return the bytes of an ordered bucket: uint8 [bytes], valid until the next call."""
         num_bytes = sum(tensor.nbytes for _, tensor in bucket)
         if num_bytes > len(self._memory):
             self.free()
@@ -55,15 +57,15 @@ class Buffer:
         return flatten(bucket, out=self._memory[:num_bytes])
 
     def free(self) -> None:
-        """Leave the memory to those who still look at it."""
+        """Drop the memory; it lives on while others still read it."""
         self._memory = torch.empty(0, dtype=torch.uint8)
 
 
 def table(bucket: WeightBucket) -> list[SimpleNamespace]:
-    """Name, shape, dtype and place of each tensor of a bucket that is in order.
+    """Return name, shape, dtype and place of each tensor of an ordered bucket.
 
-    SGLang reads these fields, and unpickles this class too: its own would have to be imported, and with
-    it all of SGLang, which changes transformers where it is.
+    SGLang reads these fields, and unpickles this class too. Its own class would need an import of
+    all of SGLang, which changes transformers in this process.
     """
     rows, start = [], 0
     for name, tensor in bucket:

@@ -1,7 +1,7 @@
-"""The weights of the last push, kept for an engine that is started again while the trainer goes on.
+"""The weights of the last push, kept for an engine that restarts while the trainer goes on.
 
-They lie in files of the run directory, one for each bucket, on the host of the trainer's first rank: a
-copy of the policy in the engines' dtype on its disk, written at each push, and no memory.
+They are files in the run directory, one per bucket, on the host of the trainer's first rank: a copy
+of the policy in the engines' dtype on its disk, written at each push, that takes no memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from onpolicy.weights.transports.disk import PREFIX, unwritable
 
 
 class KeptWeights:
-    """At most one version; the files of a killed run go as those of its pushes do."""
+    """At most one version of the weights on disk.
+
+    A later run removes the files of a killed run, as it does for its pushes.
+    """
 
     def __init__(self, directory: Path):
         self._parent = directory.absolute()
@@ -27,9 +30,9 @@ class KeptWeights:
         self.version: int | None = None
 
     def keep(self, buckets: Iterable[WeightBucket], version: int) -> Iterator[WeightBucket]:
-        """The buckets, each written before it goes on; they replace the version that was kept.
+        """Yield the buckets, each after it is written; they replace the kept version at the end.
 
-        Raises WeightSyncError if they cannot be written.
+        Raise WeightSyncError if they cannot be written.
         """
         directory = self._parent / f"{PREFIX}{uuid.uuid4().hex}"
         try:
@@ -47,7 +50,10 @@ class KeptWeights:
         self._directory, self.version = directory, version
 
     def buckets(self, version: int, device: str) -> Iterator[WeightBucket]:
-        """What is kept, on a device. Raises WeightSyncError if that is another version."""
+        """Yield the kept buckets on a device.
+
+        Raise WeightSyncError if the kept version is another one.
+        """
         if self._directory is None or version != self.version:
             raise WeightSyncError(
                 f"version={version}: the weights that are kept for engines that are started again are "

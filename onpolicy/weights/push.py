@@ -1,4 +1,4 @@
-"""A push: every bucket to every engine, then proof that each holds exactly these bits."""
+"""A push of every bucket to every engine, with proof that each holds exactly these bits."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Transport(ABC):
     """A way for buckets of weights to reach engines."""
 
     in_session = True
-    """Whether newer SGLang wants begin_weight_update and end_weight_update around it."""
+    """Whether newer SGLang needs begin_weight_update and end_weight_update around a push."""
     one_copy = False
-    """Whether all engines near a rank look at what it lays out once (`weights/senders.py`)."""
+    """Whether all engines near a rank read a single copy of the bytes (`weights/senders.py`)."""
 
     def is_near(self, engine: Engine) -> bool:
-        """Whether a rank on this host is to send to the engine rather than one elsewhere."""
+        """Return whether a rank on this host should send to the engine, rather than one elsewhere."""
         return is_of_this_host(urlsplit(engine.url).hostname or "")
 
     def open(self, engines: Sequence[Engine]) -> None:
@@ -45,16 +45,16 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, bucket: WeightBucket, engines: Sequence[Engine], version: int) -> None:
-        """Load one bucket into every engine; in a thread of its own, one bucket after the other."""
+        """Load one bucket into every engine; it runs in a separate thread, one bucket at a time."""
 
     def close(self, engines: Sequence[Engine], version: int) -> None:
         """Finish a push."""
 
     def abandon(self) -> None:
-        """Give up a push that failed: nothing here or in an engine may go on waiting for it."""
+        """Abort a failed push, so that nothing here or in an engine goes on waiting for it."""
 
     def end(self) -> None:
-        """Give up what is kept from push to push; there will be no other."""
+        """Free the resources that are kept between pushes; no other push follows."""
 
 
 def push_weights(
@@ -64,13 +64,14 @@ def push_weights(
     version: int,
     digest: WeightDigest | None = None,
 ) -> str:
-    """Send weights as `version`; return the digest of all that the engines hold. They must be idle.
+    """Send weights as `version` to idle engines; return the digest of all weights that they hold.
 
-    digest: of what they hold already and are not sent; it grows by what they are. None: nothing.
+    digest: of the weights that they already hold and that are not sent; the sent weights are added
+    to it. None: nothing.
 
-    Raises WeightSyncError if an engine's digest of what it received differs from ours; the engine
-    itself checks that it stored what it received. After any error the engines may hold a part of
-    the weights; another push replaces all of them.
+    Raise WeightSyncError if an engine's digest of the received weights differs from ours; the
+    engine itself checks that it stored what it received. After any error the engines may hold a
+    part of the weights; another push replaces all of them.
     """
     digest = WeightDigest() if digest is None else digest
     try:
@@ -103,7 +104,8 @@ def _send_all(
     transport.open(engines)
     with ThreadPoolExecutor(1) as sender:
         sent: Future[None] | None = None
-        for bucket in buckets:  # gathered while the one before is on its way
+        # Gather one bucket from the trainer's shards while the previous one is being sent.
+        for bucket in buckets:  # hashed while it is being sent
             if sent is not None:
                 sent.result()
             sent = sender.submit(transport.send, bucket, engines, version)
@@ -122,7 +124,7 @@ def _send_all(
 
 
 def _begin(engine: Engine) -> None:
-    """Open a session; an engine that outlived a failed push still has that one's open."""
+    """Open a session; close the one that a failed push left open in a surviving engine."""
     try:
         engine.post("/begin_weight_update", {})
     except EngineError:
@@ -131,12 +133,12 @@ def _begin(engine: Engine) -> None:
 
 
 def size_of(bucket: WeightBucket) -> int:
-    """Bytes of a bucket's tensors."""
+    """Return the bytes of a bucket's tensors."""
     return sum(tensor.nbytes for _, tensor in bucket)
 
 
 def on_all(engines: Sequence[Engine], call: Callable[[Engine], Any]) -> None:
-    """Call every engine at the same time and wait for all; raises the first error."""
+    """Call every engine in parallel and wait for all; raise the first error."""
     with ThreadPoolExecutor(max(len(engines), 1)) as pool:
         for future in [pool.submit(call, engine) for engine in engines]:
             future.result()

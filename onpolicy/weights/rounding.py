@@ -1,8 +1,8 @@
-"""Weights in a small number format, as a deployment computes with them, in the engine's own dtype.
+"""Weights in a small number format, as a deployment uses them, in the engine's own dtype.
 
-A linear layer's weight is divided by a scale that it shares with others of its block, rounded, and
-multiplied again: on machines without such kernels too. Embeddings, the output projection, routers,
-norms, biases and adapters stay as they are, as deployments have it.
+A linear layer's weight is divided by a scale that its block shares, rounded, and multiplied again,
+so that machines without such kernels can use it too. Embeddings, the output projection, routers,
+norms, biases and adapters are not rounded, as in deployments.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.autograd.function import FunctionCtx
 
 from onpolicy.contract import NumericsContract
 
-if TYPE_CHECKING:  # it imports what the GPU suite's machines need not have
+if TYPE_CHECKING:  # it imports packages that GPU test machines may lack
     from onpolicy.weights.digest import WeightBucket
 
 KEPT = ("embed", "wte", "wpe", "lm_head", "gate.weight", "router.", ".lora.")
@@ -32,16 +32,16 @@ def _to_fp8(scaled: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """Numbers that a weight may be, in units of its block's scale."""
+    """The representable numbers of a weight, in units of its block's scale."""
 
     largest: float
-    """What a block's largest weight becomes; integers are symmetric around 0."""
+    """Value of a block's largest weight; integers are symmetric around 0."""
 
     nearest: Callable[[Tensor], Tensor] = torch.round
-    """float32 in units of the scale -> the nearest number of the format, float32."""
+    """Function from float32 in units of the scale to the nearest number of the format, float32."""
 
     block: tuple[int, int] = (1, 0)
-    """Output and input channels that share a scale; 0: all. The last block may be a smaller one."""
+    """Output and input channels that share a scale; 0: all. The last block may be smaller."""
 
 
 FORMATS = {
@@ -52,18 +52,21 @@ FORMATS = {
     "int4_group128": WeightFormat(7, block=(1, 128)),
     "int3": WeightFormat(3),
 }
-"""What --rollout-weight-format names, but for bf16, which has no scale."""
+"""Formats of --rollout-weight-format, except bf16, which has no scale."""
 
 
 def format_of_push(contract: NumericsContract, asked: str) -> str:
-    """What weights as they are trained are rounded to before they are pushed: on GPUs stock SGLang makes
-    FP8 of them itself (`rollout/engine_args.py`)."""
+    """Return the format to which trained weights are rounded before a push.
+
+    It is empty where stock SGLang on GPUs makes FP8 of the weights itself
+    (`rollout/engine_args.py`).
+    """
     by_sglang = not contract.is_aligned and contract.device == "cuda" and asked == "fp8_e4m3"
     return "" if by_sglang else asked
 
 
 def rounded(buckets: Iterable[WeightBucket], weight_format: str) -> Iterator[WeightBucket]:
-    """The buckets with rounded weights; by an empty format they are as they were."""
+    """Yield the buckets with rounded weights; an empty format changes nothing."""
     for bucket in buckets:
         yield [
             (name, round_weight(tensor, weight_format) if weight_format and is_rounded(name, tensor)
@@ -73,36 +76,38 @@ def rounded(buckets: Iterable[WeightBucket], weight_format: str) -> Iterator[Wei
 
 
 def is_rounded(name: str, weight: Tensor) -> bool:
-    """Whether a format is for this tensor of a checkpoint: the weight of a linear layer, or of one
-    expert's."""
+    """Return whether a format applies to this tensor: the weight of a linear, or of one expert."""
     return weight.dim() == 2 and not any(part in name for part in KEPT)
 
 
 def round_weight(weight: Tensor, weight_format: str) -> Tensor:
-    """[N, K] -> [N, K] in the same dtype. weight_format: bf16 or a key of FORMATS."""
+    """Round [N, K] -> [N, K] in the same dtype. weight_format: bf16 or a key of FORMATS."""
     if weight_format == "bf16":
         return weight.bfloat16().to(weight.dtype)
     return dequantise(*quantise(weight, weight_format), weight_format, weight.dtype)
 
 
 def quantise(weight: Tensor, weight_format: str) -> tuple[Tensor, Tensor]:
-    """[N, K] -> numbers of the format, float32 [N, K], and scales, float32 [blocks of N, of K]."""
+    """Quantise [N, K] to numbers of the format, float32 [N, K], and float32 scales.
+
+    The scales are [blocks of N, blocks of K].
+    """
     asked = FORMATS[weight_format]
     blocks = in_blocks(weight.float(), asked.block)
     scale = blocks.abs().amax((1, 3), keepdim=True) / asked.largest
-    scale = torch.where(scale == 0, 1, scale)  # what is not finite stays so
+    scale = torch.where(scale == 0, 1, scale)  # non-finite values stay non-finite
     numbers = from_blocks(asked.nearest(blocks / scale), weight.shape)
     return numbers, scale[:, 0, :, 0]
 
 
 def dequantise(numbers: Tensor, scale: Tensor, weight_format: str, dtype: torch.dtype) -> Tensor:
-    """What `quantise` gave -> [N, K], each product rounded once."""
+    """Multiply the results of `quantise` to [N, K], each product rounded once."""
     blocks = in_blocks(numbers, FORMATS[weight_format].block) * scale[:, None, :, None]
     return from_blocks(blocks, numbers.shape).to(dtype)
 
 
 def straight_through(x: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
-    """`rounding(x)`, with the gradient of x: straight-through (Bengio et al., arXiv:1308.3432)."""
+    """Apply `rounding` to x with a straight-through gradient (Bengio et al., arXiv:1308.3432)."""
     rounded: Tensor = _StraightThrough.apply(x, rounding)
     return rounded
 
@@ -118,7 +123,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def in_blocks(whole: Tensor, block: tuple[int, int]) -> Tensor:
-    """[N, K] -> [blocks of N, rows, blocks of K, columns], filled up with zeros."""
+    """Split [N, K] into [blocks of N, rows, blocks of K, columns], padded with zeros."""
     rows, columns = (asked or size for asked, size in zip(block, whole.shape, strict=True))
     padded = F.pad(whole, (0, -whole.shape[1] % columns, 0, -whole.shape[0] % rows))
     return padded.view(-1, rows, padded.shape[1] // columns, columns)

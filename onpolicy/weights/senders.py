@@ -1,4 +1,4 @@
-"""Which rank of the trainer sends weights to which engine."""
+"""The assignment of engines to the trainer's ranks, which send them weights."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 
 def share_out(near: Sequence[Sequence[bool]], *, one_copy: bool) -> list[int]:
-    """The rank that sends to each engine: one of its own host, or any where that has none.
+    """Return the rank that sends to each engine: one on its host, or any if its host has none.
 
-    near: of each rank, whether each engine is on its host. The engines of a host are spread over its
-    ranks in order, so that with as many ranks each has the one that shares its GPU. `one_copy`: they
-    look at the same bytes, which one rank lays out for all of them.
+    near: for each rank, whether each engine is on its host. The engines of a host are spread over
+    its ranks in order, so that with equally many ranks each gets the engine that shares its GPU.
+    `one_copy`: the engines read the same bytes, which one rank provides for all of them.
     """
     everyone = tuple(range(len(near)))
     together: dict[tuple[int, ...], list[int]] = {}

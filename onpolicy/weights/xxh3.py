@@ -1,13 +1,13 @@
-"""xxh3 (64 bits, seeded) of tensors where they lie, with the very bits of the library `xxhash`.
+"""xxh3 (64 bits, seeded) of tensors on their own device, with the same bits as the library `xxhash`.
 
-A push is hashed on both of its ends. On a GPU the bytes would have to come to the host for that, which
-takes longer than the push; so a GPU hashes them itself (`xxh3_kernels.py`), and the host is left with
-the last kilobyte of each tensor. Integers alone are added and multiplied, so a GPU and a CPU agree on
-every digest, and a digest says nothing about where it was computed.
+Both ends of a push are hashed. Copying a GPU's bytes to the host for that would take longer than
+the push; so a GPU hashes them itself (`xxh3_kernels.py`), and the host only hashes the last
+kilobyte of each tensor. The hash only adds and multiplies integers, so a GPU and a CPU agree on
+every digest, and a digest does not show where it was computed.
 
-Source: Yann Collet's xxHash 0.8, xxhash.h: XXH3_hashLong_64b_withSeed and what it calls. An input longer
-than 240 bytes is cut into blocks of 16 stripes of 64 bytes; the stripes of a block are added up in any
-order, the blocks are chained.
+Source: Yann Collet's xxHash 0.8, xxhash.h: XXH3_hashLong_64b_withSeed and the functions that it
+calls. An input longer than 240 bytes is cut into blocks of 16 stripes of 64 bytes; the stripes of a
+block are added up in any order, the blocks are chained.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ START = (
 )  # fmt: skip
 
 HELD = 1 << 26
-"""Bytes of block sums, a 16th of the tensors', that are kept before their blocks are chained."""
+"""Bytes of block sums, a 16th of the tensors', that are held before their blocks are chained."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A tensor whose blocks are added up and not chained yet."""
+    """A tensor whose blocks are summed and not chained yet."""
 
     seed: int
     num_bytes: int
@@ -51,7 +51,7 @@ class _Begun:
 
 
 class DeviceHashes:
-    """Writes hashes of named tensors of more than BLOCK bytes into a dictionary, many at a time."""
+    """A writer of hashes of named tensors of more than BLOCK bytes, many at a time."""
 
     def __init__(self, hashes: dict[str, int]) -> None:
         self._hashes = hashes
@@ -59,7 +59,7 @@ class DeviceHashes:
         self._held = 0
 
     def add(self, name: str, data: Tensor, seed: int) -> None:
-        """Begin with uint8 [bytes], which may be changed or freed after this call (on its stream)."""
+        """Begin to hash uint8 [bytes], which may change or be freed after this call (on its stream)."""
         from onpolicy.weights.xxh3_kernels import add_up_blocks
 
         data = data if data.data_ptr() % 8 == 0 else data.clone()
@@ -72,11 +72,11 @@ class DeviceHashes:
             self.finish()
 
     def forget(self, name: str) -> None:
-        """Leave a tensor out that was begun with."""
+        """Drop a tensor that was begun."""
         self._begun.pop(name, None)
 
     def finish(self) -> None:
-        """Write down the hashes of all tensors so far; waits for the device."""
+        """Store the hashes of all tensors so far; waits for the device."""
         for device in {begun.sums.device for begun in self._begun.values()}:
             group = {n: begun for n, begun in self._begun.items() if begun.sums.device == device}
             self._hashes |= zip(group, _chained(list(group.values())), strict=True)
@@ -100,14 +100,14 @@ def _chained(group: list[_Begun]) -> list[int]:
 
 
 def secret_of(seed: int) -> bytes:
-    """XXH3_initCustomSecret."""
+    """Compute XXH3_initCustomSecret."""
     words = struct.unpack("<24Q", SECRET)
     signs = (1, -1) * 12
     return struct.pack("<24Q", *((w + s * seed) & MASK for w, s in zip(words, signs, strict=True)))
 
 
 def _words(secret: bytes) -> Tensor:
-    """int64 [24]"""
+    """Return a secret as int64 [24]."""
     return torch.frombuffer(bytearray(secret), dtype=torch.int64)
 
 
@@ -116,7 +116,10 @@ def _signed(word: int) -> int:
 
 
 def _finished(state: np.ndarray, tail: np.ndarray, num_bytes: int, secret: bytes) -> int:
-    """The hash, from the chained blocks [8] and the last bytes: those after the blocks, and 64 more."""
+    """Return the hash from the chained blocks [8] and the last bytes.
+
+    The tail holds the bytes after the blocks, and the 64 bytes before them.
+    """
     after = num_bytes - (num_bytes - 1) // BLOCK * BLOCK
     stripes = (after - 1) // STRIPE
     first = len(tail) - after
@@ -134,7 +137,7 @@ def _finished(state: np.ndarray, tail: np.ndarray, num_bytes: int, secret: bytes
 
 
 def _stripe_sums(data: bytes, keys: np.ndarray) -> np.ndarray:
-    """XXH3_accumulate over whole stripes, the i-th of which takes `keys` from word i on: uint64 [8]"""
+    """Compute XXH3_accumulate over whole stripes, the i-th with `keys` from word i on: uint64 [8]."""
     words = np.frombuffer(data, "<u8").reshape(-1, LANES)
     places = np.arange(len(words))[:, None] + np.arange(LANES)
     keyed = words ^ keys[places]

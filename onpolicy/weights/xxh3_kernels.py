@@ -1,7 +1,7 @@
 """The two kernels of xxh3 on a GPU: sums of 1024-byte blocks, and the chain through them.
 
-The chain is sequential, a handful of integer operations per kilobyte, and every tensor has its own: as
-many run at once as there are tensors.
+The chain is sequential, a handful of integer operations per kilobyte, and every tensor has its own:
+the chains of all tensors run in parallel.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 BLOCKS_PER_PROGRAM = 8
 AHEAD = 16
-"""Block sums that are loaded before the first of them is needed."""
+"""Number of block sums that are loaded before the first of them is needed."""
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -53,7 +53,7 @@ def _chain_kernel(
     end = tl.load(starts + tensor + 1)
     for first in range(tl.load(starts + tensor), end, AHEAD):
         for i in tl.static_range(AHEAD):
-            here = first + i + lanes * 0 < end  # for every lane the same
+            here = first + i + lanes * 0 < end  # the same for every lane
             total = tl.load(sums + (first + i) * 8 + lanes, mask=here, other=0)
             added = state + total.to(tl.uint64, bitcast=True)
             state = tl.where(here, (added ^ (added >> 47) ^ key) * prime, state)
@@ -61,7 +61,7 @@ def _chain_kernel(
 
 
 def add_up_blocks(words: Tensor, secret: Tensor) -> Tensor:
-    """XXH3_accumulate over each block: int64 [blocks * 128], int64 [24] -> int64 [blocks, 8]"""
+    """Compute XXH3_accumulate of each block: int64 [blocks * 128], int64 [24] -> int64 [blocks, 8]."""
     num_blocks = len(words) // 128
     sums = words.new_empty(num_blocks, 8)
     with torch.cuda.device_of(words):
@@ -72,9 +72,10 @@ def add_up_blocks(words: Tensor, secret: Tensor) -> Tensor:
 
 
 def chain_blocks(sums: list[Tensor], secrets: Tensor, start: Tensor) -> Tensor:
-    """What is left of all blocks of each of N tensors.
+    """Chain the blocks of each of N tensors.
 
-    sums: int64 [blocks, 8] of each tensor; secrets: int64 [N, 24]; start: int64 [8] -> int64 [N, 8]
+    sums: int64 [blocks, 8] of each tensor; secrets: int64 [N, 24]; start: int64 [8] -> int64 [N,
+    8].
     """
     counts = torch.tensor([0, *map(len, sums)]).cumsum(0).to(start.device)
     out = start.new_empty(len(sums), 8)

@@ -3,11 +3,11 @@
     y = x W^T + s (x A^T) B^T
 
 A: [r, K]; B: [N, r]. W is frozen, A and B are trained. Both products are `Operators.linear`, each
-rounded to the dtype of x; the scaled second one is added to x W^T in float32, and the sum is rounded.
-Where tensor-parallel ranks share N, each has its rows of B; where they share K, each has its columns of
-A, and x A^T is summed over blocks of K as x W^T is. The other factor is whole. The trainer's linear and
-SGLang's have the same module beside them, which a forward hook calls, so they do the same to the same
-bits.
+rounded to the dtype of x; the scaled second one is added to x W^T in float32, and the sum is
+rounded. Where tensor-parallel ranks shard N, each has its rows of B; where they shard K, each has
+its columns of A, and x A^T is summed over blocks of K as x W^T is. The other factor is replicated.
+The trainer's linear and SGLang's have the same module beside them, which a forward hook calls, so
+both compute the same bits.
 Source: Hu et al., LoRA (arXiv 2106.09685), eq. 3; s = alpha / sqrt(r) is Kalajdzievski, rsLoRA
 (arXiv 2312.03732), eq. 4.
 """
@@ -35,16 +35,16 @@ from onpolicy.ops.low_rank import Factors, add_low_rank
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
 CHILD = "lora"
-"""What an adapter is called among the modules of its linear."""
+"""The name of an adapter among the children of its linear."""
 
 ALL_LINEAR = "all-linear"
 
 FactorValues = Callable[[str, torch.Size], Tensor | None]
-"""(a factor's name in transformers' model, its whole shape) -> its numbers; None: as it is."""
+"""(a factor's name in transformers' model, its whole shape) -> its values; None leaves it as it is."""
 
 
 class LowRank(LowRankModule):
-    """What is added to the result of one linear, or to a tensor-parallel rank's part of it."""
+    """The adapter of one linear, or of a tensor-parallel rank's part of it."""
 
     def __init__(self, linear: Any, operators: Operators, shape: AdapterShape):
         super().__init__(shape.scale)
@@ -56,7 +56,7 @@ class LowRank(LowRankModule):
         self.B = nn.Parameter(like.new_zeros(out_features, shape.rank))
 
     def forward(self, x: Tensor, out: Tensor) -> Tensor:
-        """[..., K] and what the linear gives, [..., N] -> [..., N] in its dtype."""
+        """Add the adapter to the linear's result `out`: [..., K], [..., N] -> [..., N] in its dtype."""
         if not self.is_on:
             return out
         x = self.row_parallel.own_part(x, self.A.shape[1])
@@ -68,8 +68,11 @@ class LowRank(LowRankModule):
 
 
 def _features(linear: Any) -> tuple[int, int]:
-    """(N, K) of what a process has of a linear's result. SGLang's ranks may share W and gather the
-    result, and their output projection may have rows of no token."""
+    """Return (N, K) of this process's part of a linear's result.
+
+    SGLang's ranks may shard W and gather the result, and their output projection may be padded with
+    rows of no token.
+    """
     rows, columns = linear.weight.shape
     if getattr(linear, "gather_output", False):
         rows = linear.output_size
@@ -77,10 +80,10 @@ def _features(linear: Any) -> tuple[int, int]:
 
 
 def add_adapters(model: nn.Module, operators: Operators, shape: AdapterShape | None) -> None:
-    """Put adapters, which are zeros, beside the linears of `model` that a contract names; all else is
-    frozen from now on. Without a shape nothing is done.
+    """Put adapters, all zeros, beside the linears that the contract names, and freeze everything else.
 
-    Raises ConfigError if the model does not have one of the names.
+    Do nothing without a shape.
+    Raise ConfigError if the model lacks one of the names.
     """
     if shape is None:
         return
@@ -108,18 +111,18 @@ def _add(linear: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
 
 
 def factors_of(linear: nn.Module) -> Factors | None:
-    """Those of the adapter that a linear has, where it is on."""
+    """Return the factors of a linear's adapter, if it has one and it is on."""
     adapter = linear._modules.get(CHILD)
     return adapter.factors if isinstance(adapter, LowRank) and adapter.is_on else None
 
 
 def adapters(model: nn.Module) -> Iterator[LowRankModule]:
-    """Those of a model, in its order."""
+    """Return the adapters of a model, in module order."""
     return (module for module in model.modules() if isinstance(module, LowRankModule))
 
 
 def adapters_of_linears(model: nn.Module) -> Iterator[tuple[Any, LowRank]]:
-    """Linears of a model that have adapters, and these, in its order."""
+    """Yield the linears of a model that have adapters, with these, in module order."""
     for module in model.modules():
         if isinstance(adapter := module._modules.get(CHILD), LowRank):
             yield module, adapter
@@ -127,7 +130,7 @@ def adapters_of_linears(model: nn.Module) -> Iterator[tuple[Any, LowRank]]:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Meanwhile the model computes as if it had none."""
+    """Turn all adapters off inside the context."""
     found = list(adapters(model))
     for adapter in found:
         adapter.is_on = False
@@ -139,30 +142,32 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def is_adapters(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter."""
+    """Return whether a parameter of this name belongs to an adapter."""
     return f".{CHILD}." in name
 
 
 def first_values(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """What training begins with, in float32: zeros for B, and for A what `drawn_values` gives."""
+    """Return a factor's initial values in float32: zeros for B, `drawn_values` for A."""
     return torch.zeros(shape) if name.endswith(".B") else drawn_values(name, shape, seed)
 
 
 def drawn_values(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """float32 numbers of absolute value below 1 / sqrt(K), as PEFT draws those of A, from the run's seed
-    and the parameter's name alone; K: the last of its sizes."""
+    """Draw float32 numbers of absolute value below 1 / sqrt(K), as PEFT draws A; K is the last size.
+
+    They depend on the run's seed and the parameter's name alone.
+    """
     digest = hashlib.sha256(f"{seed} causal_lm.{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
     return (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[-1])
 
 
 def target_names(model: PreTrainedModel, asked: str) -> tuple[str, ...]:
-    """The last parts of the names of the linears that are to be adapted, sorted.
+    """Return the last parts of the names of the linears to adapt, sorted.
 
-    asked: names with commas between, or ALL_LINEAR, which is every linear and the experts, but no router
-    and not the output projection. All experts of a layer are one target, by their module's name.
-    Raises ConfigError for a name that the model does not have, for what is no plain linear, and for an
-    output projection that shares its weight with the input embedding.
+    asked: comma-separated names, or ALL_LINEAR: every linear and the experts, without routers and
+    the output projection. All experts of a layer are one target, named by their module.
+    Raise ConfigError for a name that the model does not have, for a module that is no plain linear,
+    and for an output projection that shares its weight with the input embedding.
     """
     kinds: dict[str, set[str]] = {}
     choosing, head = choosers(model), _output_of(model)
@@ -199,7 +204,7 @@ def _output_of(model: Any) -> Any:
 def with_adapters(
     shapes: OperatorShapes, model: PreTrainedModel, adapter: AdapterShape | None, blocks: int
 ) -> OperatorShapes:
-    """The sizes at which a model calls the operators, and those of the products with A and B."""
+    """Return the operator shapes of a model, with the shapes of the products with A and B added."""
     if adapter is None:
         return shapes
     shared = row_parallel_linears(model) if blocks > 1 else set()
@@ -215,7 +220,7 @@ def with_adapters(
 
 
 def adapted_linears(model: nn.Module, adapter: AdapterShape) -> list[nn.Linear]:
-    """Those of a model, without adapters, that are to get one."""
+    """Return the linears that are to get an adapter, of a model without adapters."""
     return [
         module
         for name, module in model.named_modules()
@@ -224,18 +229,18 @@ def adapted_linears(model: nn.Module, adapter: AdapterShape) -> list[nn.Linear]:
 
 
 def adapter_size(model: nn.Module, adapter: AdapterShape) -> int:
-    """Numbers in all adapters of a model, which has none yet."""
+    """Return the number of elements in all adapters of a model that has none yet."""
     linears = adapted_linears(model, adapter)
     size = adapter.rank * sum(m.in_features + m.out_features for m in linears)
     return size + sum(expert_adapter_size(m, adapter) for m in _adapted_experts(model, adapter))
 
 
 def merging_size(model: nn.Module, adapter: AdapterShape) -> int:
-    """The most float32 numbers that are held while adapters are merged into a model, which has none yet
-    (`models/lora/merged.py`).
+    """Return the peak number of float32 elements held while adapters are merged.
 
-    A parameter's update is made from two factors beside that of the last one; sums, and what is counted
-    of them, are of a tensor that a checkpoint has, which is one expert's unless matrices are transposed.
+    The model has no adapters yet; see `models/lora/merged.py`. A parameter's update is computed
+    from two factors while the previous update is held. The sums and their statistics are per tensor
+    of a checkpoint, so per expert unless the matrices are transposed.
     """
     linears = [(m.weight, 1) for m in adapted_linears(model, adapter)]
     experts = [

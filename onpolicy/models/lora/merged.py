@@ -1,8 +1,8 @@
 """A base and its adapter as one model: W + s B A in the place of each adapted W.
 
-A checkpoint is written so, and engines that have no adapters get a push so. What was trained is two
-factors; the sum lies on the grid of a dtype, and where a weight is large beside its update, the update
-is rounded away. So the dtype is asked for, and what it costs is counted.
+Merged checkpoints are written this way, and so are pushes to engines without adapters. The sum is
+rounded to a dtype, and where a weight is large beside its update, the update is rounded away. So
+the caller chooses the dtype, and the loss by rounding is counted.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from onpolicy.weights.digest import WeightBucket
 
 @dataclass(slots=True)
 class Merged:
-    """What became of the adapted weights, counted as they are written."""
+    """Statistics of the merged weights, counted as they are written."""
 
     linears: int = 0
     weights: int = 0
 
     changed: int = 0
-    """Weights that are not what the base's own are in the dtype that is written."""
+    """Number of weights that differ from the base's weight in the written dtype."""
 
     asked: float = 0.0
     """The sum of squares of the update, s B A."""
 
     missed: float = 0.0
-    """The sum of squares of what has to be added to the written change for it to be the update."""
+    """The sum of squares of the difference between the update and the written change."""
 
     def add(self, base: Tensor, update: Tensor, written: Tensor) -> None:
-        """Count one linear; all [N, K], base and update in float32."""
+        """Count one linear; all tensors are [N, K], base and update in float32."""
         before, after = base.to(written.dtype).float(), written.float()
         self.linears, self.weights = self.linears + 1, self.weights + base.numel()
         self.changed += int((after != before).sum())
@@ -55,12 +55,12 @@ class Merged:
 
     @property
     def changed_share(self) -> float:
-        """Weights that changed, of those that are adapted."""
+        """Return the share of the adapted weights that changed."""
         return self.changed / self.weights if self.weights else 0.0
 
     @property
     def rounding(self) -> float:
-        """What rounding adds to the update or takes from it, as a share of it (Frobenius norms)."""
+        """Return the rounding error as a share of the update (Frobenius norms)."""
         return float((self.missed / self.asked) ** 0.5) if self.asked else 0.0
 
     def __str__(self) -> str:
@@ -73,8 +73,9 @@ class Merged:
 def export_merged(source: Path, adapter: str, directory: Path, dtype: str) -> Merged:
     """Write the checkpoint of `source` with an adapter in its weights, all parameters in `dtype`.
 
-    Raises ConfigError for an adapter of another model, for a base that has not the weights of each
-    adapted linear by themselves, and for numbers that are not finite in `dtype`; then nothing is left.
+    Raise ConfigError for an adapter of another model, for a base that does not store each adapted
+    linear's weight separately, and for numbers that are not finite in `dtype`; then no files are
+    left.
     """
     config = load_config(str(source), False)
     told = read_peft_adapter(adapter, "--merge")
@@ -99,10 +100,10 @@ def merge_push(
     scale: float,
     merged: Merged,
 ) -> Iterator[WeightBucket]:
-    """A model's weights with its adapters in them, from the buckets of both, in the dtype of the frozen.
+    """Yield a model's weights with its adapters merged, in the dtype of the frozen weights.
 
-    model: one without numbers or adapters, of the same names. `merged` counts what becomes of it.
-    Raises WeightSyncError if an adapted weight is not among the frozen ones.
+    model: without weights or adapters, with the same names. `merged` counts the statistics.
+    Raise WeightSyncError if an adapted weight is not among the frozen ones.
     """
     factors: dict[str, Tensor] = {}
     for bucket in trained:
@@ -122,15 +123,15 @@ def merge_push(
 
 
 class Updates:
-    """What an adapter adds to the weights of a model, under the names that a checkpoint has for them."""
+    """The updates of a model's weights by an adapter, under the names that a checkpoint gives them."""
 
     def __init__(self, model: PreTrainedModel, factors: Mapping[str, Tensor], scale: float):
-        """factors: whole, as the model names them (`read_factors`); none: nothing is added."""
+        """Take the factors, whole and named as in the model (`read_factors`); none means no update."""
         self._model, self._factors, self._scale = model, factors, scale
         pairs = {name.rpartition(".")[0] for name in factors if name.endswith((".A", ".B"))}
         self._pairs = {parameter_of(pair): pair for pair in sorted(pairs)}
         self.parts: dict[str, torch.Size] = {}
-        """The shape of each adapted tensor, by its name."""
+        """Shape of each adapted tensor, by its name."""
         self._parameters: dict[str, str] = {}
         for name in self._pairs:
             for stored, part in stored_tensors(model, name, model.get_parameter(name)).items():
@@ -138,7 +139,7 @@ class Updates:
         self._latest: dict[str, dict[str, Tensor]] = {}
 
     def added(self, name: str, base: Tensor, dtype: torch.dtype, merged: Merged) -> Tensor:
-        """The tensor of this name and what is added to it, summed in float32 and rounded once."""
+        """Return the tensor of this name plus its update, summed in float32 and rounded once."""
         if name not in self.parts:
             return base.to(dtype)
         before, update = base.float(), self.of(name)
@@ -147,17 +148,17 @@ class Updates:
         return written
 
     def of(self, name: str) -> Tensor:
-        """Returns s B A for a tensor of this name, one of `parts`, in float32 and of its shape."""
+        """Return s B A for the tensor of this name, one of `parts`, in float32 and of its shape."""
         parameter = self._parameters[name]
         if parameter not in self._latest:
-            # A layer's experts have two, whose parts alternate in the files.
+            # Keep two: a layer's experts have two parameters, whose parts alternate in the files.
             while len(self._latest) > 1:
                 del self._latest[next(iter(self._latest))]
             self._latest[parameter] = self._of_parameter(parameter)
         return self._latest[parameter][name]
 
     def _of_parameter(self, name: str) -> dict[str, Tensor]:
-        """s B A, for each expert if there are several, as transformers stores it."""
+        """Return s B A, per expert if there are several, as transformers stores it."""
         a, b = (self._factors[f"{self._pairs[name]}.{factor}"].float() for factor in "AB")
         update = self._scale * ((b.flatten(1, -2) if b.dim() > 3 else b) @ a)
         module = self._model.get_submodule(name.rpartition(".")[0])
@@ -168,9 +169,9 @@ class Updates:
 
 
 def _names_in_files(source: Path, model: PreTrainedModel, updates: Updates) -> dict[str, str]:
-    """What the base's files call the adapted weights -> what transformers calls them.
+    """Map the names of the adapted weights in the base's files to transformers' names.
 
-    Raises ConfigError if they do not hold them by themselves.
+    Raise ConfigError if the files do not store them separately.
     """
     files, names = stored_shapes(source, "--hf-checkpoint"), {}
     prefix = f"{model.base_model_prefix}."
@@ -195,7 +196,7 @@ def _buckets(
     dtype: torch.dtype,
     merged: Merged,
 ) -> Iterator[WeightBucket]:
-    """Yield the checkpoint: parameters are cast, buffers stay as they are."""
+    """Yield the checkpoint with parameters cast to `dtype` and buffers unchanged."""
 
     def written(name: str, tensor: Tensor) -> Tensor:
         if name in buffers:

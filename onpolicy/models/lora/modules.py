@@ -1,7 +1,7 @@
-"""The modules of low-rank adapters: what all have in common, and those of all experts of a layer.
+"""The modules of low-rank adapters: the common base, and the adapter of all experts of a layer.
 
-Experts have a pair of factors for each expert and matrix. Gate and up, which transformers holds in one
-matrix, have one pair together, as PEFT's `target_parameters` gives them.
+Experts have a pair of factors for each expert and matrix. Gate and up, which transformers holds in
+one matrix, share one pair, as in PEFT's `target_parameters`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from onpolicy.ops.low_rank import Factors
 
 
 class LowRankModule(nn.Module):
-    """Adds to a product of a model, or to several, while it is on."""
+    """The base of adapters, which add to one or more products of a model while they are on."""
 
     def __init__(self, scale: float):
         super().__init__()
@@ -33,16 +33,16 @@ class Pair(nn.Module):
 
 
 class ExpertLowRank(LowRankModule):
-    """What is added to the products of a layer's experts, or to a tensor-parallel rank's part of them.
+    """The adapter of a layer's experts, or of a tensor-parallel rank's part of them.
 
     gate_up.A: [E, r, H]; gate_up.B: [E, 2, I / P, r]; down.A: [E, r, I / P]; down.B: [E, H, r].
     """
 
     def __init__(self, like: Tensor, sizes: tuple[int, int, int], shape: AdapterShape):
-        """like: of the dtype and on the device of the weights; sizes: E, I / P and H."""
+        """Create zero factors with the dtype and device of `like`; sizes: E, I / P and H."""
         super().__init__(shape.scale)
         (count, inner, hidden), rank = sizes, shape.rank
-        # Gate and up stand apart, so that a rank's part of both is one block of B.
+        # Gate and up have separate axes, so that a rank's part of both is one block of B.
         new = like.new_zeros
         self.gate_up = Pair(new(count, rank, hidden), new(count, 2, inner, rank))
         self.down = Pair(new(count, rank, inner), new(count, hidden, rank))
@@ -56,6 +56,6 @@ class ExpertLowRank(LowRankModule):
 
 
 def expert_adapter_size(experts: Any, adapter: AdapterShape) -> int:
-    """Numbers in the adapters of a layer's experts."""
+    """Return the number of elements in the adapters of a layer's experts."""
     count, inner, hidden = expert_sizes(experts)
     return count * adapter.rank * (2 * hidden + 3 * inner)

@@ -1,4 +1,4 @@
-"""What an adapter in PEFT's format says of itself, as flags: its rank, its scale and its targets.
+"""The metadata of an adapter in PEFT's format, as flags: rank, scale and targets.
 
 Source: `LoraConfig` and `get_peft_model_state_dict` of the package peft (0.21).
 """
@@ -25,13 +25,13 @@ logger = logging.getLogger(__name__)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 NESTED = ".base_layer"
-"""Ends the name of a module that PEFT wrapped twice: the experts, whose gate_up_proj is adapted within
+"""End of the name of a module that PEFT wrapped twice: experts whose gate_up_proj is adapted inside
 the wrapper of their down_proj."""
 
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
 
 _OTHERWISE_NAMED = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.\w+)?\.weight")
-"""A factor under the name that it has in a wrapped model, or without what PEFT puts before all names."""
+"""A factor named as in a wrapped model, or without the prefix that PEFT puts before all names."""
 
 _MAGNITUDE = re.compile(r".+\.lora_magnitude_vector(?:\.\w+)*")
 
@@ -48,8 +48,8 @@ _OF_NO_RESULT = {
     "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout",
     "megatron_core", "qalora_group_size", "eva_config", "runtime_config",
 }  # fmt: skip
-"""Fields that decide nothing of what the written factors compute, as dropout in training, or which their
-names say, as the targets."""
+"""Fields that do not change what the stored factors compute (dropout in training), or that the
+tensor names already say (the targets)."""
 
 _EMPTY: tuple[Any, ...] = (None, False, [], {}, 0, "")
 
@@ -59,8 +59,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     # PiSSA, OLoRA, CorDA and LoftQ change the base.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
-"""The values of other fields with which an adapter is one here; of any that is not named, the empty
-ones, so that what PEFT adds is refused until it is known."""
+"""Accepted values of other fields. A field that is not listed must be empty, so that an option that
+PEFT adds is refused until it is known."""
 
 
 @with_config(OPEN)
@@ -77,7 +77,7 @@ _SHAPE = TypeAdapter(_Told)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeftAdapter:
-    """The adapter of a directory, without its numbers."""
+    """The adapter of a directory, without its weights."""
 
     directory: Path
     rank: int
@@ -85,21 +85,20 @@ class PeftAdapter:
     is_rslora: bool
 
     base: str
-    """Name or path of the model that it is beside; "" if it does not say."""
+    """Name or path of the base model; "" if the file names none."""
 
     factors: dict[str, tuple[int, ...]]
-    """The shape of each tensor, by its name in the file."""
+    """Shape of each tensor, by its name in the file."""
 
     @property
     def targets(self) -> str:
-        """The last parts of the names of its linears, and of the modules of its experts, as
-        --lora-target-modules has them."""
+        """Return its targets as in --lora-target-modules: the last parts of its modules' names."""
         modules = (linear_of(name)[0].removesuffix(NESTED) for name in self.factors)
         return ",".join(sorted({module.rpartition(".")[2] for module in modules}))
 
     @property
     def flags(self) -> dict[str, Any]:
-        """The flags of a run that trains it."""
+        """Return the flags of a run that trains it."""
         return {
             "lora_rank": self.rank,
             "lora_alpha": self.alpha,
@@ -109,8 +108,11 @@ class PeftAdapter:
 
 
 def read_peft_adapter(directory: str, flag: str) -> PeftAdapter:
-    """Read it but for its numbers. Raises ConfigError, which blames `flag`, for one that is not whole,
-    or that computes something else than x W^T + s (x A^T) B^T."""
+    """Read an adapter's metadata.
+
+    Raise ConfigError, which names `flag`, if it is incomplete or computes something other than x
+    W^T + s (x A^T) B^T.
+    """
     path, name = Path(directory), f"{flag}={directory}"
     record = read_json_object(path / CONFIG, f"{name}: {CONFIG}")
     try:
@@ -168,7 +170,7 @@ def _factors(file: Path, name: str) -> dict[str, tuple[int, ...]]:
 
 
 def linear_of(name: str) -> tuple[str, str]:
-    """A tensor's name in the file -> that of its linear, and "A" or "B"."""
+    """Map a tensor's name in the file to the name of its linear, and "A" or "B"."""
     found = _FACTOR.fullmatch(name)
     assert found is not None
     return found[1], found[2]

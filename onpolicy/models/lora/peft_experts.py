@@ -1,7 +1,7 @@
-"""Adapters of a mixture's experts in the format of PEFT, which adapts parameters of their module.
+"""Adapters of experts in PEFT's format, which adapts the parameters of the experts' module.
 
-PEFT wraps the module that holds a layer's experts twice, for gate_up_proj and around that for down_proj.
-A is [E r, in] there, and B [out, r E], whose columns go through the experts first.
+PEFT wraps the module that holds a layer's experts twice: for gate_up_proj, and around that for
+down_proj. Its A is [E r, in], and its B [out, r E], whose columns vary fastest over the experts.
 Source: `ParamWrapper` and `_inject_parameters` of the package peft (0.21).
 """
 
@@ -18,13 +18,16 @@ from onpolicy.models.lora.peft_adapter import NESTED
 _IN_MODEL = {"gate_up": "gate_up_proj", "down": "down_proj"}
 
 FUSED_NAMES = {"gate_proj", "up_proj", "down_proj"}
-"""Linears whose names PEFT reads, in a mixture, as those of the experts that were modules in
-transformers 4 (its `_convert_peft_config_moe`), wherever they are. So their weights are named there."""
+"""Names of linears that PEFT, in a mixture, takes for the experts' modules of transformers 4
+(`_convert_peft_config_moe`), wherever they are. So the weights of such linears are named
+instead."""
 
 
 def of_experts(name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
-    """...mlp.experts.lora.down.A -> ...mlp.experts.lora.A, and its numbers in PEFT's order; None for the
-    adapter of a linear."""
+    """Map ...mlp.experts.lora.down.A to ...mlp.experts.lora.A, with its values in PEFT's order.
+
+    Return None for the adapter of a linear.
+    """
     module, _, factor = name.rpartition(".lora.")
     pair, _, factor = factor.partition(".")
     if pair not in _IN_MODEL:
@@ -38,7 +41,7 @@ def of_experts(name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
 
 
 def from_peft(module: str, factor: str, tensor: Tensor, rank: int) -> tuple[str, Tensor]:
-    """The inverse of `of_experts`: a wrapper of experts, "A" or "B", and its numbers -> ours."""
+    """Map a wrapper of experts, "A" or "B", and its values to ours: the inverse of `of_experts`."""
     pair = "gate_up" if module.endswith(NESTED) else "down"
     if factor == "A":
         here = tensor.unflatten(0, (-1, rank))
@@ -49,8 +52,11 @@ def from_peft(module: str, factor: str, tensor: Tensor, rank: int) -> tuple[str,
 
 
 def parameter_of(pair: str) -> str:
-    """...experts.lora.down, a pair of factors -> ...experts.down_proj, what it is beside; of a linear,
-    ...up_proj.lora -> ...up_proj.weight."""
+    """Map a pair of factors to the parameter that it adapts.
+
+    ...experts.lora.down -> ...experts.down_proj; for a linear, ...up_proj.lora ->
+    ...up_proj.weight.
+    """
     module, _, part = pair.rpartition(".lora.")
     return (
         f"{module}.{_IN_MODEL[part]}"
@@ -60,7 +66,7 @@ def parameter_of(pair: str) -> str:
 
 
 def peft_shapes(name: str, experts: Any, rank: int) -> dict[str, tuple[int, ...]]:
-    """The shapes that the factors of a module of experts have in a file, by wrapper and factor."""
+    """Return the shapes of an expert module's factors in a file, by wrapper and factor."""
     count, inner, hidden = expert_sizes(experts)
     shapes: dict[str, tuple[int, ...]] = {}
     for wrapper, rows, columns in ((f"{name}{NESTED}", 2 * inner, hidden), (name, hidden, inner)):
@@ -70,7 +76,7 @@ def peft_shapes(name: str, experts: Any, rank: int) -> dict[str, tuple[int, ...]
 
 
 def peft_targets(targets: Iterable[str], names: Iterable[str]) -> dict[str, list[str]]:
-    """What `adapter_config.json` calls the targets of adapters of these names."""
+    """Return the target fields of `adapter_config.json` for adapters of these names."""
     split = [name.rpartition(".lora.") for name in names]
     experts = {
         m.rpartition(".")[2] for m, _, factor in split if factor.partition(".")[0] in _IN_MODEL

@@ -44,7 +44,10 @@ def export_adapter(
     shape: AdapterShape,
     flags: LoraConfig,
 ) -> None:
-    """Write the adapters among these weights into a new directory; `base`: the model they are beside."""
+    """Write the adapters among these weights into a new directory.
+
+    `base` is the path or name of the model.
+    """
     directory.mkdir()
     tensors = [pair for bucket in buckets for pair in bucket if is_adapters(pair[0])]
     in_peft = [of_experts(name, tensor) or (name, tensor) for name, tensor in tensors]
@@ -67,7 +70,7 @@ def export_adapter(
 
 
 def first_factors(begins_with: str, seed: int) -> FactorValues:
-    """What training begins with: the adapter in a directory, if one is given, or what is drawn."""
+    """Return the initial factors: the adapter in `begins_with`, if given, or random ones."""
     adapter = read_peft_adapter(begins_with, "--lora-adapter") if begins_with else None
     given = read_factors(adapter) if adapter else {}
 
@@ -79,8 +82,11 @@ def first_factors(begins_with: str, seed: int) -> FactorValues:
 
 
 def read_factors(adapter: PeftAdapter) -> dict[str, Tensor]:
-    """Return the numbers of an adapter that was checked, under the names and in the shapes of a model's
-    parameters, in the dtype in which they are stored. Raises ConfigError unless all are finite."""
+    """Return the values of a checked adapter, with the names and shapes of a model's parameters.
+
+    They keep the stored dtype.
+    Raise ConfigError unless all are finite.
+    """
     tensors = load_file(adapter.directory / WEIGHTS)
     for key, x in tensors.items():
         if count := int((~x.float().isfinite()).sum()):
@@ -100,8 +106,11 @@ def read_factors(adapter: PeftAdapter) -> dict[str, Tensor]:
 
 
 def require_adapter_fits(adapter: PeftAdapter, model: nn.Module, path: str, flag: str) -> None:
-    """Raise ConfigError unless an adapter is that of the base in `path`, whose `model` is one without
-    numbers, and has all of every linear, and of all experts, whose name its targets have."""
+    """Raise ConfigError unless an adapter belongs to the base in `path` and fits its `model`.
+
+    The model has no weights. The adapter must cover every linear, and all experts, that its targets
+    name.
+    """
     name = f"{flag}={adapter.directory}"
     if not _is_base(adapter.base, path):
         raise ConfigError(
@@ -130,7 +139,7 @@ def require_adapter_fits(adapter: PeftAdapter, model: nn.Module, path: str, flag
 
 
 def _is_base(told: str, path: str) -> bool:
-    """Whether a model's name or path may be that of a checkpoint's directory."""
+    """Return whether a model's name or path may mean the checkpoint's directory."""
     if not told or Path(told).is_dir():
         return not told or Path(told).resolve() == Path(path).resolve()
     here, name = Path(path).resolve(), Path(told).name
@@ -138,12 +147,18 @@ def _is_base(told: str, path: str) -> bool:
 
 
 def _name_in_peft(name: str) -> str:
-    """model.layers.0.mlp.up_proj.lora.A -> base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"""
+    """Map our name of a factor to PEFT's.
+
+    model.layers.0.mlp.up_proj.lora.A -> base_model.model.model.layers.0.mlp.up_proj.lora_A.weight
+    """
     linear, factor = name.rsplit(".lora.", 1)
     return f"{PREFIX}{linear}.lora_{factor}.weight"
 
 
 def _name_here(name: str) -> str:
-    """The inverse of `_name_in_peft`; of experts, with the wrapper's name."""
+    """Map a name in the file to ours, as the inverse of `_name_in_peft`.
+
+    Names of experts keep the wrapper's name.
+    """
     linear, factor = linear_of(name)
     return f"{linear}.lora.{factor}"

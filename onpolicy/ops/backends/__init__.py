@@ -1,7 +1,6 @@
-"""The registry of backends: all that the rest of the house knows about a device's operators, and which
-of them a machine can keep.
+"""The registry of operator backends, and the choice of one that a machine can keep.
 
-Nothing here imports a GPU library: the entries judge facts (`onpolicy/ops/machine.py`).
+Nothing here imports a GPU library: the entries judge recorded facts (`onpolicy/ops/machine.py`).
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 CPU_BACKENDS = (CPU, ONEDNN, PORTABLE)
-"""In the order in which `--operators auto` asks them. The one that every CPU keeps comes first, so that
-a run has the same bits on a CPU with bfloat16 instructions and on one without."""
+"""CPU backends in the order that `--operators auto` tries. The one that every CPU keeps comes
+first, so that a run has the same bits on a CPU with bfloat16 instructions and on one without."""
 
 GPU_BACKENDS = (HOPPER, HOPPER_FP8, DEEP_GEMM, TRITON)
-"""Tried in order, the most particular first."""
+"""GPU backends in the order that `--operators auto` tries, the most specialised first."""
 
 BACKENDS = (*CPU_BACKENDS, *GPU_BACKENDS, STOCK)
 
 
 def backend_of(name: str) -> Backend:
-    """The entry of that name; raises ContractError if there is none."""
+    """Return the backend of that name; raise ContractError if there is none."""
     for backend in BACKENDS:
         if backend.name == name:
             return backend
@@ -54,10 +53,11 @@ def backend_of(name: str) -> Backend:
 def choose_backend(
     operators: str, dtype: str, shapes: OperatorShapes, row_parallel_blocks: int, machine: Machine
 ) -> str:
-    """The contract's backend for `--operators`: auto, or one of this kind of machine.
+    """Return the contract's backend for `--operators`: auto, or a backend of this kind of machine.
 
-    auto: the first whose kernels are made for this processor and model. A package that is missing never
-    changes the choice. Raises ConfigError if the machine cannot keep the backend.
+    auto: the first whose kernels support this processor and model. A missing package never changes
+    the choice.
+    Raise ConfigError if the machine cannot keep the backend.
     """
     has_gpu = machine.capability is not None
     candidates = GPU_BACKENDS if has_gpu else CPU_BACKENDS
@@ -92,7 +92,7 @@ def require_servable(backend: str, machine: Machine) -> None:
 
 
 def _preferred(candidates: tuple[Backend, ...], demand: Demand, machine: Machine) -> str:
-    """The first that fits; else the last, the most general, which will say why it does not."""
+    """Return the first backend that fits, else the last, most general one, which will say why not."""
     asked = [backend for backend in candidates if not backend.by_name_alone]
     fit = [backend for backend in asked if not backend.unfit(demand, machine)]
     return (fit or asked[-1:])[0].name

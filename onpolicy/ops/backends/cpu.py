@@ -1,5 +1,4 @@
-"""The entries of a CPU's operators: aligned everywhere, by bfloat16 instructions, with the same bits on
-every processor, and PyTorch's own."""
+"""The CPU backends: aligned on every CPU, by bfloat16 instructions, portable, and stock PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ def _make_cpu(num_threads: int) -> Operators:
 
 
 CPU = Backend(name="cpu", make=_make_cpu, needs_gpu=False, engine_attention=ENGINE_ATTENTION)
-"""These keep every contract everywhere."""
+"""Operators that keep every contract on every CPU."""
 
 
 def _make_onednn(num_threads: int) -> Operators:
@@ -50,7 +49,7 @@ ONEDNN = Backend(
     unfit=_unfit_for_onednn,
     engine_attention=ENGINE_ATTENTION,
 )
-"""With products by bfloat16 instructions, as oneDNN has them."""
+"""Operators with products by bfloat16 instructions, through oneDNN."""
 
 
 def _make_portable(num_threads: int) -> Operators:
@@ -95,7 +94,7 @@ PORTABLE = Backend(
     unfit=_unfit_for_portable,
     engine_attention=ENGINE_ATTENTION,
 )
-"""With the same bits on every x86-64 processor that has AVX2."""
+"""Operators with the same bits on every x86-64 processor that has AVX2."""
 
 
 def _make_stock(num_threads: int) -> Operators:
@@ -105,4 +104,4 @@ def _make_stock(num_threads: int) -> Operators:
 
 
 STOCK = Backend(name="stock", make=_make_stock, needs_gpu=False)
-"""PyTorch's own kernels, which promise nothing; each engine keeps its own attention."""
+"""PyTorch's own kernels, without any guarantee; each engine keeps its own attention."""

@@ -1,4 +1,4 @@
-"""The entries of a GPU's operators: Triton's, for every model and dtype, and three kinds for Hopper."""
+"""The GPU backends: Triton for every model and dtype, and three for Hopper."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from onpolicy.ops.machine import Machine
 
 FLASH_HEAD_DIMS = (96, 128, 192, 256)
 """Head sizes for which FlashAttention-3 sums over keys in blocks of one width, however few queries
-there are, with a page table (kernels of sglang-kernel 0.4.5 and 0.4.7). With 64 it takes blocks of
+there are, with a page table (kernels of sglang-kernel 0.4.5 and 0.4.7). With 64 it uses blocks of
 192 keys for few queries and of 128 for many; other sizes are padded to one of these."""
 
 _OTHER = "Choose --operators triton."
 
 
 def exact_float32() -> None:
-    """For what no operator stands for, such as the product of positions and rotary frequencies."""
+    """Turn TF32 off for products outside the operators, such as positions times rotary frequencies."""
     torch.set_float32_matmul_precision("highest")
 
 
@@ -44,10 +44,10 @@ TRITON = Backend(
     make=_make_triton,
     unfit=_unfit_for_triton,
     modules=("triton",),
-    engine_modules=("sgl_kernel",),  # its FlashAttention backend does
+    engine_modules=("sgl_kernel",),  # imported by its FlashAttention backend
     engine_attention="sglang_patches.paged_attention:install_triton",
 )
-"""GPUs from Ampere to Hopper."""
+"""Triton operators, for GPUs from Ampere to Hopper."""
 
 
 def _make_deep_gemm(num_threads: int) -> Operators:
@@ -65,7 +65,7 @@ def _unfit_for_deep_gemm(demand: Demand, machine: Machine) -> str | None:
         )
     if demand.dtype != "bfloat16":
         return f"dtype={demand.dtype}: DeepGEMM's products are of bfloat16 only. {_OTHER}"
-    # Tensor parallelism shares out columns; the parts must take the kernel that the whole takes.
+    # Tensor parallelism shards columns; the parts must use the same kernel as the whole.
     blocks = demand.row_parallel_blocks
     multiple = GEMM_COLUMNS * blocks
     uneven = [n for n, _, _ in demand.shapes.linear if n % multiple] if blocks > 1 else []
@@ -85,8 +85,8 @@ DEEP_GEMM = replace(
     modules=("deep_gemm", "triton"),
     by_name_alone=True,
 )
-"""Triton's, with DeepGEMM's products: for few long sequences, whose attention Triton shares out over a
-GPU, and for head sizes that FlashAttention-3 cannot have."""
+"""Triton operators with DeepGEMM's products: for few long sequences, whose attention Triton splits
+over a GPU, and for head sizes that FlashAttention-3 does not support."""
 
 
 def _make_hopper(num_threads: int) -> Operators:
@@ -115,7 +115,7 @@ HOPPER = Backend(
     modules=("sgl_kernel", "deep_gemm", "triton"),
     engine_attention="sglang_patches.flash_attention:install",
 )
-"""Compute capability 9.0, bfloat16, and shapes that its kernels fit."""
+"""DeepGEMM and FlashAttention-3, for compute capability 9.0, bfloat16 and supported shapes."""
 
 
 def _make_hopper_fp8(num_threads: int) -> Operators:
@@ -128,5 +128,5 @@ def _make_hopper_fp8(num_threads: int) -> Operators:
 HOPPER_FP8 = replace(
     HOPPER, name="hopper_fp8", make=_make_hopper_fp8, multiplies_bytes=True, by_name_alone=True
 )
-"""The same, with products of bytes; which linears it takes is asked where names are known
-(`onpolicy/run/launch/contracts.py`)."""
+"""The hopper backend with FP8 products; the caller, who knows the linears' names, checks their
+shapes (`onpolicy/run/launch/contracts.py`)."""

@@ -1,4 +1,4 @@
-"""The self-check of attention: packed as in training, after a cached prefix, decoding, and on pages."""
+"""The self-check of attention: packed, after a cached prefix, in decode, and on pages."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 QUERY_COUNTS = (1, 2, 5, *range(8, 129, 8))
 
 LENS = (530, 1, 64, 65, 17)
-"""Tokens of the packed sequences that the checks attend over; one has several chunks of keys."""
+"""Lengths of the packed sequences in the checks; one has several chunks of keys."""
 
 WINDOW = 100
-"""Keys that a query sees at most where the model's window is longer: less than the longest sequence."""
+"""Largest window in the checks, shorter than the longest sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionInputs:
-    """Whole sequences laid end to end, and how a layer of this kind attends over them."""
+    """Whole sequences laid end to end, and the score rule of a layer of this kind."""
 
     kind: AttentionShape
     q: Tensor
@@ -40,7 +40,7 @@ class AttentionInputs:
         lens: tuple[int, ...] = LENS,
         seed: int = 8,
     ) -> AttentionInputs:
-        """Inputs of `lens` tokens."""
+        """Create inputs of `lens` tokens."""
         sizes = (
             (kind.heads, kind.head_dim),
             (kind.kv_heads, kind.head_dim),
@@ -57,13 +57,13 @@ class AttentionInputs:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(H, H_kv, D), and D_v if that is another."""
+        """Return (H, H_kv, D), and D_v if it differs from D."""
         kind = self.kind
         sizes = (kind.heads, kind.kv_heads, kind.head_dim)
         return sizes if kind.value_dim == kind.head_dim else (*sizes, kind.value_dim)
 
     def name(self, operator: str = "attention") -> str:
-        """The operator and what is special about its scores."""
+        """Return the operator's name with the options of its scores."""
         kind = self.kind
         special = [f"window {kind.window}"] if kind.window else []
         special += [f"softcap {kind.softcap}"] if kind.softcap else []
@@ -73,19 +73,19 @@ class AttentionInputs:
     def attend(
         self, operators: Operators, layout: AttentionLayout, rows: slice | Tensor | None = None
     ) -> Tensor:
-        """The operator's result for all queries, or for those of some rows."""
+        """Compute the operator for all queries, or for the given rows."""
         q = self.q if rows is None else self.q[rows]
         return operators.attention(q, self.k, self.v, layout, self.scores, self.sinks)
 
     def of_rank(self, rank: int, ranks: int) -> AttentionInputs:
-        """The heads that one of some tensor-parallel ranks has."""
+        """Return the heads of one tensor-parallel rank."""
         q, k, v = (x.chunk(ranks, dim=1)[rank] for x in (self.q, self.k, self.v))
         sinks = None if self.sinks is None else self.sinks.chunk(ranks)[rank]
         return replace(self, q=q, k=k, v=v, sinks=sinks)
 
 
 def check_attention(operators: Operators, inputs: AttentionInputs) -> Tensor:
-    """The packed sequences, whose rows must not change when fewer queries share a call."""
+    """Attend over the packed sequences, and check that rows keep their bits in smaller calls."""
     name, shape, device = inputs.name(), inputs.shape, inputs.q.device
     whole = AttentionLayout.packed(LENS, device)
     packed = inputs.attend(operators, whole)
@@ -106,17 +106,17 @@ def check_attention(operators: Operators, inputs: AttentionInputs) -> Tensor:
 
 
 def check_paged_attention(operators: Operators, inputs: AttentionInputs, packed: Tensor) -> Tensor:
-    """A prefill from pages of one key, as engines have them; it and fewer queries against `packed`."""
+    """Prefill from pages of one key; check this and smaller calls against `packed`."""
     q, k, v, device = inputs.q, inputs.k, inputs.v, inputs.q.device
     name, shape = inputs.name("paged_attention"), inputs.shape
-    # Turned round, so that no key lies where it does in training.
+    # Reversed, so that no key lies where it does in training.
     pages = len(k) - 1 - AttentionLayout.packed(LENS, device).key_rows
     stores = k.flip(0)[:, None], v.flip(0)[:, None]
     key_lens = torch.tensor(LENS, dtype=torch.int32, device=device)
     ends = key_lens.cumsum(0)
 
     def attend(counts: tuple[int, ...], case: str) -> Tensor:
-        """The last queries of every sequence."""
+        """Attend with the last queries of every sequence."""
         lens = torch.tensor(counts, dtype=torch.int32)
         starts = torch.cat([lens.new_zeros(1), lens.cumsum(0, dtype=torch.int32)])
         layout = PagedLayout(

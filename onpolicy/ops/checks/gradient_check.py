@@ -1,12 +1,13 @@
-"""The trainer's self-check of backward passes: are the gradients of a row row-invariant too?
+"""The trainer's self-check that the gradients of a row are row-invariant too.
 
 Only a trainer has a backward pass, so nothing here is compared with an engine. But gradients whose
-bits depended on the rest of a micro-batch would depend on threads as well, which share sequences out
-in other ways. A weight's gradient is a sum over all rows; that is the same for the same rows in order.
+bits depended on the rest of a micro-batch would also depend on the threads, which partition
+sequences differently. A weight's gradient is a sum over all rows, and is the same for the same rows
+in order.
 
-Everything is checked in float32: the CPU operators take their sums in it whatever the dtype, and
-rounding to bfloat16 would hide most differences. Linear is checked in the contract's dtype too, since
-operands of bfloat16 may be multiplied as they are.
+Everything is checked in float32: the CPU operators sum in float32 whatever the dtype, and rounding
+to bfloat16 would hide most differences. Linear is checked in the contract's dtype too, since
+bfloat16 operands may be multiplied as they are.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
 ROW_COUNTS = (1, *range(16, 257, 16), 299)
 FEW_ROW_COUNTS = (1, 7, 64, 299)
-"""For what has no matrix product, and for experts, of which these make products of many sizes."""
+"""Row counts for operators without a matrix product, and for experts, whose GEMMs have many sizes."""
 
 FEW_ROWS = 16
-"""Rows of a vocabulary, for a gradient that few runs have."""
+"""Number of rows over the vocabulary for the entropy's gradient, which few runs use."""
 
 
 def check_gradients(operators: Operators, contract: NumericsContract) -> None:
-    """Raises ContractError that names the operator whose input gradient depends on the batch.
+    """Raise ContractError that names the operator whose input gradient depends on the batch.
 
     Operators for GPUs promise the same gradient for the same batch, and are not checked.
     """
@@ -88,7 +89,7 @@ def _check(
     counts: tuple[int, ...] = FEW_ROW_COUNTS,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Check the gradient of an operator on rows of `size` numbers."""
+    """Check the gradient of an operator on rows of `size` elements."""
     x = probe(rows, size, seed=23).to(dtype)
     with torch.no_grad():
         grad = probe(rows, function(x[:1]).shape[-1], seed=24).to(dtype)
@@ -113,7 +114,7 @@ def _check_rows(
 def _check_experts(
     operators: Operators, sizes: tuple[int, int, int, int], row_parallel: RowParallel
 ) -> None:
-    """Rows whose experts are given: a router's gradient is that of its linear and softmax."""
+    """Check experts with a given choice; the router's gradient is checked as linear and softmax."""
     num_experts, intermediate, hidden, k = sizes
     few = min(num_experts, MAX_EXPERTS)
     gate_up = probe(few, 2 * intermediate, hidden, seed=25).div_(hidden**0.5)
@@ -136,7 +137,10 @@ def _check_experts(
 
 
 def _check_attention(operators: Operators, kind: AttentionShape) -> None:
-    """Every sequence alone, and all of them packed; a sink's gradient is a sum over all rows."""
+    """Check the gradients of every sequence alone against the packed ones.
+
+    A sink's gradient is a sum over all rows, and is not checked.
+    """
     whole = AttentionInputs.of(kind, torch.float32, seed=30)
     grad = probe(sum(LENS), kind.heads, kind.value_dim, seed=34)
 

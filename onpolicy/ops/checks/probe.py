@@ -1,4 +1,4 @@
-"""What the checks at start-up are made of: fixed numbers, and an error that says what differed."""
+"""The parts of the start-up checks: fixed numbers, and an error that says what differed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from onpolicy.errors import ContractError
 ROWS = 300
 
 Results = Iterator[tuple[str, tuple[int, ...], Tensor]]
-"""Operator, the sizes it ran at, and what it gave."""
+"""Operator, the sizes it ran at, and its result."""
 
 
 def probe(*shape: int, seed: int, device: str = "cpu") -> Tensor:
-    """Fixed numbers in (-1, 1), the same on every machine, thread count and torch version."""
+    """Return fixed numbers in (-1, 1), the same on every machine, thread count and torch version."""
     size = torch.Size(shape).numel()
     words = torch.arange(size, dtype=torch.int64, device=device).add_(seed * 7919)
     words.mul_(2654435761).remainder_(1 << 20).sub_(1 << 19)
@@ -25,12 +25,12 @@ def probe(*shape: int, seed: int, device: str = "cpu") -> Tensor:
 
 
 def columns_to_check(n: int, tile: int | None) -> int:
-    """One full and the last partial tile stand for all `n` columns: the rest run the same GEMMs."""
+    """Return the columns of one full and the last partial tile; other columns run the same GEMMs."""
     return n if tile is None or n <= tile else tile + n % tile
 
 
 def require_equal(name: str, shape: tuple[int, ...], case: str, got: Tensor, want: Tensor) -> None:
-    """Raise ContractError if an operator gave other bits for a part than for the whole."""
+    """Raise ContractError if an operator gave different bits for a part than for the whole."""
     if not torch.equal(got, want):
         remedy = strict_sums_remedy() or (
             "Choose other --operators, or run without --true-on-policy-mode here, and report the "
@@ -50,7 +50,7 @@ def check_rows(
     x: Tensor,
     counts: tuple[int, ...],
 ) -> Tensor:
-    """function(x), whose rows must not change when the batch is cut or turned round."""
+    """Return function(x) after checking that its rows keep their bits in cut and reversed batches."""
     reference = function(x)
     for rows in counts:
         require_equal(name, shape, f"{rows} rows", function(x[:rows]), reference[:rows])

@@ -1,4 +1,4 @@
-"""The self-check of operators without a matrix product: a row is computed as if it were alone."""
+"""The self-check of operators without a matrix product: each row is computed as if it were alone."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from onpolicy.ops.checks.probe import ROWS, Results, check_rows, probe, require_
 FEW_ROW_COUNTS = (1, 2, 7, 64, 299)
 
 WIDE_ROWS = 33
-"""For what holds many float64 numbers of a row of the vocabulary, which is large."""
+"""Number of rows for operators that hold many float64 numbers per row of the vocabulary."""
 
 WIDE_ROW_COUNTS = (1, 2, 7)
 
 
 def check_rowwise(operators: Operators, contract: NumericsContract) -> Results:
-    """All of them, at the contract's sizes."""
+    """Check all of them at the contract's sizes, and yield their results."""
     dtype, shapes, device = getattr(torch, contract.dtype), contract.shapes, contract.device
     for size in shapes.norm:
         weight = probe(size, seed=1, device=device).to(dtype)
@@ -48,7 +48,7 @@ def check_rowwise(operators: Operators, contract: NumericsContract) -> Results:
 
 
 def _check_gated(operators: Operators, gate: Tensor) -> Tensor:
-    """The halves of one tensor, as a linear leaves them."""
+    """Check `gated` on the two halves of one tensor, as a linear leaves them."""
     up = probe(*gate.shape, seed=15, device=str(gate.device)).to(gate.dtype)
 
     def gated(both: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def _check_gated(operators: Operators, gate: Tensor) -> Tensor:
 
 
 def _check_add_scaled(operators: Operators, out: Tensor) -> Tensor:
-    """What an adapter adds."""
+    """Check the addition of an adapter's result."""
     added = probe(*out.shape, seed=20, device=str(out.device)).to(out.dtype)
 
     def add_scaled(both: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def _check_add_scaled(operators: Operators, out: Tensor) -> Tensor:
 def _check_rotary(
     operators: Operators, heads: tuple[int, int, int], dtype: torch.dtype, device: str
 ) -> Tensor:
-    """Heads of queries and keys as a model holds them; a row is a token."""
+    """Check heads of queries and keys in a model's layout; a row is a token."""
     num_heads, kv_heads, dim = heads
     x = probe(ROWS, num_heads + kv_heads, dim, seed=16, device=device).to(dtype)
     angles = probe(2, ROWS, dim, seed=17, device=device).to(dtype)

@@ -1,10 +1,10 @@
-"""The self-check at start-up: are the operators row-invariant here, at this model's sizes?
+"""The self-check at start-up that the operators are row-invariant here, at this model's sizes.
 
-Row invariance rests on how libraries behave, which is observed and not promised. So every process
-that is to keep a contract runs its operators at the shapes of its model, in all the batch sizes that
-matter, where it is to compute, and refuses to start if a single bit differs. Digests of the results
-are part of what an engine reports: two processes whose operators are each invariant but different
-(another CPU, another library) are told apart before they exchange a token.
+Row invariance rests on observed behaviour of libraries that they do not promise. So every process
+that must keep a contract runs its operators at the shapes of its model, on its own device, in all
+the batch sizes that matter, and refuses to start if a single bit differs. An engine reports digests
+of the results. They tell apart two processes whose operators are each invariant but different
+(another CPU, another library) before they exchange a token.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
 ROW_COUNTS = (1, 2, 7, 12, *range(16, 257, 16), 299)
 CPU_ROW_COUNTS = (*ROW_COUNTS, 511, 1024)
-"""The CPU operators have no GEMM of more rows."""
+"""Row counts for the CPU operators, which have no GEMM of more rows."""
 GPU_ROW_COUNTS = (*CPU_ROW_COUNTS, 2049, 4096)
-"""A GPU's GEMM also tells larger numbers of rows apart."""
+"""Row counts for a GPU, whose GEMMs may differ for larger numbers of rows too."""
 
 EXPERTS_ROW_COUNTS = (1, 2, 7, 64, 299)
-"""Tokens spread over experts as their router says, so these make GEMMs of many sizes."""
+"""Token counts for experts; the router spreads tokens over experts, so these make GEMMs of many
+sizes."""
 
 MAX_EXPERTS = 3
-"""Experts of a layer that are tried: enough to tell which rows are whose."""
+"""Number of experts of a layer in the check: enough to find out whether rows are mixed up."""
 
 MAX_NUMBERS = 1 << 28
-"""Inputs, and outputs, of one GEMM on a GPU, unless ROWS rows are more."""
+"""Bound on the inputs, and on the outputs, of one GEMM on a GPU, unless ROWS rows exceed it."""
 
 
 def self_check(
@@ -58,15 +59,15 @@ def self_check(
 ) -> dict[str, str]:
     """Run every operator at the contract's shapes; return a digest of each one's results.
 
-    longest: most tokens that this process gives a GEMM at a time, in a chunk of a prefill or in a
-    micro-batch. A GPU is checked up to there, which also compiles the kernels of all sizes before
-    anyone waits for one.
-    Raises ContractError that names the operator, its shape and the batch at which a row changed.
+    longest: most tokens that this process passes to a GEMM at a time, in a prefill chunk or a
+    micro-batch. A GPU is checked up to there, which also compiles the kernels of all sizes before a
+    request waits for them.
+    Raise ContractError that names the operator, its shape and the batch at which a row changed.
     """
     with torch.no_grad():
         digests = _digests(check_rowwise(operators, contract))
         if contract.device == "cpu" and contract.dtype == "bfloat16":
-            # The CPU operators sum in float32 there too, and rounding hides most that a sum does.
+            # The CPU operators sum in float32 here too, and rounding would hide most of a sum.
             _digests(_products(operators, replace(contract, dtype="float32")))
         return digests | _digests(_products(operators, contract, longest))
 
@@ -110,7 +111,7 @@ def _products(operators: Operators, contract: NumericsContract, longest: int = 0
 
 
 def shapes_in_blocks(shapes: OperatorShapes, blocks: int) -> OperatorShapes:
-    """The linears of a model whose parts on any rank are whole blocks of bytes; nothing else."""
+    """Return only the linears whose part on every rank consists of whole FP8 blocks."""
     most = FP8_BLOCK * blocks
     return replace(
         shapes,
@@ -149,9 +150,9 @@ def _check_linear(
 
 
 def gpu_row_counts(longest: int, most: int) -> tuple[int, ...]:
-    """GPU_ROW_COUNTS and what comes after them up to `longest`, none of more than `most` rows.
+    """Return GPU_ROW_COUNTS and further counts up to `longest`, none above `most` rows.
 
-    Between powers of two stands one and a half of the smaller: where GEMMs change their tiles.
+    Further counts are powers of two and the midpoints between them, where GEMMs change their tiles.
     """
     powers = [GPU_ROW_COUNTS[-1] << i for i in range(longest.bit_length())]
     further = [n for power in powers for n in (power, power + power // 2) if n < longest]
@@ -162,7 +163,7 @@ def gpu_row_counts(longest: int, most: int) -> tuple[int, ...]:
 def _check_experts(
     operators: Operators, contract: NumericsContract, sizes: tuple[int, int, int, int]
 ) -> Tensor:
-    """A router with all its experts, and the first few of them."""
+    """Check a router with all its experts, and the products of the first few."""
     num_experts, intermediate, hidden, k = sizes
     dtype, device = getattr(torch, contract.dtype), contract.device
     few = min(num_experts, MAX_EXPERTS)

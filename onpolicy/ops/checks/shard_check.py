@@ -1,4 +1,4 @@
-"""The self-check of what tensor parallelism shares out: columns, heads, and blocks of K.
+"""The self-check of what tensor parallelism shards: columns, heads, and blocks of K.
 
 A rank computes a part of an operator's output, or of its sum, in a call of its own. Each part must
 have the bits that it has in the whole, for every degree up to the contract's `row_parallel_blocks`.
@@ -22,7 +22,7 @@ ROW_COUNTS = (1, 17, 64, 256)
 
 
 def check_shards(operators: Operators, contract: NumericsContract) -> None:
-    """Raises ContractError that names the operator, its shape and the part that changed."""
+    """Raise ContractError that names the operator, its shape and the part that changed."""
     dtype, shapes, device = getattr(torch, contract.dtype), contract.shapes, contract.device
     blocks = contract.row_parallel_blocks
     for n, k, has_bias in shapes.linear:
@@ -52,7 +52,7 @@ def _check_columns(operators: Operators, weight: Tensor, bias: Tensor | None, pa
 
 
 def _check_blocks(operators: Operators, weight: Tensor, blocks: int) -> None:
-    """Each block in memory of its own, as a rank that holds only this block has it."""
+    """Check each block in memory of its own, as on a rank that holds only this block."""
     x, shape = _rows(weight.shape[1], weight), tuple(weight.shape)
     row_parallel = RowParallel(blocks)
     alone = [block.contiguous() for block in row_parallel.split(weight)]
@@ -67,7 +67,7 @@ def _check_blocks(operators: Operators, weight: Tensor, blocks: int) -> None:
 def _check_heads(
     operators: Operators, kind: AttentionShape, blocks: int, dtype: torch.dtype, device: str
 ) -> None:
-    """The heads of as many ranks as can share the key heads."""
+    """Check the heads of each rank, for as many ranks as can share the key heads."""
     lens, ranks = (100, 1, 65), math.gcd(kind.kv_heads, blocks)
     inputs = AttentionInputs.of(kind, dtype, device, lens)
     layout = AttentionLayout.packed(lens, device)

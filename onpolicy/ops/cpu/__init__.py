@@ -34,12 +34,12 @@ from onpolicy.ops.machine import multiplies_with_amx
 
 
 class CpuOperators(Operators):
-    """Row-invariant operators; results do not depend on `num_threads`.
+    """Row-invariant operators on a CPU; results do not depend on `num_threads`.
 
-    So are the gradients of their rows: what a row of `x`, or a sequence of q, k and v, gets back. A
-    weight's gradient is a sum over rows, the same for the same rows in the same order.
-    Creating them sets torch's own number of threads to 1 (see `PiecePool`). `multiplied` is the dtype
-    in which a product of bfloat16 is computed: see `Gemms`.
+    The gradients of a row of `x`, or of a sequence of q, k and v, are row-invariant too. A weight's
+    gradient is a sum over rows, the same for the same rows in the same order. Creating the
+    operators sets torch's own number of threads to 1 (see `PiecePool`). `multiplied` is the dtype
+    in which bfloat16 products are computed; see `Gemms`.
     """
 
     column_tile = COLUMNS
@@ -65,7 +65,7 @@ class CpuOperators(Operators):
         grad: Tensor,
         sums: Sequence[Tensor],
     ) -> Tensor:
-        """A tile of the weight's gradient is added while it is in a core's cache."""
+        """Add each tile of the weight's gradient while it is in a core's cache."""
         (weight, *_), (of_weight, *of_bias) = head, sums
         x, weight, grad = whole(x), whole(weight), whole(grad)
         for total in of_bias:

@@ -1,8 +1,9 @@
 """Causal attention on a CPU, batched over sequences, with a fixed order of every sum.
 
 A query row is one query token of one head. Keys are visited in chunks of 512 that start at absolute
-positions 0, 512, ... of the sequence, and a chunk in blocks of 64, so the order of the sums over keys
-depends on the row's own position and on nothing else. Of chunk c, and then of all in ascending order:
+positions 0, 512, ... of the sequence, and each chunk in blocks of 64. So the order of the sums over
+keys depends only on the row's own position. For chunk c, and then over all chunks in ascending
+order:
 
     m_c = max_j  q.k_j                    exact in any order
     p_j = exp(q.k_j - m_c), 0 for keys that the row does not see
@@ -10,12 +11,12 @@ depends on the row's own position and on nothing else. Of chunk c, and then of a
 
     m'  = max(m, m_c);  o = o exp(m - m') + o_c exp(m_c - m');  the normaliser likewise
 
-(q.k_j stands for the whole score; a sink is what stands before the first chunk, with a normaliser of 1.)
-Blocks and chunks of which a row sees nothing add exact zeros, so it does not matter how long the other
-sequences of the batch are, or whether such a chunk is visited. Rows are padded to a multiple of 16,
-the size from which a single-threaded GEMM gives a row the same bits whatever rows surround it (the
-self-check tries all of them). Prefill, chunked prefill with a cached prefix, decode and training run
-this one function.
+(q.k_j stands for the whole score. A sink is the state before the first chunk, with a normaliser of
+1.) Blocks and chunks that a row does not see add exact zeros, so it does not matter how long the
+other sequences of the batch are, or whether such a chunk is visited. Rows are padded to a multiple
+of 16, the size from which a single-threaded GEMM gives a row the same bits whatever rows surround
+it (the self-check tries all of them). Prefill, chunked prefill with a cached prefix, decode and
+training run this one function.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ from onpolicy.ops.layouts import (
 )
 
 ROW_BLOCK = 64
-"""Query rows of one product in the backward pass, where keys and values sum over them; the last ones of
-a tile may be fewer, where the rows of zeros that are missing add nothing."""
+"""Number of query rows of one product in the backward pass, where the gradients of keys and values
+sum over them; a tile's last block may be shorter, where padding rows of zeros would change no
+bit."""
 
 _few_summed = FewSummed(ROW_MULTIPLE, ROW_BLOCK)
 
@@ -56,6 +58,7 @@ def _forward_batch(
     lse: Tensor | None,
 ) -> None:
     q, k, v, sinks = inputs
+    # Each tile keeps running sums over the chunks; spans are visited in ascending order.
     heads = batch.query_heads
     queries = [tile.gather(q[:, heads]).mul_(scores.scale) for tile in batch.tiles]
     sums: dict[Tile, Sums] = {}
@@ -75,9 +78,9 @@ def _forward_batch(
 
 @dataclass(slots=True)
 class _Rows:
-    """A tile's rows in the backward pass, all [B, R, ...] with R a multiple of what sums over rows need.
+    """A tile's rows in the backward pass, each [B, R, ...], padded for the sums over rows.
 
-    So no sequence beside it decides a bit of the products below.
+    So no other sequence of the batch changes a bit of the products.
     """
 
     tile: Tile
@@ -100,12 +103,12 @@ class _Rows:
         return _Rows(tile, q, grad, delta, tile.gather(lse), torch.zeros_like(q))
 
     def padded(self, rows: Tensor) -> Tensor:
-        """[B, rows of the tile, ...] with as many rows as these have."""
+        """Pad [B, rows of the tile, ...] to as many rows as these have."""
         return _padded(rows, self.q.shape[1])
 
 
 def _padded(rows: Tensor, multiple: int) -> Tensor:
-    """[B, R, D] with rows of zeros up to a multiple of so many."""
+    """Pad [B, R, D] with rows of zeros to a multiple of `multiple`."""
     missing = -rows.shape[1] % multiple
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
@@ -122,6 +125,7 @@ def _backward_batch(
     _, k, v, _, _ = inputs
     grad_q, grad_k, grad_v = grads
     tiles = [_Rows.of(tile, q, grad, out, lse, scores) for tile in batch.tiles]
+    # Key gradients sum over the tiles in order, within a buffer for the span.
     for span in batch.spans:
         keys, values = batch.gather(k, span), batch.gather(v, span)
         grad_keys, grad_values = (
@@ -150,7 +154,7 @@ def _backward_block(
     grad_keys: Tensor,
     grad_values: Tensor,
 ) -> None:
-    """Add what a tile's rows give back to its queries, and to a block of keys: [B, 64, D]."""
+    """Add the gradients of a tile's queries, and of one block of keys and values, each [B, 64, D]."""
     tile = rows.tile
     weights = tile.scores(rows.q[:, : tile.rows], keys, scores.softcap)
     slopes = _slopes(weights, scores.softcap)
@@ -166,7 +170,7 @@ def _backward_block(
 
 
 def _slopes(scores: Tensor, softcap: float | None) -> Tensor:
-    """d capped / d uncapped = 1 - (capped / softcap)^2, [..., 0] if not capped."""
+    """Return d capped / d uncapped = 1 - (capped / softcap)^2, or [..., 0] if not capped."""
     return 1 - (scores / softcap).square_() if softcap else scores[..., :0]
 
 
@@ -184,7 +188,7 @@ def blockwise_attention(
     scores: ScoreRule,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """Row-invariant causal attention without autograd; see `Operators.attention`.
+    """Compute row-invariant causal attention without autograd; see `Operators.attention`.
 
     `lse`, if given, is float32 [T, H, 1] and receives the log of every row's normaliser.
     """
@@ -197,10 +201,10 @@ def blockwise_attention(
 
 
 class AlignedAttention(torch.autograd.Function):
-    """The forward above, and the usual flash-attention backward from its log-sum-exp.
+    """`blockwise_attention` with the usual flash-attention backward pass from its log-sum-exp.
 
     Its sums over query rows go through blocks of 64 that start at the sequence's own rows, so the
-    gradients of a sequence depend on no other one either.
+    gradients of a sequence do not depend on any other sequence either.
     """
 
     @staticmethod

@@ -1,9 +1,10 @@
-"""Which sequences, heads and keys of a layout make one batch of matrix products on a CPU.
+"""Batches of matrix products on a CPU, from the sequences, heads and keys of a layout.
 
-A batch is some sequences with some of the key heads and the keys that their queries see; its tiles are
-some query tokens of each of the sequences. Threads share out batches: where there are fewer sequences
-than threads, each takes some of a sequence's heads. Positions count from the first chunk of which the
-sequence's queries see a key, so work grows with a window, not with what lies before it.
+A batch is some sequences with some of the key heads and the keys that their queries see; its tiles
+are blocks of query tokens of these sequences. Threads share the batches: if there are fewer
+sequences than threads, each thread takes some of a sequence's heads. Positions count from the first
+chunk in which the sequence's queries see a key, so work grows with the window, not with the keys
+before it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ BATCH_FLOATS = 1 << 22
 """Upper bound for the keys and values of a batch's chunk (16 MiB), unless one sequence has more."""
 
 LONG_FLOATS = 1 << 19
-"""That bound where sequences have several chunks: those of large heads are large enough for products of
-their own, and keys that lie together in the store need not be copied."""
+"""Upper bound where sequences have several chunks: products of large heads are large enough alone,
+and keys that are contiguous in the store need not be copied."""
 
 SPAN_FLOATS = 1 << 20
 """Upper bound for the keys and values of chunks that are multiplied together."""
@@ -40,7 +41,7 @@ SPAN_FLOATS = 1 << 20
 class Batch:
     """Some sequences of a layout, longest queries first, and the tiles of query rows to compute.
 
-    Holds indices only, so that all layers of a forward pass share it.
+    It holds only indices, so that all layers of a forward pass share it.
     """
 
     def __init__(
@@ -67,26 +68,27 @@ class Batch:
             for first in range(0, longest, step)
         ]
         self.blocks = slice(int(firsts.min()) // KEY_BLOCK, -(-int(key_lens.max()) // KEY_BLOCK))
-        # Padding repeats a key of the sequence: its weight is 0, and 0 times another sequence's
-        # value, or one that a cache has forgotten, would not be 0 if that were not finite.
+        # Padding repeats a key of the sequence. Its weight is 0; but 0 times another sequence's
+        # value, or one that the cache dropped, would not be 0 if that value were not finite.
         slots = torch.arange(self.blocks.start * KEY_BLOCK, self.blocks.stop * KEY_BLOCK)
         self._kept = slots, firsts[:, None], key_lens[:, None]
         slots = slots.clamp(firsts[:, None], key_lens[:, None] - 1)
         self._rows = layout.key_rows[chosen[:, None], origins[:, None] + slots]
 
         self.spans = _spans(self.blocks, self._chunks_at_a_time())
-        """The blocks of some chunks that are whole, or of one: all that some query sees, in order."""
+        """Ranges of blocks, in order, that cover the visible keys; each is some whole chunks, or
+        part of one."""
         self._gathered = {span.start: self._places(span) for span in self.spans}
 
     def _chunks_at_a_time(self) -> int:
-        """Whole chunks that are worth one product: of a decode step with small heads."""
+        """Return how many whole chunks to multiply at a time: several only for a decode step."""
         floats = KEY_CHUNK * len(self._rows) * self.shape.key_floats
         return max(1, SPAN_FLOATS // floats) if len(self.tiles) == 1 else 1
 
     def gather(self, store: Tensor, span: slice) -> Tensor:
-        """A span's rows of the key or value store as float32 [B, keys, D]; B: sequence x key head.
+        """Gather a span's rows of the store as float32 [B, keys, D]; B: sequence x key head.
 
-        In a decode step of one sequence nothing is copied where they lie together.
+        In a decode step of one sequence, contiguous rows are not copied.
         """
         places = self._gathered[span.start]
         if isinstance(places, slice) or len(self._rows) == 1:
@@ -98,7 +100,7 @@ class Batch:
         return keys.view(len(self._rows) * self.shape.kv_heads, -1, store.shape[-1])
 
     def _places(self, span: slice) -> slice | Tensor:
-        """Where a span is: a sequence's rows of the store, or int64 [B x keys], by row and head."""
+        """Return a span's place: one sequence's rows of the store, or int64 [B x keys]."""
         rows = self._rows[:, self._keys(span)]
         if len(rows) == 1:
             first, count = int(rows[0, 0]), rows.shape[1]
@@ -108,7 +110,7 @@ class Batch:
         return (rows[:, None] * self._stored_heads + heads[:, None]).view(-1)
 
     def scatter(self, keys: Tensor, span: slice, store: Tensor) -> None:
-        """The inverse of `gather`, for gradients [blocks, B, 64, D]: write the keys' rows of `store`."""
+        """Write gradients [blocks, B, 64, D] to the keys' rows of `store`: the inverse of `gather`."""
         slots, first, stop = self._kept
         slots = slots[self._keys(span)]
         kept = (slots >= first) & (slots < stop)
@@ -123,7 +125,7 @@ class Batch:
 
 
 def _spans(blocks: slice, chunks_at_a_time: int) -> list[slice]:
-    """`blocks` in whole chunks, up to so many together, and what is left at either end by itself."""
+    """Split `blocks` into spans of whole chunks, up to `chunks_at_a_time`, and the partial ends."""
     size, spans = KEY_CHUNK // KEY_BLOCK, []
     start = blocks.start
     while start < blocks.stop:
@@ -135,7 +137,7 @@ def _spans(blocks: slice, chunks_at_a_time: int) -> list[slice]:
 
 
 def batches_of(layout: AttentionLayout, shape: Shape, num_threads: int) -> list[Batch]:
-    """Cut the sequences and heads into batches; which ones share a batch has no effect."""
+    """Cut the sequences and heads into batches; the grouping changes no bit."""
     key = (shape, num_threads)
     if key not in layout.plans:
         plan = _plan(layout, shape, num_threads)
@@ -145,8 +147,9 @@ def batches_of(layout: AttentionLayout, shape: Shape, num_threads: int) -> list[
 
 
 def _plan(layout: AttentionLayout, shape: Shape, num_threads: int) -> list[tuple[list[int], slice]]:
-    """The sequences and key heads of each batch."""
+    """Return the sequences and key heads of each batch."""
     lens = _lens(layout, shape)
+    # Greedy packing, longest first: a group grows until it reaches the limit or a thread's share.
     order = sorted(range(len(lens)), key=lambda s: lens[s], reverse=True)
     share = sum(keys for _, keys in lens) * shape.key_floats // num_threads
     groups: list[list[int]] = []
@@ -162,7 +165,7 @@ def _plan(layout: AttentionLayout, shape: Shape, num_threads: int) -> list[tuple
     costs = [sum(q * keys for q, keys in (lens[s] for s in group)) for group in groups]
     plan = []
     for group, cost in zip(groups, costs, strict=True):
-        # As many parts as threads that its share of the work would keep busy.
+        # As many parts as the number of threads that the group's share of the work keeps busy.
         parts = min(shape.kv_heads, -(-cost * num_threads // sum(costs)))
         cuts = [shape.kv_heads * i // parts for i in range(parts + 1)]
         plan += [(group, slice(*cut)) for cut in pairwise(cuts)]
@@ -170,7 +173,7 @@ def _plan(layout: AttentionLayout, shape: Shape, num_threads: int) -> list[tuple
 
 
 def work(layout: AttentionLayout, shape: Shape) -> float:
-    """Floating-point operations, padding included."""
+    """Return the floating-point operations, padding included."""
     seen = shape.window or float("inf")
     fewest = ROW_MULTIPLE // shape.group
     pairs = sum(
@@ -180,7 +183,7 @@ def work(layout: AttentionLayout, shape: Shape) -> float:
 
 
 def _lens(layout: AttentionLayout, shape: Shape) -> list[tuple[int, int]]:
-    """The queries of every sequence, and its keys from the first chunk on that any of them sees."""
+    """Return each sequence's queries and its keys from the first visible chunk on, as counts."""
     lens = torch.tensor([layout.query_lens, layout.key_lens])
     lens[1] -= first_seen(lens[1] - lens[0], shape.window, KEY_CHUNK)
     return list(zip(*lens.tolist(), strict=True))

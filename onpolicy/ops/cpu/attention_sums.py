@@ -1,4 +1,4 @@
-"""The softmax of query rows over a chunk of keys, and how chunks are put together."""
+"""The softmax of query rows over a chunk of keys, and the merging of chunks."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from onpolicy.ops.cpu.attention_tiles import KEY_BLOCK, Tile, blocks_of, by_chun
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """The softmax of each row over some of its keys, before it is normalised."""
+    """The unnormalised softmax of each row over some of its keys."""
 
     largest: Tensor
-    """[B, R]"""
+    """[B, R]: the largest score."""
 
     total: Tensor
     """[B, R]: the sum of exp(score - largest)."""
 
     mixed: Tensor
-    """[B, R, D]: the same of exp(score - largest) * value."""
+    """[B, R, D]: the sum of exp(score - largest) * value."""
 
     @staticmethod
     def of_sink(sink: Tensor, dim: int) -> Sums:
-        """The sums over a key with the score `sink` [B, R] and a value of zeros."""
+        """Return the sums over one key with the score `sink` [B, R] and a value of zeros."""
         return Sums(sink, torch.ones_like(sink), sink.new_zeros(*sink.shape, dim))
 
     def with_next(self, other: Sums) -> Sums:
-        """These and those of the keys after them. Sums over no key change no bit of the others."""
+        """Return these sums merged with those over the next keys. Sums over no key change no bit."""
         largest = torch.maximum(self.largest, other.largest)
         kept = (self.largest - largest).exp_()
         added = (other.largest - largest).exp_()
@@ -41,7 +41,7 @@ class Sums:
 def attend(
     tile: Tile, span: slice, q: Tensor, keys: Tensor, values: Tensor, softcap: float | None
 ) -> list[Sums]:
-    """The sums of a tile's rows over each chunk of a span that some of them see.
+    """Return the sums of a tile's rows over each chunk of a span that some of them see.
 
     q: [B, R, D], scaled; keys, values: [sequences x key heads, keys of the span, D].
     """
@@ -57,7 +57,7 @@ def attend(
 
 
 def _weighted_sums(tile: Tile, weights: Tensor, values: Tensor) -> Tensor:
-    """Block after block of each chunk: [B, R, keys], [B, keys, D] -> [B, C, R, D]."""
+    """Sum weighted values block by block, per chunk: [B, R, keys], [B, keys, D] -> [B, C, R, D]."""
     rows = by_chunk(tile.padded(weights)).transpose(1, 2)
     count = rows.shape[1]
     rows = rows.flatten(0, 1)

@@ -1,7 +1,7 @@
-"""Some query rows of a batch of sequences on a CPU, and the keys that they see.
+"""Tiles of query rows of a batch of sequences on a CPU, and the keys that they see.
 
-Keys lie in chunks, and these in blocks, that start at multiples of their sizes, counted from a
-sequence's first token. With a window a tile's blocks begin with the first of which any of its queries
+Chunks of keys, and blocks within them, start at multiples of their sizes, counted from a sequence's
+first token. With a window, a tile's blocks begin with the first block in which any of its queries
 sees a key.
 """
 
@@ -19,23 +19,26 @@ from onpolicy.contract import ATTENTION_CHUNK
 KEY_CHUNK = ATTENTION_CHUNK
 
 KEY_BLOCK = 64
-"""Keys of one product with values; a chunk's sum goes through its blocks in order: it decides bits."""
+"""Number of keys of one product with values; a chunk's sum goes through its blocks in order, so
+this decides bits."""
 
 ROW_MULTIPLE = 16
-"""The size from which a single-threaded GEMM gives a row the same bits whatever rows surround it."""
+"""The number of rows from which a single-threaded GEMM gives a row the same bits whatever rows
+surround it."""
 
 MAX_ROWS = 256
 
 PADDED_ROWS = 64
-"""From so many rows on a tile keeps its padding: to cut it off would cost more than to compute it."""
+"""Number of rows from which a tile keeps its padding: slicing it off would cost more than computing
+it."""
 
 LEAST = torch.finfo(torch.float32).min
-"""The largest score of a row that sees no key: less than any other, and a number."""
+"""Largest score of a row that sees no key: less than any other score, and finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of one call. H_kv groups of G query heads share a key head."""
+    """Sizes of one call. G = H / H_kv query heads share a key head."""
 
     heads: int
     kv_heads: int
@@ -49,22 +52,22 @@ class Shape:
 
     @property
     def key_floats(self) -> int:
-        """Numbers of the keys and values of one token."""
+        """Return the number of elements of one token's keys and values."""
         return self.kv_heads * (self.dim + self.value_dim)
 
 
 def first_seen(positions: Tensor, window: int | None, size: int) -> Tensor:
-    """Where the first run of `size` keys begins of which queries at `positions` see one."""
+    """Return the start of the first run of `size` keys of which queries at `positions` see one."""
     if not window:
         return torch.zeros_like(positions)
     return (positions - window + 1).clamp(min=0) // size * size
 
 
 class Tile:
-    """Up to 64 consecutive query tokens, or 256 // G, of every sequence of a batch that has so many.
+    """Up to 64 consecutive query tokens, or 256 // G, of every sequence of a batch that has them.
 
-    Together B = (sequences x key heads) matrices of R = (tokens x G) rows, padded for the GEMMs. More
-    tokens would make more blocks of keys of which only some of the rows see a part.
+    Together they are B = (sequences x key heads) matrices of R = (tokens x G) rows, padded for the
+    GEMMs. With more tokens, more blocks of keys would be visible to only some of the rows.
     """
 
     def __init__(
@@ -97,13 +100,13 @@ class Tile:
         positions = (keys - lens + slots).repeat_interleave(shape.group, dim=1)
         last = positions[:, -1:].expand(-1, self.rows - self.queries)
         self._positions = torch.cat([positions, last], dim=1)
-        # Blocks before `first` nobody sees; those before `first_masked` hide nothing from anyone.
+        # No row sees blocks before `first`; every row sees all keys of blocks before `first_masked`.
         first = int(first_seen(self._positions, shape.window, KEY_BLOCK).min()) // KEY_BLOCK
         self._first_masked = first if shape.window else int(self._positions.min()) // KEY_BLOCK
         self.blocks = slice(first, int(self._positions.max()) // KEY_BLOCK + 1)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Rows of [T, H, D] as float32 [B, R, D]."""
+        """Gather rows of [T, H, D] as float32 [B, R, D]."""
         taken = x[self._run] if self._run else x.index_select(0, self._gathered)
         rows = torch.empty(self.batch, self.rows, x.shape[-1], dtype=torch.float32)
         rows[:, self.queries :] = 0
@@ -111,7 +114,7 @@ class Tile:
         return rows
 
     def scatter(self, rows: Tensor, out: Tensor) -> None:
-        """The inverse of `gather`: write the rows of `out` [T, H, D] that stand for queries."""
+        """Write the rows that stand for queries to `out` [T, H, D]: the inverse of `gather`."""
         by_query = self._by_query(rows)
         if self._run:
             out[self._run].view(by_query.shape).copy_(by_query)
@@ -122,13 +125,13 @@ class Tile:
         out.index_copy_(0, self._scattered, taken.to(out.dtype))
 
     def _by_query(self, rows: Tensor) -> Tensor:
-        """A view of [B, R, D]: [sequences, tokens, key heads, G, D]."""
+        """Return a view of [B, R, D] as [sequences, tokens, key heads, G, D]."""
         by_head = rows[:, : self.queries].unflatten(0, (-1, self.shape.kv_heads))
         by_query: Tensor = by_head.unflatten(2, (self.tokens, self.shape.group)).transpose(1, 2)
         return by_query
 
     def of_heads(self, x: Tensor) -> Tensor:
-        """A number for each head, [H], as float32 [B, R]."""
+        """Expand one number per head, [H], to float32 [B, R]."""
         by_group = x.float().view(1, self.shape.kv_heads, 1, self.shape.group)
         by_row = by_group.expand(len(self._positions), -1, self.tokens, -1)
         return F.pad(by_row.reshape(-1, self.queries), (0, self.rows - self.queries))
@@ -140,25 +143,25 @@ class Tile:
         return rows
 
     def seen(self, span: slice) -> slice:
-        """The blocks of a span that some row sees, if there are any (`sees`)."""
+        """Return the blocks of a span that some row sees; check `sees` first."""
         return slice(max(span.start, self.blocks.start), min(span.stop, self.blocks.stop))
 
     def sees(self, span: slice) -> bool:
         return bool(span.start < self.blocks.stop and self.blocks.start < span.stop)
 
     def of(self, keys: Tensor, span: slice, blocks: slice | None = None) -> Tensor:
-        """Some of a span's keys [sequences x key heads, keys, D]: [B, keys', D].
+        """Return the tile's keys of a span: [sequences x key heads, keys, D] -> [B, keys', D].
 
-        Those of `blocks`, or of all that some row sees.
+        They are the keys of `blocks`, or of all blocks that some row sees.
         """
         blocks = self.seen(span) if blocks is None else blocks
         start, stop = (KEY_BLOCK * (block - span.start) for block in (blocks.start, blocks.stop))
         return keys[: self.batch, start:stop]
 
     def scores(self, q: Tensor, keys: Tensor, softcap: float | None) -> Tensor:
-        """Products of [B, R, D] with [B, keys, D], capped, also with keys that a row cannot see.
+        """Compute capped products of [B, R, D] with [B, keys, D], also for keys that a row cannot see.
 
-        Returns [B, R, keys].
+        Return [B, R, keys].
         """
         scores = torch.bmm(self.padded(q), keys.transpose(1, 2))[:, : self.rows].contiguous()
         if softcap:
@@ -166,7 +169,7 @@ class Tile:
         return scores
 
     def largest(self, scores: Tensor, span: slice) -> Tensor:
-        """The largest score of each row in each chunk C of a span, of the keys that it sees, or LEAST.
+        """Return the largest visible score of each row in each chunk C of a span, or LEAST.
 
         [B, R, keys] -> [B, R, C]
         """
@@ -183,11 +186,11 @@ class Tile:
         return largest
 
     def weigh_(self, scores: Tensor, subtrahend: Tensor, span: slice) -> Tensor:
-        """`exp(scores - subtrahend)` in place, 0 for keys that a row cannot see.
+        """Compute `exp(scores - subtrahend)` in place, 0 for keys that a row cannot see.
 
-        subtrahend: [B, R, C] or [B, R, 1], no less than the largest score of those that it sees.
+        subtrahend: [B, R, C] or [B, R, 1], no less than the row's largest visible score.
 
-        What cannot be seen is exponentiated as 0 and multiplied by 0: of -inf a library's exp takes
+        Invisible scores are exponentiated as 0 and multiplied by 0: a library's exp of -inf takes
         up to 25 times as long.
         """
         scores.view(*scores.shape[:2], subtrahend.shape[-1], -1).sub_(subtrahend[..., None])
@@ -200,7 +203,7 @@ class Tile:
         return scores
 
     def _split(self, scores: Tensor, span: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores of the keys that every row sees and of those that some rows see, and which do.
+        """Split scores into keys that every row sees and keys that some rows see, with their mask.
 
         [B, R, keys] -> [B, R, k], [sequences, key heads, R, keys - k], [sequences, 1, R, keys - k]
         """
@@ -214,9 +217,9 @@ class Tile:
 
     @cached_property
     def _visible(self) -> Tensor:
-        """1.0 for keys of the masked blocks that a row sees, else 0.0: [sequences, 1, R, keys].
+        """Return 1.0 for keys of the masked blocks that a row sees, else 0.0: [sequences, 1, R, keys].
 
-        Computed once for all layers, which share the tile.
+        It is computed once for all layers, which share the tile.
         """
         key = torch.arange(self._first_masked * KEY_BLOCK, self.blocks.stop * KEY_BLOCK).float()
         position = self._positions[:, None, :, None].float()
@@ -227,16 +230,16 @@ class Tile:
         return visible
 
     def padded(self, rows: Tensor) -> Tensor:
-        """[..., R, D] with a multiple of 16 rows."""
+        """Pad [..., R, D] to a multiple of 16 rows."""
         missing = -self.rows % ROW_MULTIPLE
         return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 def by_chunk(rows: Tensor) -> Tensor:
-    """[B, R, keys] as [B, R, C, keys of a chunk], where keys are whole chunks or lie in one."""
+    """View [B, R, keys] as [B, R, C, keys of a chunk]; keys are whole chunks or lie in one."""
     return rows.view(*rows.shape[:2], max(1, rows.shape[2] // KEY_CHUNK), -1)
 
 
 def blocks_of(keys: Tensor) -> list[slice]:
-    """The blocks of [B, keys, D], in order."""
+    """Return the blocks of [B, keys, D], in order."""
     return [slice(i, i + KEY_BLOCK) for i in range(0, keys.shape[1], KEY_BLOCK)]

@@ -1,10 +1,12 @@
-"""How few rows a product may have: a decode step of one sequence need not multiply sixteen, nor a
-backward pass of a short one sum over sixty-four.
+"""The fewest rows that a product may have.
 
-From 16 rows on a single-threaded GEMM gives a row the same bits whatever rows surround it. Of fewer it
-often does too, MKL on an AMD EPYC from 4 on, but no library promises it. So the first product of each
-shape that has fewer is tried beside one of 16, and where a bit differs it keeps 16. What is found
-decides no bit, so it may differ between the engines' machines.
+A decode step of one sequence need not multiply sixteen rows, nor a backward pass of a short one sum
+over sixty-four.
+
+From 16 rows on, a single-threaded GEMM gives a row the same bits whatever rows surround it. With
+fewer it often does too (MKL on an AMD EPYC from 4 on), but no library promises it. So the first
+product of each shape with fewer rows is compared with one of 16, and where a bit differs the shape
+keeps 16. The result decides no bit, so it may differ between the engines' machines.
 """
 
 from __future__ import annotations
@@ -18,23 +20,25 @@ MULTIPLES = (4, 8)
 """Numbers of rows that are tried, with their multiples, in this order."""
 
 BATCHES = (1, 3, 64)
-"""Matrices of the sums that are tried at once."""
+"""Numbers of matrices in the batched sums that are tried."""
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""`x @ weight.T + bias`: [M, K], [N, K], [N] or None -> [M, N]."""
+"""A product `x @ weight.T + bias`: [M, K], [N, K], [N] or None -> [M, N]."""
 
 
 class FewRows:
-    """What was found of each shape, for some ways to multiply."""
+    """The tested row multiples of each shape, for one or more implementations of the product."""
 
     def __init__(self, enough: int, *ways: Multiply):
-        """enough: so many rows give the same bits, in whichever of the ways."""
+        """Take the number of rows, `enough`, that gives the same bits in all implementations."""
         self.enough, self._ways = enough, ways
         self._found: dict[tuple[int, int, bool], int] = {}
 
     def multiple(self, columns: int, k: int, has_bias: bool) -> int:
-        """What the rows of a product with a contiguous float32 weight [columns, k] have to be a multiple
-        of, where there are fewer than enough."""
+        """Return the multiple to which fewer rows than `enough` are padded in a product.
+
+        The weight is a contiguous float32 [columns, k].
+        """
         shape = columns, k, has_bias
         if shape not in self._found:
             self._found[shape] = self._try(*shape)
@@ -64,30 +68,34 @@ class FewRows:
 
 
 SumInto = Callable[[Tensor, Tensor, Tensor], object]
-"""`sums += weights.T @ rows`: [B, N, D], [B, M, N], [B, M, D]."""
+"""An in-place sum `sums += weights.T @ rows`: [B, N, D], [B, M, N], [B, M, D]."""
 
 
 def add_products(sums: Tensor, weights: Tensor, rows: Tensor) -> None:
-    """Do what `SumInto` says."""
+    """Add `weights.T @ rows` to `sums`, as in `SumInto`."""
     sums.baddbmm_(weights.transpose(1, 2), rows)
 
 
 class FewSummed:
-    """What was found of sums over rows, which are in blocks: a block may have rows of zeros at its end,
-    or, where they add nothing, end before them."""
+    """The tested row multiples of sums over rows, which go in blocks.
+
+    A partial block is padded with rows of zeros, or left short where they would change no bit.
+    """
 
     def __init__(self, fewest: int, block: int, sum_into: SumInto = add_products):
-        """block: rows of a whole one; fewest: a part of one has a multiple of so many."""
+        """Take the rows of a whole block, and the multiple of rows that a partial block must have."""
         self.fewest, self.block, self._sum_into = fewest, block, sum_into
         self._found: dict[tuple[int, int], bool] = {}
 
     def multiple(self, columns: int, *sizes: int) -> int:
-        """What rows are padded to a multiple of before they are summed over, those of [M, columns] and
-        of [M, D] with D from `sizes`."""
+        """Return the multiple to which rows are padded before sums over them.
+
+        The operands are [M, columns] and [M, D] with D from `sizes`.
+        """
         return self.fewest if all(self._ends(columns, size) for size in sizes) else self.block
 
     def _ends(self, columns: int, size: int) -> bool:
-        """Whether rows of zeros at the end of a block change no bit."""
+        """Return whether rows of zeros at the end of a block change no bit."""
         key = columns, size
         if key not in self._found:
             counts = range(self.fewest, self.block, self.fewest)

@@ -1,4 +1,4 @@
-"""The products that linears on a CPU are made of, and where they run."""
+"""The matrix products of linears on a CPU, and their thread pool."""
 
 from __future__ import annotations
 
@@ -16,44 +16,45 @@ ROW_MULTIPLE, MAX_ROWS = 16, 1024
 COLUMNS, BFLOAT16_COLUMNS, COLUMN_MULTIPLE = 512, 256, 16
 
 AMX_ROWS = 64
-"""oneDNN's AMX kernels cut K by the number of rows; so all of their products have equally many. With
-more, 16 rows of a decode step are slower than without AMX (128: 1.3 times 64's time), with fewer the
-others are (32: 0.7 times 64's speed); one thread of an Intel Xeon with AMX, K = 1,024."""
+"""Number of rows of every AMX product, since oneDNN's AMX kernels cut K by the number of rows. With
+128, 16 rows of a decode step are slower than without AMX (1.3 times 64's time); with 32, larger
+products are (0.7 times 64's speed). Measured on one thread of an Intel Xeon with AMX, K = 1,024."""
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Gemms:
-    """Where GEMMs run, and what they multiply."""
+    """A thread pool, and the product that its GEMMs compute."""
 
     pool: PiecePool
 
     multiplied: torch.dtype = torch.float32
-    """bfloat16: operands of that dtype are not widened where the result is bfloat16 as well."""
+    """Operand dtype where x and the result have it too (bfloat16); other operands are widened to
+    float32."""
 
     product: Product = F.linear
     """`x @ weight.T + bias`: [M, K], [N, K], [N] or None -> [M, N]."""
 
     columns: int = COLUMNS
-    """Columns of a float32 tile."""
+    """Number of columns of a float32 tile."""
 
     has_amx: bool = False
     """Whether bfloat16 is multiplied by AMX instructions."""
 
     few_rows: FewRows = field(init=False, repr=False)
-    """What was found of float32 products."""
+    """The tested row multiples of float32 products."""
 
     def __post_init__(self) -> None:
         found = FewRows(ROW_MULTIPLE, self.product, self._into_some_columns)
         object.__setattr__(self, "few_rows", found)
 
     def operand(self, x: Tensor, out_dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which `x` is multiplied for a result in `out_dtype`."""
+        """Return the dtype in which `x` is multiplied for a result in `out_dtype`."""
         return self.multiplied if x.dtype == out_dtype == self.multiplied else torch.float32
 
     def row_limits(self, operand: torch.dtype) -> tuple[int, int]:
-        """What the rows of a product are a multiple of, and how many they are at most."""
+        """Return the row multiple and the maximum number of rows of a product."""
         if self.has_amx and operand == torch.bfloat16:
             return AMX_ROWS, AMX_ROWS
         return ROW_MULTIPLE, MAX_ROWS
@@ -61,8 +62,10 @@ class Gemms:
     def row_multiple(
         self, count: int, weight: Tensor, has_bias: bool, operand: torch.dtype, blocks: int = 1
     ) -> int:
-        """What `count` rows are padded to a multiple of, before they are multiplied with `weight` [N, K]
-        in so many blocks of K."""
+        """Return the multiple to which `count` rows are padded before the product with `weight`.
+
+        weight: [N, K], multiplied in `blocks` of K.
+        """
         multiple, _ = self.row_limits(operand)
         may_be_few = operand == torch.float32 and blocks == 1 and weight.is_contiguous()
         if count >= multiple or not may_be_few:
@@ -74,8 +77,7 @@ class Gemms:
 
     @staticmethod
     def flops(count: int, weight: Tensor) -> float:
-        """The work of a product of so many rows; fewer than 16 take hardly less time for reading the
-        weight."""
+        """Return the work of a product; below 16 rows the time is bound by reading the weight."""
         return 2.0 * max(count, ROW_MULTIPLE) * weight.numel()
 
     def _into_some_columns(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -84,7 +86,7 @@ class Gemms:
         return out
 
     def multiply_into(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """`product`; that of PyTorch is one of two functions, which need no copy of its result."""
+        """Write `product` to `out`; PyTorch's functions write without a copy."""
         if self.product is not F.linear:
             out.copy_(self.product(x, weight, bias))
         elif bias is None:

@@ -1,8 +1,9 @@
-"""One layout in memory for everything that the CPU operators compute with.
+"""One memory layout for all inputs of the CPU operators.
 
 Libraries choose kernels by strides and alignment as they do by size. (A column-major input changed
-12 of 37 rows of an RMS norm; MKL for Intel's AVX-512 sums over a transposed weight in another order.)
-So an operator and its backward pass see contiguous tensors only, wherever their callers cut them from.
+12 of 37 rows of an RMS norm; MKL for Intel's AVX-512 sums over a transposed weight in another
+order.) So an operator and its backward pass see only contiguous tensors, whatever views their
+callers pass.
 
 PyTorch's CPU kernels run full vectors through SIMD code and the remainder through scalar code, and
 for SiLU, GELU or sigmoid the two differ in the last bit: an element's value depends on how many
@@ -22,31 +23,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Bytes. PyTorch allocates so, and MKL's guide asks for it where results are to be reproducible."""
+"""Alignment in bytes. PyTorch allocates so, and MKL's guide asks for it for reproducible results."""
 
 VECTOR = 128
-"""Elements; a multiple of every SIMD loop's stride (32 for AVX-512 in float32, 64 in bfloat16)."""
+"""Padding unit in elements, a multiple of every SIMD loop's stride (32 for AVX-512 in float32, 64
+in bfloat16)."""
 
 
 def whole(x: Tensor) -> Tensor:
-    """`x` contiguous and on a boundary of ALIGNMENT bytes."""
+    """Return `x` contiguous and aligned to ALIGNMENT bytes."""
     x = x.contiguous()
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
 def pad_rows(x: Tensor, multiple: int) -> Tensor:
-    """[M, K] with rows of zeros below, to a multiple of so many."""
+    """Pad [M, K] with rows of zeros to a multiple of `multiple`."""
     missing = -x.shape[0] % multiple
     return F.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def first_rows(x: Tensor, count: int) -> Tensor:
-    """`x[:count]`, which costs as much as a small kernel where there are no more rows."""
+    """Return `x[:count]`, without a slice (as slow as a small kernel) if there are no more rows."""
     return x if len(x) == count else x[:count]
 
 
 def on_whole_tensors(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A method that gets its tensors, and in the backward pass its gradient, through `whole`."""
+    """Wrap a method so that its tensors, and the gradient in the backward pass, go through `whole`."""
 
     @functools.wraps(operator)
     def called(self: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -63,7 +65,7 @@ def _whole(argument: Any) -> Any:
 
 
 def whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`function(x)` for a function that maps each element by itself: contiguous [...] -> [...]."""
+    """Apply a function that maps each element by itself: contiguous [...] -> [...]."""
     missing = -x.numel() % VECTOR
     if not missing:  # a slice of everything would still be a copy in the backward pass
         return function(x)
@@ -71,7 +73,7 @@ def whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def exponentiate_(x: Tensor) -> Tensor:
-    """`whole_vectors(torch.exp, x)`, in place: contiguous [...] -> [...]."""
+    """Compute `whole_vectors(torch.exp, x)` in place: contiguous [...] -> [...]."""
     if x.numel() % VECTOR == 0 and x.data_ptr() % ALIGNMENT == 0:
         return x.exp_()
     return x.copy_(whole_vectors(torch.exp, whole(x)))

@@ -1,22 +1,24 @@
-"""Linear on a CPU: float32 GEMMs of a fixed, small set of shapes, each on one thread.
+"""Linear on a CPU: float32 GEMMs of a small, fixed set of shapes, each on one thread.
 
-What breaks row invariance in `F.linear` on a CPU is (a) fewer than 16 rows, which take
+Two things break row invariance in `F.linear` on a CPU: (a) fewer than 16 rows, which take
 matrix-vector and narrow kernels, and (b) a number of threads, which splits large products in ways
-that depend on the number of rows. So rows are padded to a multiple of 16, where fewer were not tried
-successfully (`few_rows.py`), and cut into tiles of 256 to 1,024, and every tile is one single-threaded
+that depend on the number of rows. So rows are padded to a multiple of 16 (to fewer where a test
+succeeded, `few_rows.py`) and cut into tiles of 256 to 1,024, and every tile is one single-threaded
 GEMM.
 
-Tensor parallelism also splits the columns of an output over ranks, and a GEMM's sums over K may
-depend on how many columns it has. So columns are cut into tiles too, and the last one is padded with
-zero columns: in bfloat16 to a whole tile of 256, in float32, where tiles have 512, to a multiple of 16,
-since MKL's strict mode (`compat/process.py`) sums alike in all such widths. (Without it MKL cuts a long
-K elsewhere below 192 columns. Ranks that share columns check theirs: `ops/checks/shard_check.py`.)
+Tensor parallelism also shards the columns of an output, and a GEMM's sums over K may depend on the
+number of its columns. So columns are cut into tiles too, and the last one is padded with zero
+columns: in bfloat16 to a whole tile of 256; in float32, where tiles have 512, to a multiple of 16,
+since MKL's strict mode (`compat/process.py`) sums alike in all such widths. (Without it MKL cuts a
+long K elsewhere below 192 columns. Ranks that share columns check theirs:
+`ops/checks/shard_check.py`.)
 
 bfloat16 operands are widened first: their products are exact in float32, the sum is rounded once at
 the end, and CPUs without bfloat16 instructions are several times faster this way. On a CPU that has
-them oneDNN multiplies bfloat16 twice as fast as float32. It sums in float32 and rounds once too, in an
-order of its own: the same tiles, other bits, so the contract says which (`ops/backends/cpu.py`).
-With AMX instructions that order depends on the number of rows, so there all products have 64.
+them, oneDNN multiplies bfloat16 twice as fast as float32. It sums in float32 and rounds once too,
+in an order of its own: the same tiles, other bits, so the contract says which
+(`ops/backends/cpu.py`). With AMX instructions that order depends on the number of rows, so there
+all products have 64.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ from onpolicy.ops.cpu.gemms import BFLOAT16_COLUMNS, COLUMN_MULTIPLE, COLUMNS, G
 from onpolicy.ops.cpu.layout import first_rows, pad_rows, whole
 
 MIN_ROWS = 256
-"""A piece has so many rows, if there are so many."""
+"""Minimum number of rows of a piece, if there are as many."""
 
 PIECES_PER_THREAD = 2
-"""A product has so many pieces, if it has so many tiles of MIN_ROWS. Fewer have more rows, which is
-faster: so one thread alone takes one of all rows."""
+"""Minimum number of pieces of a product, if it has as many tiles of MIN_ROWS. Fewer pieces have
+more rows and are faster, so a single thread takes one piece with all rows."""
 
 
 def tiled_linear(
@@ -50,7 +52,7 @@ def tiled_linear(
     out_dtype: torch.dtype | None = None,
     blocks: int = 1,
 ) -> Tensor:
-    """Row-invariant `x @ weight.T + bias`: [M, K], [N, K], [N] -> [M, N]; no autograd.
+    """Compute row-invariant `x @ weight.T + bias`: [M, K], [N, K], [N] -> [M, N]; no autograd.
 
     `blocks` of K, a power of two, are GEMMs of their own, added along a binary tree.
     """
@@ -67,7 +69,7 @@ def _product(
     out_dtype: torch.dtype | None = None,
     blocks: int = 1,
 ) -> tuple[Tensor, list[Piece]]:
-    """The result of `tiled_linear`, with its padding, and the pieces that are to fill it."""
+    """Return the padded result of `tiled_linear`, and the pieces of work that fill it."""
     rows = _whole_rows(gemms, x, weight, bias is not None, out_dtype or x.dtype, blocks)
     out = x.new_empty(len(rows), weight.shape[0], dtype=out_dtype)
     return out, _pieces(gemms, rows, weight, bias, out, blocks)
@@ -80,7 +82,7 @@ def tiled_grouped_linear(
     offsets: Tensor,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`tiled_linear` for every expert's rows: [S, K], [E, N, K], int64 [E + 1] -> [S, N]."""
+    """Apply `tiled_linear` to every expert's rows: [S, K], [E, N, K], int64 [E + 1] -> [S, N]."""
     bounds = offsets.tolist()
     groups = [(e, a, b) for e, (a, b) in enumerate(itertools.pairwise(bounds)) if b > a]
     none = x.new_empty(0, weight.shape[1], dtype=out_dtype)
@@ -98,9 +100,10 @@ def tiled_grouped_linear(
 def _pieces(
     gemms: Gemms, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, blocks: int = 1
 ) -> list[Piece]:
-    """Pieces of `out = x @ weight.T + bias`: a tile of columns and some of the rows each."""
+    """Return pieces of `out = x @ weight.T + bias`, each a tile of columns and some of the rows."""
     width = BFLOAT16_COLUMNS if x.dtype == torch.bfloat16 else gemms.columns
     columns = [slice(c, c + width) for c in range(0, weight.shape[0], width)]
+    # Split rows only as far as threads need pieces: larger pieces are faster.
     threads = gemms.pool.num_threads
     count = max(1, PIECES_PER_THREAD * threads // len(columns)) if threads > 1 else 1
     multiple, _ = gemms.row_limits(x.dtype)
@@ -134,8 +137,8 @@ def _fill(
 ) -> None:
     """Compute `columns` of some `rows` of `out`, one GEMM for each tile of them.
 
-    Nothing is cut or converted that stays what it is: after a product, which has the core's caches, a
-    call of PyTorch takes 10 to 20 us, and a small product 800.
+    Slices and conversions that change nothing are skipped: after a product, which fills the core's
+    caches, a call of PyTorch takes 10 to 20 us, and a small product 800.
     """
     width = columns.stop - columns.start
     alone = len(weight) <= width
@@ -170,12 +173,12 @@ def _tree(product: Product, x: Tensor, weight: Tensor, bias: Tensor | None, bloc
 
 
 def _flat(x: Tensor) -> Tensor:
-    """[..., K] as [M, K]."""
+    """View [..., K] as [M, K]."""
     return x if x.dim() == 2 else x.view(-1, x.shape[-1])
 
 
 def _weight_grad(gemms: Gemms, grad: Tensor, x: Tensor) -> Tensor:
-    """`grad.T @ x`: [M, N], [M, K] -> [N, K]; every row of the weight by one thread."""
+    """Compute `grad.T @ x`: [M, N], [M, K] -> [N, K]; one thread computes each row of the weight."""
     out = x.new_empty(grad.shape[1], x.shape[1])  # in the dtype of x, which is the weight's
     gemms.pool.run(_weight_grad_pieces(gemms, grad, x, out), _weight_grad_flops(grad, x))
     return out
@@ -188,7 +191,7 @@ def _weight_grad_flops(grad: Tensor, x: Tensor) -> float:
 def _weight_grad_pieces(
     gemms: Gemms, grad: Tensor, x: Tensor, out: Tensor, *, adds: bool = False
 ) -> list[Piece]:
-    """Pieces of `out = grad.T @ x`, or of `out += grad.T @ x`, rounded to the dtype of `x` in both."""
+    """Return pieces of `out = grad.T @ x`, or of `out +=`, rounded to the dtype of `x` in both."""
     operand = gemms.operand(grad, x.dtype)
     grad, wide = grad.to(operand), x.to(operand)
     is_one = len(out) <= COLUMNS
@@ -209,7 +212,7 @@ def _weight_grad_pieces(
 def linear_gradients(
     gemms: Gemms, x: Tensor, weight: Tensor, grad: Tensor, weight_sum: Tensor
 ) -> Tensor:
-    """The gradient of `x`, as `AlignedLinear` has it; that of the weight is added to `weight_sum`.
+    """Return the gradient of `x`, as `AlignedLinear` does; add the weight's to `weight_sum`.
 
     x: [M, K]; weight: [N, K]; grad: [M, N]; weight_sum: float32 [N, K].
     """
@@ -220,9 +223,9 @@ def linear_gradients(
 
 
 class AlignedLinear(torch.autograd.Function):
-    """Forward and input gradient are row-invariant; the weight gradient is deterministic.
+    """A linear with row-invariant forward and input gradient; its weight gradient is deterministic.
 
-    x: [..., K] -> [..., N]. It takes its gradient through `whole` itself.
+    x: [..., K] -> [..., N]. It applies `whole` to its gradient itself.
     """
 
     @staticmethod
@@ -248,7 +251,7 @@ class AlignedLinear(torch.autograd.Function):
         gemms: Gemms = ctx.gemms  # type: ignore[attr-defined]
         rows, grad = _flat(x), _flat(whole(grad))
         of_x = of_weight = None
-        pieces: list[Piece] = []  # of both gradients: one alone may be too few for all threads
+        pieces: list[Piece] = []  # of both gradients, so that all threads have work
         if needs_weight:
             of_weight = x.new_empty(weight.shape)  # in the dtype of the weight
             pieces += _weight_grad_pieces(gemms, grad, rows, of_weight)

@@ -1,7 +1,7 @@
-"""Functions of rows of a vocabulary on a CPU, a few rows at a time.
+"""Functions of rows over the vocabulary on a CPU, a few rows at a time.
 
-Such a function passes over its rows several times. Few rows stay in a core's cache meanwhile, the more
-so where a pass overwrites the one before, and threads share the rows.
+Such a function passes over its rows several times. A few rows stay in a core's cache meanwhile,
+more so where a pass overwrites the previous one, and threads share the rows.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from onpolicy.ops.cpu.layout import exponentiate_, whole_vectors
 from onpolicy.ops.cpu.threads import PiecePool
 
 NUMBERS = 1 << 17
-"""Numbers of a piece: 512 KiB of float32, unless a row has more."""
+"""Number of elements of a piece: 512 KiB of float32, unless a row has more."""
 
 LogSoftmax = Callable[[Tensor, Tensor], Tensor]
-"""`Operators.log_softmax`."""
+"""The signature of `Operators.log_softmax`."""
 
 WORK = 50.0
-"""Floating-point operations that a number costs, roughly: it is divided, exponentiated and summed."""
+"""Approximate floating-point operations per element, which is divided, exponentiated and summed."""
 
 
 def few_rows(size: int) -> int:
-    """How many rows of `size` numbers make a piece."""
+    """Return the number of rows of `size` elements in a piece."""
     return max(1, NUMBERS // size)
 
 
@@ -35,7 +35,10 @@ def few_rows_at_a_time(
     fill: Callable[..., object],
     *tensors: Tensor,
 ) -> None:
-    """`fill(*tensors)` for a function that fills rows from rows, the first ones [M, V]; no autograd."""
+    """Run `fill(*tensors)`, a function that fills rows from rows, in pieces of a few rows.
+
+    The first tensor is [M, V]; no autograd.
+    """
     count, size = tensors[0].shape
     step = few_rows(size)
     if count <= step:
@@ -50,7 +53,10 @@ def few_rows_at_a_time(
 
 
 def log_softmax(logits: Tensor, temperature: Tensor, out: Tensor | None = None) -> Tensor:
-    """`Operators.log_softmax` of few contiguous rows, no autograd: into `out`, float32, if given."""
+    """Compute `Operators.log_softmax` of few contiguous rows, into `out`, float32, if given.
+
+    It has no autograd.
+    """
     wide = logits.float()
     if out is None and wide is not logits:
         out = wide
@@ -66,7 +72,7 @@ def fill_log_probs(
     chosen: Tensor,
     entropy: Tensor,
 ) -> None:
-    """`Operators.gather_log_probs` of few contiguous rows, into float32 [M] and [M]."""
+    """Compute `Operators.gather_log_probs` of few contiguous rows, into float32 [M] and [M]."""
     log_probs = log_softmax(logits, temperature)
     chosen.copy_(log_probs.gather(1, targets[:, None])[:, 0])
     terms = whole_vectors(torch.exp, log_probs).mul_(log_probs)
@@ -81,7 +87,7 @@ def fill_grad_logits(
     grad: Tensor,
     out: Tensor,
 ) -> None:
-    """`Operators.grad_logits` of few contiguous rows, into [M, V] of any dtype."""
+    """Compute `Operators.grad_logits` of few contiguous rows, into [M, V] of any dtype."""
     scale = grad[:, None] / temperature
     result = exponentiate_(log_softmax(logits, temperature)).mul_(-scale)
     out.copy_(result.scatter_add_(1, targets[:, None], scale))
@@ -96,7 +102,7 @@ def fill_grad_logits_of_entropy(
     grad_entropy: Tensor,
     out: Tensor,
 ) -> None:
-    """`fill_grad_logits` with a gradient of the entropy H too, which is -p (log p + H) by a logit."""
+    """Compute `fill_grad_logits` with a gradient of the entropy H too: dH/dlogit = -p (log p + H)."""
     scale = grad[:, None] / temperature
     log_probs = log_softmax(logits, temperature)
     probabilities = whole_vectors(torch.exp, log_probs)

@@ -1,8 +1,8 @@
 """Threads for the CPU operators: many single-threaded pieces, never one multi-threaded kernel.
 
-A BLAS call that runs on several threads partitions its work by their number, and with the
-partition the order of the sums changes. The operators therefore cut their work into pieces whose
-number of rows decides no bit, run every piece on one thread, and spread the pieces.
+A BLAS call on several threads partitions its work by their number, and the partition changes the
+order of the sums. So the operators cut their work into pieces whose number of rows decides no bit,
+run every piece on one thread, and distribute the pieces.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from onpolicy.errors import ContractError
 from onpolicy.ops.base import Piece
 
 MIN_PARALLEL_FLOPS = 1e8
-"""Below this much work, threads that pass the interpreter lock around cost more than they save."""
+"""Minimum work for threads, below which passing the interpreter lock around costs more than it
+saves."""
 
 _thread = threading.local()
 
 
 class PiecePool:
-    """Runs independent pieces of an operator; their results do not depend on `num_threads`."""
+    """A pool that runs independent pieces of an operator; results do not depend on `num_threads`."""
 
     def __init__(self, num_threads: int):
-        # Whatever is not an aligned operator (element-wise kernels, reductions) runs on one thread
+        # Kernels outside the operators (element-wise, reductions) run on one thread
         # too: a second one would move the borders between vectorised and scalar code.
         torch.set_num_threads(1)
         self.num_threads = num_threads
@@ -38,12 +39,12 @@ class PiecePool:
         )
 
     def threads_for(self, flops: float) -> int:
-        """How many threads share so much work, if it is begun on this thread."""
+        """Return how many threads share this much work, if it starts on this thread."""
         is_alone = flops < MIN_PARALLEL_FLOPS or hasattr(_thread, "runs_pieces")
         return 1 if is_alone else self.num_threads
 
     def run(self, pieces: Iterable[Piece], flops: float) -> None:
-        """Run every piece; on this thread if it is a piece's, or if the work is too small to share."""
+        """Run every piece; on this thread if it belongs to the pool, or if the work is small."""
         if torch.get_num_threads() != 1:
             raise ContractError(
                 f"torch.get_num_threads()={torch.get_num_threads()}: the aligned CPU operators need "
@@ -75,7 +76,7 @@ def _begin_thread() -> None:
 
 
 def _run(waiting: deque[Piece], inference: bool) -> None:
-    """Run pieces until none is left, under the caller's autograd mode, which is local to a thread."""
+    """Run pieces until none is left, under the caller's thread-local autograd mode."""
     with torch.inference_mode(inference), torch.no_grad():
         while waiting:
             try:

@@ -1,10 +1,10 @@
 """The aligned operators on Hopper GPUs (H100, H200), in bfloat16.
 
 Matrix products are DeepGEMM's and attention is FlashAttention-3, in the builds that SGLang runs;
-everything else, and what their layouts do not allow, is inherited from the Triton operators.
+everything else, and layouts that they do not support, is inherited from the Triton operators.
 
-Experts are inherited too: DeepGEMM's grouped product pads every expert to 128 rows and can only write
-bfloat16, while the experts of a token are added in float32 before they are rounded.
+Experts are inherited too: DeepGEMM's grouped product pads every expert to 128 rows and can only
+write bfloat16, while the experts of a token are added in float32 before they are rounded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from onpolicy.ops.triton import TritonOperators
 
 
 class DeepGemmLinears(TritonOperators):
-    """The Triton operators with DeepGEMM's products; creating them loads it, or raises ContractError."""
+    """Triton operators with DeepGEMM's products.
+
+    Creating them loads DeepGEMM, or raises ContractError.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +37,10 @@ class DeepGemmLinears(TritonOperators):
 
 
 class FlashAttention(TritonOperators):
-    """The Triton operators with FlashAttention-3; creating them loads it, or raises ContractError."""
+    """Triton operators with FlashAttention-3.
+
+    Creating them loads FlashAttention-3, or raises ContractError.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,13 +79,16 @@ class FlashAttention(TritonOperators):
 
 
 class HopperOperators(DeepGemmLinears, FlashAttention):
-    """Row-invariant operators; creating them loads both libraries, or raises ContractError."""
+    """Row-invariant operators with both libraries.
+
+    Creating them loads both, or raises ContractError.
+    """
 
 
 class HopperFp8Operators(HopperOperators):
-    """The same, with DeepGEMM's products of bytes for linears that read rounded inputs.
+    """`HopperOperators` with DeepGEMM's FP8 products for linears that read rounded inputs.
 
-    Experts that read such multiply what numbers and scales come to, as under `HopperOperators`.
+    Experts with rounded inputs multiply the dequantised values, as under `HopperOperators`.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,10 @@
-"""FlashAttention-3, by the very function that SGLang's `fa3` backend calls, and with gradients.
+"""FlashAttention-3 with gradients, by the function that SGLang's `fa3` backend calls.
 
-SGLang reads keys through a page table in prefill and in decoding, so training does too, with pages
-of one key: all three then run the same compiled kernels, whose sums over keys go in blocks of one
-width per head size (`FLASH_HEAD_DIMS`). Dense keys would take kernels with other widths
-for some head sizes and lengths; what they would save is the gathering of keys by cp.async.
-`num_splits=1`: a sequence is never cut into parts that are summed apart.
+SGLang reads keys through a page table in prefill and in decode, so training does too, with pages of
+one key. All three then run the same compiled kernels, whose sums over keys go in blocks of one
+width per head size (`FLASH_HEAD_DIMS`). Contiguous keys would use kernels with other widths for
+some head sizes and lengths; they would only save the gathering of keys by cp.async. With
+`num_splits=1` a sequence is never cut into parts that are summed separately.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from onpolicy.ops.triton.attention_backward import attention_backward
 
 @cache
 def loaded() -> ModuleType:
-    """The module `sgl_kernel.flash_attn`. Raises ContractError."""
+    """Load the module `sgl_kernel.flash_attn`, or raise ContractError."""
     try:
         from sgl_kernel import flash_attn
     except (ImportError, OSError, RuntimeError) as error:
@@ -46,10 +46,11 @@ def loaded() -> ModuleType:
 
 
 def fits(q: Tensor, v: Tensor, scores: ScoreRule, sinks: Tensor | None) -> bool:
-    """Whether its kernels give such a layer the same bits in every batch; q: [T, H, D].
+    """Return whether its kernels give this layer the same bits in every batch; q: [T, H, D].
 
-    With a window the widest heads get blocks of 64 keys, and of 80 once the page table is no wider than
-    the window (tile_size.h, flash_api.cpp). How sinks are scaled, and heads of two sizes, are untried.
+    With a window, the widest heads get blocks of 64 keys, and of 80 once the page table is no wider
+    than the window (tile_size.h, flash_api.cpp). The scaling of sinks and heads of two sizes are
+    untested.
     """
     return (
         sinks is None and v.shape[-1] == q.shape[-1] and not (scores.window and q.shape[-1] > 192)
@@ -57,7 +58,7 @@ def fits(q: Tensor, v: Tensor, scores: ScoreRule, sinks: Tensor | None) -> bool:
 
 
 def int32_pages(layout: AttentionLayout) -> PagedLayout:
-    """`layout.by_pages()` with the page numbers that the library takes, for all layers of a model."""
+    """Return `layout.by_pages()` with int32 page numbers, cached for all layers of a model."""
     if int32_pages not in layout.plans:
         pages = layout.by_pages()
         table = pages.page_table.to(torch.int32)
@@ -69,9 +70,9 @@ def int32_pages(layout: AttentionLayout) -> PagedLayout:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scores: ScoreRule
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention: [T, H, D], [rows, H_kv, D], [rows, H_kv, D_v] -> [T, H, D_v], float32 [H, T].
+    """Compute causal attention: returns [T, H, D_v] and the log of the normaliser, float32 [H, T].
 
-    The second is the log of the softmax's normaliser. bfloat16, no autograd.
+    q: [T, H, D]; k: [rows, H_kv, D]; v: [rows, H_kv, D_v]. bfloat16, no autograd.
     """
     pages = int32_pages(layout)
     out, lse, *_ = _attend(q, k[:, None], v[:, None], pages, scores, return_softmax_lse=True)
@@ -86,9 +87,9 @@ def over_pages(
     scores: ScoreRule,
     out: Tensor | None,
 ) -> Tensor:
-    """Attention for the rollout engine, with the arguments that SGLang's backend gives it.
+    """Compute attention for the rollout engine, with the arguments of SGLang's backend.
 
-    The shapes are those of `Operators.paged_attention`; `layout.schedule` may hold
+    The shapes are as in `Operators.paged_attention`; `layout.schedule` may hold
     `scheduler_metadata` and `cu_seqlens_k_new`.
     """
     buffer = {} if out is None else {"out": out}
@@ -118,7 +119,7 @@ def _attend(
 
 
 class HopperAttention(torch.autograd.Function):
-    """See `Operators.attention`."""
+    """Attention by FlashAttention-3 with gradients; see `Operators.attention`."""
 
     @staticmethod
     def forward(
@@ -141,7 +142,7 @@ class HopperAttention(torch.autograd.Function):
         layout, scores = ctx.layout, ctx.scores  # type: ignore[attr-defined]
 
         def gradients(k: Tensor, v: Tensor, layout: AttentionLayout) -> Gradients:
-            if scores.softcap:  # which PyTorch's backward pass does not know
+            if scores.softcap:  # PyTorch's backward pass has no soft cap
                 by_row = lse.t().contiguous()
                 return attention_backward(grad, q, k, v, out, by_row, layout, scores)
             rows = flash_backward.PackedKeys.of(layout).rows

@@ -1,8 +1,8 @@
 """FlashAttention's backward pass over packed keys, from the forward's output and log-sum-exp.
 
-The forward's library has none. Upstream's FlashAttention-3 is taken where it is installed and can be
+The forward's library has none. Upstream's FlashAttention-3 is used where it is installed and can be
 deterministic, else the FlashAttention-2 inside PyTorch. They need not agree with the rollout, which
-takes no gradients, and so do not stand in the contract.
+computes no gradients, and so are not part of the contract.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class PackedKeys:
     """The keys of S sequences laid end to end, on the device that computes."""
 
     rows: Tensor
-    """int64 [keys of all sequences]: row of the key/value store that holds each key, in that order."""
+    """int64 [keys of all sequences]: row of the key/value store that holds each key, in order."""
 
     starts: Tensor
     """int32 [S + 1]: first key of each sequence."""
 
     @staticmethod
     def of(layout: AttentionLayout) -> PackedKeys:
-        """Those of `layout`, worked out once for all layers of a model."""
+        """Return the packed keys of `layout`, computed once for all layers of a model."""
         if PackedKeys not in layout.plans:
             rows = layout.key_rows
             is_key = torch.arange(rows.shape[1]) < torch.tensor(layout.key_lens)[:, None]
@@ -58,10 +58,10 @@ def backward(
     layout: AttentionLayout,
     scores: ScoreRule,
 ) -> Grads:
-    """Gradients of `inputs` = (q [T, H, D], k [keys, H_kv, D], v [keys, H_kv, D]).
+    """Return the gradients of `inputs` = (q [T, H, D], k [keys, H_kv, D], v [keys, H_kv, D]).
 
-    Keys are laid end to end, sequence after sequence. out, grad: [T, H, D]; lse: float32 [H, T]; the
-    scores have no soft cap.
+    Keys are laid end to end, sequence after sequence. out, grad: [T, H, D]; lse: float32 [H, T];
+    the scores have no soft cap.
     """
     q, k, v = inputs
     # Upstream has no deterministic kernel for head size 256.
@@ -71,7 +71,10 @@ def backward(
 
 @cache
 def has_upstream() -> bool:
-    """Whether upstream's FlashAttention-3 is here. Raises ContractError if it cannot be loaded."""
+    """Return whether upstream's FlashAttention-3 is installed.
+
+    Raise ContractError if it cannot be loaded.
+    """
     if importlib.util.find_spec(UPSTREAM) is None:
         return False
     try:
@@ -94,7 +97,7 @@ def flash_attention_3(
     layout: AttentionLayout,
     scores: ScoreRule,
 ) -> Grads:
-    """The gradients by upstream's library; see `backward`."""
+    """Return the gradients by upstream's library; see `backward`."""
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     torch.ops.flash_attn_3.bwd(
         dout=grad,
@@ -128,7 +131,7 @@ def flash_attention_2(
     layout: AttentionLayout,
     scores: ScoreRule,
 ) -> Grads:
-    """The gradients by PyTorch; see `backward`."""
+    """Return the gradients by PyTorch; see `backward`."""
     with _deterministic_algorithms():
         gradients: Grads = torch.ops.aten._flash_attention_backward(
             grad,
@@ -152,7 +155,7 @@ def flash_attention_2(
 
 
 def _window(scores: ScoreRule) -> dict[str, int]:
-    """Both libraries count the keys before a query's own and after it."""
+    """Return the window as the keys before a query's own and after it, as both libraries count."""
     if scores.window is None:
         return {}
     return {"window_size_left": scores.window - 1, "window_size_right": 0}
@@ -160,7 +163,7 @@ def _window(scores: ScoreRule) -> dict[str, int]:
 
 @contextmanager
 def _deterministic_algorithms() -> Iterator[None]:
-    """PyTorch's kernel asks this switch, and nothing else, whether it may add with atomics."""
+    """Forbid atomic additions in PyTorch's kernel, which checks only this switch."""
     enabled = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)

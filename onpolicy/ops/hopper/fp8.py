@@ -1,18 +1,17 @@
 """Linear by DeepGEMM's FP8 product, of an input and a weight that were rounded to FP8.
 
-Both come as what their numbers and scales amount to in bfloat16. Rounding that again gives these
-numbers and scales, bit for bit, so whoever holds the rounded weight needs nothing else to multiply
-bytes: a scale for each row of the input, and for each 128 x 128 of the weight.
+Both are given as their dequantised values in bfloat16. Rounding these again gives the same numbers
+and scales, bit for bit, so the rounded weight alone is enough to multiply FP8 bytes: there is a
+scale for each row of the input, and for each 128 x 128 of the weight.
 
-Row invariance, by reading: the kernels walk K in ascending blocks of 128. The tensor cores sum a block
-in four steps of 32, and that sum, times the product of both scales, is added to one float32
-accumulator; K is never split. The number of rows chooses the size of tiles and what they load together,
-not the order of a sum. There are two kernels, and the dtype of the result chooses between them: one can
-write bfloat16 alone; the other can only add to float32, here to zeros, and wants scales for each row of
-the weight.
-Sources: csrc/apis/gemm.hpp, csrc/apis/layout.hpp and csrc/jit_kernels/heuristics/sm90.hpp of
-sgl-project/DeepGEMM; sm90_fp8_gemm_1d1d.cuh and sm90_fp8_gemm_1d2d.cuh of sgl-deep-gemm 0.1.5.post1 and
-0.2.5. None of this has run on a GPU.
+Row invariance, from reading the source: the kernels walk K in ascending blocks of 128. The tensor
+cores sum a block in four steps of 32, and that sum, times the product of both scales, is added to
+one float32 accumulator; K is never split. The number of rows chooses the size of tiles and the
+loads that they share, not the order of a sum. The dtype of the result chooses between two kernels:
+one can write only bfloat16; the other can only add to float32, here to zeros, and needs scales for
+each row of the weight. Sources: csrc/apis/gemm.hpp, csrc/apis/layout.hpp and
+csrc/jit_kernels/heuristics/sm90.hpp of sgl-project/DeepGEMM; sm90_fp8_gemm_1d1d.cuh and
+sm90_fp8_gemm_1d2d.cuh of sgl-deep-gemm 0.1.5.post1 and 0.2.5. None of this has run on a GPU.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from onpolicy.ops.linears import Linears
 from onpolicy.weights.rounding import FP8, quantise
 
 ROWS_AT_A_TIME = 32 * BLOCK
-"""Rows of a weight that are float32 numbers at once, while bytes are made of it; decides no bit."""
+"""Number of rows of a weight held as float32 while bytes are made of it; it decides no bit."""
 
 ALIGNED_SCALES = 4
-"""float32 numbers in 16 bytes, of which TMA wants columns of scales to be multiples."""
+"""float32 numbers in 16 bytes: TMA needs columns of scales to be multiples of this."""
 
 
 class Bytes(NamedTuple):
@@ -42,17 +41,17 @@ class Bytes(NamedTuple):
     """float8_e4m3fn [R, K], contiguous"""
 
     scales: Tensor
-    """float32: of an input [R, K / 128], by column; of a weight [R / 128, K / 128]"""
+    """float32: for an input [R, K / 128], column-major; for a weight [R / 128, K / 128]"""
 
 
 def input_in_bytes(x: Tensor) -> Bytes:
-    """[M, K], each row rounded by a scale of its own, which its blocks of K all get."""
+    """Quantise [M, K], each row by one scale, which is repeated for all its blocks of K."""
     numbers, scales = quantise(x, "fp8_e4m3")
     return Bytes(numbers.to(FP8), by_column(scales.expand(-1, x.shape[1] // BLOCK)))
 
 
 def weight_in_bytes(weight: Tensor) -> Bytes:
-    """[N, K], rounded in blocks of 128 x 128; both are multiples of 128."""
+    """Quantise [N, K] in blocks of 128 x 128; both sizes are multiples of 128."""
     parts = []
     for rows in weight.split(ROWS_AT_A_TIME):
         numbers, scales = quantise(rows, "fp8_e4m3_block128")
@@ -61,9 +60,9 @@ def weight_in_bytes(weight: Tensor) -> Bytes:
 
 
 def by_column(scales: Tensor) -> Tensor:
-    """[R, C] -> the same, one column after the other, each from a 16-byte boundary on, as TMA wants it.
+    """Return [R, C] in column-major order, each column on a 16-byte boundary, as TMA needs it.
 
-    DeepGEMM takes this as it is; of other layouts it makes copies, by kernels that it chooses by them.
+    DeepGEMM uses this layout as it is; it copies other layouts by kernels that depend on them.
     """
     rows, columns = scales.shape
     out = scales.new_zeros(columns, rows + -rows % ALIGNED_SCALES)
@@ -72,9 +71,9 @@ def by_column(scales: Tensor) -> Tensor:
 
 
 def multiply(x: Bytes, weight: Bytes, out: Tensor) -> None:
-    """Write the product of what both amount to: [M, K], [N, K] -> bfloat16 or float32 [M, N]."""
+    """Write the product of the dequantised values: [M, K], [N, K] -> bfloat16 or float32 [M, N]."""
     product = gemm.loaded().fp8_gemm_nt
-    # It takes plain tuples alone.
+    # DeepGEMM accepts only plain tuples.
     if out.dtype == torch.bfloat16:
         product(tuple(x), tuple(weight), out, recipe=(1, BLOCK, BLOCK))
         return
@@ -84,10 +83,10 @@ def multiply(x: Bytes, weight: Bytes, out: Tensor) -> None:
 
 
 class Fp8Linears(Linears):
-    """Operators whose linears multiply bytes.
+    """Operators whose linears multiply FP8 bytes.
 
-    Every row that a linear is given was rounded by one scale, and its weight, whose sizes are multiples
-    of 128, by one for each 128 x 128 numbers.
+    Every input row was rounded by one scale, and the weight, whose sizes are multiples of 128, by
+    one for each 128 x 128 block.
     """
 
     def __init__(self, *args: Any):
@@ -99,7 +98,8 @@ class Fp8Linears(Linears):
         for weight in weights:
             made, key = weight_in_bytes(weight), _place(weight)
             held = self._held.setdefault(key, made)
-            for into, new in zip(held, made, strict=True):  # where CUDA graphs read
+            # Copy in place, since CUDA graphs read these tensors.
+            for into, new in zip(held, made, strict=True):
                 into.copy_(new)
 
     def _product(

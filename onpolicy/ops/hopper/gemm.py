@@ -1,13 +1,13 @@
 """Linear by DeepGEMM's bfloat16 product, called in the one way that does not depend on the batch.
 
 Row invariance: the kernel walks K in ascending blocks of 64 into one float32 accumulator and never
-splits it. The number of rows M chooses the size of the output's tiles, not the order of a sum.
-From version 0.2 on DeepGEMM hands bfloat16 products to cuBLASLt, whose sums do depend on M, unless
-its deterministic algorithms are switched on; older versions have no switch and no other kernel.
+splits it. The number of rows M chooses the size of the output's tiles, not the order of a sum. From
+version 0.2 on, DeepGEMM passes bfloat16 products to cuBLASLt, whose sums do depend on M, unless its
+deterministic algorithms are switched on; older versions have no switch and no other kernel.
 Sources: csrc/apis/gemm.hpp and csrc/jit_kernels/heuristics/sm90.hpp of sgl-project/DeepGEMM.
 
-The first call of a kernel compiles it (seconds); the result is kept in a cache on disk, one for both
-engines (`compat/process.py`).
+The first call of a kernel compiles it (seconds); the result is kept in a cache on disk, one for
+both engines (`compat/process.py`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from onpolicy.ops.cuda_toolkit import REMEDY, CudaToolkit, find_cuda_toolkit
 from onpolicy.ops.triton.block_sums import add_blocks
 
 ALIGNMENT = 8
-"""bfloat16 values in 16 bytes: what TMA asks of the start and the stride of rows."""
+"""bfloat16 values in 16 bytes: TMA needs this alignment of the start and the stride of rows."""
 
 
 @cache
 def loaded() -> ModuleType:
-    """The module `deep_gemm`, set to its batch-invariant kernels and to the CUDA toolkit that was found,
-    which it looks for when it is imported. Raises ContractError."""
+    """Load the module `deep_gemm` with its batch-invariant kernels, or raise ContractError.
+
+    CUDA_HOME is set first to the toolkit that was found, since the module reads it at import.
+    """
     toolkit = find_cuda_toolkit()
     if toolkit.home is not None:
         os.environ["CUDA_HOME"] = toolkit.home
@@ -49,7 +51,7 @@ def loaded() -> ModuleType:
 
 
 def _reason(error: Exception, toolkit: CudaToolkit) -> str:
-    """What is missing, and what to do; deep_gemm only asserts that there is a CUDA toolkit."""
+    """Return the missing part and the remedy; deep_gemm only asserts that there is a CUDA toolkit."""
     if isinstance(error, AssertionError) and toolkit.home is None:
         return f"it compiles its kernels with a CUDA toolkit, and {toolkit.problem}). {REMEDY}"
     return (
@@ -59,7 +61,7 @@ def _reason(error: Exception, toolkit: CudaToolkit) -> str:
 
 
 def fits(weight: Tensor, blocks: int = 1) -> bool:
-    """Whether DeepGEMM can multiply by `blocks` of `weight` [N, K]; never by the input."""
+    """Return whether DeepGEMM can multiply by `blocks` of `weight` [N, K], whatever the input."""
     N, K = weight.shape
     is_aligned = N % GEMM_COLUMNS == 0 and K % (blocks * ALIGNMENT) == 0
     return weight.dtype == torch.bfloat16 and is_aligned
@@ -76,11 +78,11 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def readable(matrix: Tensor) -> Tensor:
-    """`matrix`, or a copy, in rows of unit stride that start on 16-byte boundaries, as TMA wants it.
+    """Return `matrix`, or a copy, with unit column stride and 16-byte aligned rows, as TMA needs it.
 
-    Which kernel runs is decided by the strides that DeepGEMM sees. PyTorch calls any single row
-    contiguous, whatever stride it was cut out with, so strides are looked at here and not
-    `is_contiguous`: one row must not take another kernel than the batch that it stands in.
+    DeepGEMM chooses kernels by the strides that it sees. PyTorch calls any single row contiguous,
+    whatever its stride, so this function compares strides and does not call `is_contiguous`: one
+    row must not take another kernel than the batch that it stands in.
     """
     row, column = matrix.stride()
     fits = column == 1 and row >= matrix.shape[1] and row % ALIGNMENT == 0
@@ -92,7 +94,7 @@ def readable(matrix: Tensor) -> Tensor:
 def deep_gemm_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, blocks: int = 1
 ) -> Tensor:
-    """See `onpolicy.ops.linears.Linears`; no autograd."""
+    """Compute `_product` of `onpolicy.ops.linears.Linears`; no autograd."""
     return in_blocks(multiply, x, weight, bias, out_dtype, blocks)
 
 
@@ -104,10 +106,10 @@ def in_blocks(
     out_dtype: torch.dtype,
     blocks: int,
 ) -> Tensor:
-    """The same, by what writes the product of a block of each: see `multiply`.
+    """Compute `deep_gemm_linear` by a function that writes the product of one block; see `multiply`.
 
-    What is not a product alone is left in float32 until it is whole, as the Triton operators do it.
-    (SGLang's own operators round before they add a bias, and after.)
+    Sums with a bias or over several blocks stay float32 until they are complete, as in the Triton
+    operators. (SGLang's own operators round before they add a bias, and after.)
     """
     shape = len(x), len(weight)
     if blocks == 1 and bias is None:

@@ -1,9 +1,9 @@
 """The aligned operators in Triton, for GPUs from Ampere (8.0) to Hopper (9.0).
 
-Every kernel gives a row one order of summation, whatever else is in the call; its module says why.
-Nothing here waits for the device, and no grid depends on what a tensor holds, so that CUDA graphs can
-hold every operator. What maps elements one by one is left to PyTorch, whose GPU kernels run the same
-code for an element wherever it stands.
+Every kernel sums a row in one order, whatever else is in the call; its module says why. Nothing
+here waits for the device, and no grid depends on a tensor's contents, so that CUDA graphs can hold
+every operator. Element-wise functions are PyTorch's, whose GPU kernels run the same code for an
+element wherever it lies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from onpolicy.ops.triton.sampling import sample, uniform
 
 
 class TritonOperators(Linears):
-    """Row-invariant operators; float32, bfloat16 and float16."""
+    """Row-invariant operators on a GPU, for float32, bfloat16 and float16."""
 
     logits_per_chunk = GPU_LOGITS
 
@@ -43,7 +43,7 @@ class TritonOperators(Linears):
         grad: Tensor,
         sums: Sequence[Tensor],
     ) -> Tensor:
-        """Those of the head stay in float32, for the sum over calls."""
+        """Add the head's gradients in float32, for the sum over calls."""
         weight, *_ = head
         grad = grad.to(x.dtype)
         of_weight, *of_bias = sums

@@ -1,20 +1,21 @@
-"""Causal attention over a paged key/value store: one kernel for training, prefill and decoding.
+"""Causal attention over a paged key/value store: one kernel for training, prefill and decode.
 
-Row invariance: a query row (one token of one head) visits its keys in chunks of ATTENTION_CHUNK, and a
-chunk in blocks of a fixed size, both from absolute position 0, with the online softmax of
-FlashAttention-2 (Dao, 2023) in float32, so the order of its sums depends on its own position alone.
-Every chunk is summed by itself and then put to those before it (`attention_tiles.py`). A block or a
-chunk after that position changes nothing: its weights are exactly 0, the maximum stays, and what was
-summed is scaled by exactly 1. So chunks can be summed by one program or by many (`attention_split.py`).
+Row invariance: a query row (one token of one head) visits its keys in chunks of ATTENTION_CHUNK,
+and each chunk in blocks of a fixed size, both from absolute position 0, with the online softmax of
+FlashAttention-2 (Dao, 2023) in float32. So the order of its sums depends only on its own position.
+Every chunk is summed by itself and then merged with the chunks before it (`attention_tiles.py`). A
+block or a chunk after that position changes nothing: its weights are exactly 0, the maximum stays,
+and the earlier sums are scaled by exactly 1. So one program or many can sum the chunks
+(`attention_split.py`).
 
 A thread block computes 64 rows (32 in float32), query tokens x the query heads that share a key
-head, so a single decoding token fills a tensor core tile as far as grouped-query attention allows.
-There is one tile size for all lengths: with another, rows would be spread over threads in another
-way. 64 is the least that Hopper's wgmma takes.
+head, so a single decode token fills a tensor core tile as far as grouped-query attention allows.
+There is one tile size for all lengths: another size would distribute rows over threads differently.
+64 is the least that Hopper's wgmma takes.
 
-With a window the loop begins with the first block of which a row of the tile sees a key. A row that
-sees none of a block or a chunk keeps sums of 0 and a maximum of -inf, as if there were none. A sink is
-where the sums over chunks begin.
+With a window, the loop begins with the first block in which a row of the tile sees a key. A row
+that sees nothing of a block or a chunk keeps sums of 0 and a maximum of -inf, as if there were
+none. A sink is the initial state of the sums over chunks.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from onpolicy.ops.triton.device import UNFUSED, capability
 LOG2_E = math.log2(math.e)
 
 HOPPER_SHARED_MEMORY = 224 << 10
-"""Bytes for queries, keys and values; 3 KiB are left for what the compiler needs."""
+"""Bytes of shared memory for queries, keys and values; 3 KiB remain for the compiler."""
 
 
 @triton.jit(do_not_specialize=["stride_table"])
@@ -72,7 +73,7 @@ def _attention_kernel(
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ) -> None:  # fmt: skip
     sequence, kv_head = tl.program_id(2), tl.program_id(1)
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # those with the most keys start first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # tiles with the most keys start first
     first_query, query_len, key_len, table = sequence_at(
         sequence, page_table, key_lens, query_starts, stride_table
     )
@@ -108,10 +109,10 @@ def blockwise_attention(
     scores: ScoreRule,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Row-invariant causal attention without autograd; see `Operators.attention`.
+    """Compute row-invariant causal attention without autograd; see `Operators.attention`.
 
     k: [rows, H_kv, D] and v: [rows, H_kv, D_v], the rows of all pages of `layout` end to end.
-    Returns (out [T, H, D_v], lse float32 [T, H]), the log of the softmax's normaliser.
+    Return (out [T, H, D_v], lse float32 [T, H]), the log of the softmax's normaliser.
     """
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     (T, H, D), (_, kv_heads, value_dim) = q.shape, v.shape
@@ -121,7 +122,7 @@ def blockwise_attention(
         return out, lse
     rows = 64 if q.dtype != torch.float32 else 32
     blocks = dim_block(D), dim_block(value_dim)
-    wide = max(D, value_dim) > 128  # whose sums leave registers for half a block of keys
+    wide = max(D, value_dim) > 128  # their sums leave registers for half a block
     keys = 32 if wide else rows
     tiles = triton.cdiv(layout.max_query_len * group, rows)
     tensors = q, k, v, out, lse, lse if sinks is None else sinks.contiguous()
@@ -154,15 +155,16 @@ def blockwise_attention(
 
 
 def _warps(q: Tensor, dim: int) -> int:
-    """As many as hold a chunk's sums and those before it in registers."""
+    """Return enough warps to hold a chunk's sums and the earlier chunks' sums in registers."""
     return 8 if dim > 128 or (dim > 64 and q.dtype != torch.float32) else 4
 
 
 def _blocks_ahead(q: Tensor, keys: int, dim: int, value_dim: int) -> int:
-    """How many blocks of keys are on their way while one is multiplied.
+    """Return how many blocks of keys are loaded while one is multiplied.
 
-    One that is not ahead long enough is waited for, and a decode step does nothing else. The same loop
-    reads in the page table where they lie, so that Triton takes two stages for each.
+    A block that is not loaded far enough ahead stalls the loop, and a decode step does nothing
+    else. The same loop loads the page table's entries, so that Triton takes two stages for each
+    block.
     """
     if q.dtype == torch.float32:
         return 0

@@ -1,8 +1,8 @@
 """The backward pass of attention: FlashAttention-2's, without atomic additions.
 
 One kernel owns rows and sums over keys, another owns keys and sums over rows, both in ascending
-order and in float32, so every gradient is the same in every run. Probabilities are computed again
-from the forward's log-sum-exp.
+order and in float32, so every gradient is the same in every run. Probabilities are recomputed from
+the forward's log-sum-exp.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _store(
 def _scores(
     queries: tl.tensor, key_tile: tl.tensor, scale: tl.tensor, SOFTCAP: tl.constexpr
 ) -> tl.tensor:
-    """Times log2(e)."""
+    """Compute the scores, times log2(e)."""
     scores = tl.dot(queries, tl.trans(key_tile), input_precision="ieee") * (
         scale * 1.4426950408889634
     )
@@ -88,7 +88,7 @@ def _query_grad_kernel(
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Also writes `delta` = grad . out of every row, which the other kernel reads."""
+    """Compute the queries' gradients, and `delta` = grad . out of every row for the other kernel."""
     sequence, kv_head = tl.program_id(2), tl.program_id(1)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     first_query, query_len, key_len, table = sequence_at(
@@ -149,7 +149,7 @@ def _key_grad_kernel(
     value_tile = _load(v + kv_head * stride_vh, rows * stride_vr, is_key, VALUE_DIM, VALUE_BLOCK)
     key_total = tl.zeros((KEYS, DIM_BLOCK), dtype=tl.float32)
     value_total = tl.zeros((KEYS, VALUE_BLOCK), dtype=tl.float32)
-    # The first query stands at position key_len - query_len; rows before these keys do not see them.
+    # The first query is at position key_len - query_len; rows before these keys do not see them.
     first_token = tl.maximum(first_key - (key_len - query_len), 0)
     end_token = query_len
     if WINDOW:
@@ -187,16 +187,17 @@ def attention_backward(
     layout: AttentionLayout,
     scores: ScoreRule,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of attention in which no key row is used twice, from its output and log-sum-exp.
+    """Return the gradients of attention from its output and log-sum-exp, if no key row is used twice.
 
-    grad, out: [T, H, D_v]; q: [T, H, D]; k: [rows, H_kv, D]; v: [rows, H_kv, D_v]; lse: float32
-    [T, H]. Returns gradients of q, k, v.
+    grad, out: [T, H, D_v]; q: [T, H, D]; k: [rows, H_kv, D]; v: [rows, H_kv, D_v]; lse: float32 [T,
+    H].
+    Return the gradients of q, k, v.
     """
     q, k, v, grad = unit_stride(q), unit_stride(k), unit_stride(v), grad.contiguous()
     where, count = sequences(layout.by_pages()), len(layout.query_lens)
     (_, heads, dim), (_, kv_heads, value_dim) = q.shape, v.shape
     group, widest = heads // kv_heads, max(dim_block(dim), dim_block(value_dim))
-    # Nothing has to match these sums, so tiles are simply as large as fit.
+    # No other computation has to match these sums, so tiles are as large as fit.
     pipelined = q.dtype != torch.float32 and widest <= 128
     size = 64 if pipelined else 32 if widest <= 128 else 16
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
@@ -222,9 +223,9 @@ def attention_backward(
     _query_grad_kernel[row_tiles](
         *where, q, k, v, grad, lse, out, delta, grad_q, scale, *strides, **options
     )
-    # At 128 two buffers of queries do not fit on compute capability 8.9. With tiles half as high there
-    # is one, into which Triton 3.6 and 3.8 copy while a product still reads it: on an H100 gradients
-    # differed in every run. So nothing is copied ahead.
+    # At 128, two buffers of queries do not fit on compute capability 8.9. With tiles half as high
+    # there is one buffer, into which Triton 3.6 and 3.8 copy while a product still reads it: on an
+    # H100 gradients differed in every run. So nothing is loaded ahead.
     if widest == 128:
         options["num_stages"] = 1
     key_tiles = (triton.cdiv(max(layout.key_lens), size), kv_heads, count)

@@ -1,8 +1,8 @@
-"""Attention of decode steps over long contexts: chunks of keys side by side, then put together.
+"""Attention of decode steps over long contexts: chunks of keys in parallel, then merged.
 
-One program would walk through all keys of a sequence while most of the device waits. Here programs share
-out the chunks, and a second kernel puts these together in the order of positions. The arithmetic is that
-of `attention.py`, function by function, so which of the two ways a step takes decides no bit.
+One program would walk through all keys of a sequence while most of the device waits. Here programs
+share the chunks, and a second kernel merges these in the order of positions. Both use the functions
+of `attention_tiles.py`, so the choice between them and `attention.py` decides no bit.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from onpolicy.ops.triton.attention_tiles import (
 )
 
 FEW_PROGRAMS = 264
-"""Two for each multiprocessor of an H100; a step that has as many without splitting is not split."""
+"""Number of programs below which a step is split: two for each multiprocessor of an H100."""
 
 MAX_PARTS = 64
-"""Programs that share out the chunks of one sequence and head."""
+"""Maximum number of programs that share the chunks of one sequence and head."""
 
 REDUCED = (
     *("HEADS", "GROUP", "VALUE_DIM", "ROWS", "KEYS", "CHUNK", "VALUE_BLOCK", "WINDOW", "HAS_SINKS"),
     *("num_warps", "enable_fp_fusion"),
 )
-"""The options of the second kernel."""
+"""Options of the second kernel."""
 
 
 def is_split(layout: PagedLayout, programs: int) -> bool:
-    """Whether a call of so many programs a sequence leaves most of a device idle for long.
+    """Return whether a decode step with this many programs per sequence leaves most of a device idle.
 
-    Nothing here depends on what a tensor holds, so a CUDA graph can hold the answer.
+    The result depends on no tensor's contents, so a CUDA graph can hold it.
     """
     is_decode, is_small = layout.max_query_len == 1, programs * len(layout.key_lens) < FEW_PROGRAMS
     return is_decode and is_small and _max_chunks(layout) > 1
 
 
 def _max_chunks(layout: PagedLayout) -> int:
-    """Upper bound on the chunks of a sequence's keys, from the width of the page table alone."""
+    """Return an upper bound on a sequence's chunks, from the width of the page table alone."""
     return -(-layout.page_table.shape[1] * layout.page_size // ATTENTION_CHUNK)
 
 
@@ -62,7 +62,7 @@ def attend_split(
     strides: tuple[int, ...],
     options: dict[str, Any],
 ) -> None:
-    """Write `out` and `lse` of a decode step, from what `attention.py` hands to its own kernel.
+    """Write `out` and `lse` of a decode step, from the arguments of the kernel in `attention.py`.
 
     tensors: q, k, v, out [T, H, D_v], lse float32 [T, H], sinks.
     """
@@ -96,7 +96,7 @@ def _chunks_kernel(
     CHUNK: tl.constexpr, DIM_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Sums over every `parts`-th chunk of a sequence, each by itself."""
+    """Sum over every `parts`-th chunk of a sequence, each by itself."""
     sequence, kv_head = tl.program_id(2), tl.program_id(1)
     tile, part = tl.program_id(0) % TILES, tl.program_id(0) // TILES
     first_query, query_len, key_len, table = sequence_at(
@@ -138,7 +138,7 @@ def _reduce_kernel(
     KEYS: tl.constexpr, CHUNK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Put the chunks of a sequence together, in ascending order."""
+    """Merge the chunks of a sequence, in ascending order."""
     sequence, kv_head, tile = tl.program_id(2), tl.program_id(1), tl.program_id(0)
     first_query, query_len, key_len, _ = sequence_at(
         sequence, page_table, key_lens, query_starts, stride_table

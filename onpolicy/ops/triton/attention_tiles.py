@@ -1,7 +1,6 @@
-"""What all kernels of attention share: a tile's rows, the keys that they see, and their softmax over a
-chunk of keys and over chunks.
+"""The common parts of all attention kernels: a tile's rows, visible keys, and softmax over chunks.
 
-Source of the formulas: FlashAttention-2 (Dao, 2023), inside a chunk and between chunks alike.
+Source of the formulas: FlashAttention-2 (Dao, 2023), within a chunk and between chunks alike.
 """
 
 from __future__ import annotations
@@ -17,7 +16,10 @@ from onpolicy.ops.triton.device import next_power_of_2
 
 
 def sequences(layout: PagedLayout) -> tuple[Any, ...]:
-    """What every attention kernel takes first: page table, key lengths, query starts, a stride."""
+    """Return the first arguments of every attention kernel.
+
+    They are the page table, key lengths, query starts and the page table's stride.
+    """
     table = unit_stride(layout.page_table)
     return table, layout.key_lens, layout.query_starts, table.stride(0)
 
@@ -27,7 +29,7 @@ def sequence_at(
     sequence: tl.tensor, page_table: tl.tensor, key_lens: tl.tensor, query_starts: tl.tensor,
     stride_table: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """A sequence's first query row, how many queries and keys it has, and its row of the page table."""
+    """Return a sequence's first query row, its numbers of queries and keys, and its page table row."""
     first = tl.load(query_starts + sequence)
     query_len = tl.load(query_starts + sequence + 1) - first
     table = page_table + sequence.to(tl.int64) * stride_table
@@ -40,7 +42,7 @@ def rows_of_tile(
     key_len: tl.tensor,
     GROUP: tl.constexpr, ROWS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Row of the queries, head, position, and whether it exists, of every row of a tile.
+    """Return the query row, head and position of every row of a tile, and whether it exists.
 
     Rows past the end repeat the last token: they see a key, so nothing in them is 0 / 0.
     """
@@ -53,7 +55,7 @@ def rows_of_tile(
 
 @triton.jit
 def load_queries(rows: tl.tensor, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr) -> tl.tensor:
-    """[ROWS, DIM_BLOCK] from pointers to rows, all of which exist."""
+    """Load [ROWS, DIM_BLOCK] from pointers to rows, all of which exist."""
     dims = tl.arange(0, DIM_BLOCK)
     return tl.load(rows[:, None] + dims[None, :], mask=(dims < DIM)[None, :], other=0.0)
 
@@ -62,21 +64,21 @@ def load_queries(rows: tl.tensor, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr) ->
 def key_rows(
     table: tl.tensor, keys: tl.tensor, is_key: tl.tensor, PAGE_SIZE: tl.constexpr
 ) -> tl.tensor:
-    """Rows of the store that hold `keys` of the sequence whose row of the page table this is."""
+    """Return the rows of the store that hold `keys` of a sequence, given its row of the page table."""
     pages = tl.load(table + keys // PAGE_SIZE, mask=is_key, other=0)
     return pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
 
 
 @triton.jit
 def capped(scores: tl.tensor, SOFTCAP: tl.constexpr) -> tl.tensor:
-    """SOFTCAP * tanh(scores / SOFTCAP) of scores that, like the result, are multiplied by log2(e)."""
+    """Compute SOFTCAP * tanh(scores / SOFTCAP); scores and result are multiplied by log2(e)."""
     tanh = 1.0 - 2.0 / (tl.exp2(scores * (2.0 / SOFTCAP)) + 1.0)
     return tanh * (SOFTCAP * 1.4426950408889634)
 
 
 @triton.jit
 def is_visible(keys: tl.tensor, positions: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
-    """Which keys [KEYS] the queries at positions [ROWS] see, their own included; WINDOW 0: all."""
+    """Return which keys [KEYS] queries at positions [ROWS] see, including their own; WINDOW 0: all."""
     visible = keys[None, :] <= positions[:, None]
     if WINDOW:
         visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
@@ -85,7 +87,7 @@ def is_visible(keys: tl.tensor, positions: tl.tensor, WINDOW: tl.constexpr) -> t
 
 @triton.jit
 def first_block(position: tl.tensor, KEYS: tl.constexpr, WINDOW: tl.constexpr) -> tl.tensor:
-    """The first key of the first block of which a query at `position` sees something."""
+    """Return the first key of the first block in which a query at `position` sees a key."""
     if WINDOW:
         return tl.maximum(position - WINDOW + 1, 0) // KEYS * KEYS
     return position * 0
@@ -100,16 +102,16 @@ def chunk_sums(
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """The softmax of a tile's rows over the keys from `first` to `end`, not normalised.
+    """Compute the unnormalised softmax of a tile's rows over the keys from `first` to `end`.
 
-    Largest score [ROWS], total [ROWS] and mixed values [ROWS, VALUE_BLOCK]; -inf, 0 and 0 of a row that
-    sees none of them.
+    Return the largest score [ROWS], total [ROWS] and mixed values [ROWS, VALUE_BLOCK]; they are
+    -inf, 0 and 0 for a row that sees none of the keys.
     """
     dims, value_dims = tl.arange(0, DIM_BLOCK), tl.arange(0, VALUE_BLOCK)
     largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     mixed = tl.zeros((ROWS, VALUE_BLOCK), dtype=tl.float32)
-    # One loop for whole and for masked blocks: the compiler would round two of them differently.
+    # One loop for whole and masked blocks: the compiler would round two loops differently.
     for start in range(first, end, KEYS):
         keys = start + tl.arange(0, KEYS)
         is_key = keys < end
@@ -129,7 +131,7 @@ def chunk_sums(
             scores = capped(scores, SOFTCAP)
         scores = tl.where(is_visible(keys, positions, WINDOW), scores, float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
-        base = tl.where(larger == float("-inf"), 0.0, larger)  # of a row that saw nothing yet
+        base = tl.where(larger == float("-inf"), 0.0, larger)  # for rows that saw no key yet
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(largest - base)
         total = total * shrink + tl.sum(weights, 1)
@@ -144,7 +146,7 @@ def with_next(
     largest: tl.tensor, total: tl.tensor, mixed: tl.tensor, next_largest: tl.tensor,
     next_total: tl.tensor, next_mixed: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Sums over keys and over the chunk after them, put together."""
+    """Merge sums over keys with those over the chunk after them."""
     larger = tl.maximum(largest, next_largest)
     base = tl.where(larger == float("-inf"), 0.0, larger)
     kept, added = tl.exp2(largest - base), tl.exp2(next_largest - base)
@@ -158,7 +160,7 @@ def before_all_chunks(
     sinks: tl.tensor, heads: tl.tensor,
     ROWS: tl.constexpr, VALUE_BLOCK: tl.constexpr, HAS_SINKS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """What the sums of rows begin with: a sink, or nothing."""
+    """Return the initial sums of rows: a sink, or nothing."""
     largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     if HAS_SINKS:
@@ -184,10 +186,10 @@ def store_rows(
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """`x` with its last axis contiguous."""
+    """Return `x` with its last axis contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def dim_block(dim: int) -> int:
-    """A head size as a power of two of at least 16, the least that `tl.dot` takes."""
+    """Round a head size up to a power of two of at least 16, the least that `tl.dot` takes."""
     return max(16, next_power_of_2(dim))

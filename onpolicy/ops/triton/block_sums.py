@@ -1,4 +1,4 @@
-"""Products of blocks of K, added along a binary tree in one kernel (`onpolicy/ops/row_parallel.py`)."""
+"""A kernel that adds products of blocks of K along a binary tree (`onpolicy/ops/row_parallel.py`)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from onpolicy.ops.triton.device import UNFUSED
 
 SIZE = 1024
-"""Numbers of the result that a thread block computes."""
+"""Number of result elements per thread block."""
 
 
 @triton.jit
 def tree_of_blocks(
     terms: tl.tensor, offsets: tl.tensor, mask: tl.tensor, stride: tl.tensor, BLOCKS: tl.constexpr
 ) -> tl.tensor:
-    """The sum along a binary tree of BLOCKS terms that lie `stride` numbers apart."""
+    """Sum BLOCKS terms that lie `stride` elements apart, along a binary tree."""
     if BLOCKS == 1:
         total = tl.load(terms + offsets, mask=mask, other=0.0)
     else:
@@ -41,7 +41,7 @@ def _add_blocks_kernel(
 
 
 def add_blocks(terms: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Terms added along a binary tree, and a bias, in float32, rounded once; no autograd.
+    """Add terms along a binary tree, and a bias, in float32, rounded once; no autograd.
 
     terms: contiguous float32 [B, M, N], B a power of two; bias: [N] -> [M, N].
     """

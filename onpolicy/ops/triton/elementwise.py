@@ -1,8 +1,8 @@
 """`silu(gate) * up`, and the rotary embedding of queries and keys, in one pass over memory each.
 
-Row invariance: no sum at all; an element meets at most the other half of its own head. Every result
-that PyTorch's chain of kernels rounds is rounded here too, and SiLU's exponential is CUDA's own, so the
-bits are those of PyTorch's kernels.
+Row invariance: there is no sum at all; an element meets at most the other half of its own head.
+Every intermediate result that PyTorch's chain of kernels rounds is rounded here too, and SiLU's
+exponential is CUDA's own, so the bits are the same as in PyTorch's kernels.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ BLOCK = 1024
 
 
 def is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
-    """Whether it is PyTorch's SiLU or transformers' (by name: to import that takes seconds)."""
+    """Return whether it is PyTorch's SiLU or transformers' (by name: importing that takes seconds)."""
     name = type(activation).__name__
     return activation is F.silu or type(activation) is nn.SiLU or name == "SiLUActivation"
 
 
 @triton.jit
 def _denominator(x: tl.tensor) -> tl.tensor:
-    """`1 + exp(-x)` in float32, the exponential with the argument reduction of CUDA's `expf`.
+    """Compute `1 + exp(-x)` in float32, with the argument reduction of CUDA's `expf`.
 
-    Triton's own multiplies by log2(e) in float32, an error that grows with |x|.
+    Triton's own multiplies by log2(e) in float32, with an error that grows with |x|.
     """
     power = tl.floor(tl.clamp(tl.fma(-x, 0.0057249850623309612, 0.5), 0.0, 1.0) * 252.0) - 126.0
     rest = tl.fma(-x, 1.925963033500011079e-08, tl.fma(-x, 1.4426950216293334961, -power))
@@ -85,7 +85,7 @@ def _launch(kernel: triton.JITFunction, tensors: list[Tensor], gate: Tensor, up:
 
 
 def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`, [..., I] each, of one dtype; no autograd. Rows may lie apart in memory."""
+    """Compute `silu(gate) * up`, [..., I] each, of one dtype; no autograd. Rows may be strided."""
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     rows = _rows(gate), _rows(up)
     _launch(_gated_kernel, [*rows, out], *rows)
@@ -146,9 +146,9 @@ def _rotary_kernel(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tensor:
-    """`x * cos + rotate_half(x) * sin`, or its transpose: [B, H, T, D], [B, T, D]; no autograd.
+    """Compute `x * cos + rotate_half(x) * sin`, or its transpose; no autograd.
 
-    `cos` and `sin` are contiguous and of the dtype of `x`.
+    x: [B, H, T, D]; `cos` and `sin`: [B, T, D], contiguous and of the dtype of `x`.
     """
     batch, heads, tokens, dim = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -166,7 +166,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tenso
 
 
 class TritonRotary(torch.autograd.Function):
-    """Queries and keys, rotated; no gradient for the angles."""
+    """The rotary embedding of queries and keys; no gradient for the angles."""
 
     @staticmethod
     def forward(

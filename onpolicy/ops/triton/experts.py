@@ -1,10 +1,10 @@
-"""What a mixture of experts calls: its router's choice, and linears of all experts in one launch.
+"""Kernels of a mixture of experts: the router's top k, and linears of all experts in one launch.
 
-Row invariance: one thread block takes the largest of one row, k times; the first of equal ones wins.
-(`torch.topk` sorts by other algorithms for other sizes, and they break ties differently.) Rows of one
-expert are cut into tiles that start at the expert's first row, and each output is the same chain of sums
-over K as in `linear`. Which tile a thread block computes is worked out on the device from the offsets;
-the grid depends on sizes alone, so CUDA graphs can hold it.
+Row invariance: one thread block takes the largest element of one row, k times; of equal ones the
+first wins. (`torch.topk` sorts by other algorithms for other sizes, and they break ties
+differently.) Rows of one expert are cut into tiles that start at the expert's first row, and each
+output is the same chain of sums over K as in `linear`. The device computes from the offsets which
+tile a thread block has; the grid depends on sizes alone, so CUDA graphs can hold it.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def tiled_grouped_linear(
     per_source: int = 0,
     target: Tensor | None = None,
 ) -> Tensor:
-    """`tiled_linear` for every expert's rows: [S, K], [E, N, K], int64 [E + 1] -> [S, N].
+    """Apply `tiled_linear` to every expert's rows: [S, K], [E, N, K], int64 [E + 1] -> [S, N].
 
-    Row i is row `source[i] // per_source` of `x` and becomes row `target[i]` of the result, where
-    these are given: int64 [S].
+    Row i is read from row `source[i] // per_source` of `x` and written to row `target[i]` of the
+    result, where these are given: int64 [S].
     """
     (E, N, K), S = weight.shape, len(x if source is None else source)
     out = x.new_empty(S, N, dtype=out_dtype)
@@ -118,7 +118,7 @@ def _grouped_weight_grad_kernel(
 
 
 def grouped_weight_grad(grad: Tensor, x: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Every expert's `grad.T @ x` over its own rows, in their order: [S, N], [S, K] -> [E, N, K].
+    """Compute every expert's `grad.T @ x` over its rows, in order: [S, N], [S, K] -> [E, N, K].
 
     An expert without rows gets zeros.
     """
@@ -134,7 +134,10 @@ def grouped_weight_grad(grad: Tensor, x: Tensor, offsets: Tensor, dtype: torch.d
 
 
 class TritonGroupedLinear(torch.autograd.Function):
-    """The input gradient by the forward's kernel, the weight gradient row after row."""
+    """A grouped linear whose input gradient uses the forward's kernel.
+
+    The weight gradient sums rows in order.
+    """
 
     @staticmethod
     def forward(
@@ -175,7 +178,7 @@ def _topk_kernel(
 
 
 def topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """See `Operators.topk`; ties go to the lowest index. Gradients flow to the values."""
+    """Compute `Operators.topk`; ties go to the lowest index. Gradients flow to the values."""
     rows, size = values.shape
     indices = torch.empty(rows, k, dtype=torch.int64, device=values.device)
     if rows:

@@ -1,8 +1,9 @@
-"""RMS norm in one kernel with what comes before it, a residual sum, or after it, the rotary embedding.
+"""RMS norm in one kernel with the residual sum before it, or the rotary embedding after it.
 
-Row invariance: as in `norm` and `elementwise`, whose tiles, sums and roundings these kernels repeat. The
-order in which Triton adds up a row follows from the tile, its warps and the layout of its loads, which
-are the same. That they give the same bits is tried where an engine starts (models/fused_norms.py).
+Row invariance: as in `norm` and `elementwise`, whose tiles, sums and roundings these kernels
+repeat. The order in which Triton adds up a row follows from the tile, its warps and the layout of
+its loads, which are the same. The engine tests at start-up that they give the same bits
+(models/fused_norms.py).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _add_rms_norm_kernel(
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, round_last: bool
 ) -> tuple[Tensor, Tensor]:
-    """`residual + x` and its `rms_norm`, [..., D] each; no autograd."""
+    """Return `residual + x` and its `rms_norm`, [..., D] each; no autograd."""
     size = x.shape[-1]
     rows, others = (whole(tensor.reshape(-1, size)) for tensor in (x, residual))
     dtype = x.dtype if round_last else torch.promote_types(x.dtype, weight.dtype)
@@ -61,7 +62,7 @@ def _norm_rotary_rows(
     eps: tl.float32,
     SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ROUND_LAST: tl.constexpr,
 ) -> None:  # fmt: skip
-    """ROWS heads from number `row` on, of [T, heads, SIZE]; `out` is contiguous."""
+    """Compute ROWS heads of [T, heads, SIZE], from index `row` on; `out` is contiguous."""
     rows = row.to(tl.int64) + tl.arange(0, ROWS)
     token, columns = rows // heads, tl.arange(0, BLOCK)
     is_column = columns < SIZE
@@ -70,7 +71,7 @@ def _norm_rotary_rows(
     dtype = x.dtype.element_ty
     values = tl.load(x + columns[None, :], mask=is_element, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 1) / SIZE + eps)[:, None]
-    # The other half of the head: what `rotate_half` puts beside an element, with its sign.
+    # The other half of the head, as `rotate_half` puts it beside an element; its sign comes later.
     across = tl.where(columns < SIZE // 2, columns + SIZE // 2, columns - SIZE // 2)
     others = tl.load(x + across[None, :], mask=is_element, other=0.0).to(tl.float32)
     normal, other = values * scale, others * scale
@@ -97,7 +98,7 @@ def _norm_rotary_kernel(
     eps: tl.float32, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ROUND_LAST: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The blocks of rows of all queries, and after them those of all keys."""
+    """Compute the blocks of rows of all queries, and after them of all keys."""
     block = tl.program_id(0)
     of_queries = tl.cdiv(T * HEADS, ROWS)
     if block < of_queries:
@@ -121,7 +122,7 @@ def norm_rotary(
     eps: float,
     round_last: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`rotary` of `rms_norm`s over the last axis, for a batch of one; no autograd.
+    """Apply `rotary` to `rms_norm`s over the last axis, for a batch of one; no autograd.
 
     q: [1, H, T, D]; k: [1, H_kv, T, D]; weights: [D] each; cos, sin: [1, T, D], of the dtype of q.
     """

@@ -2,12 +2,13 @@
 
 Row invariance: an output element is computed by one thread block, which walks K from 0 in blocks of
 a fixed size and adds into a single float32 accumulator; K is never split and never reordered. The
-height and width of a tile change with the number of rows, but only which outputs share a block, not
-how one of them is summed, and all tiles of a GPU generation use the same tensor core instruction.
+height and width of a tile change with the number of rows, but only decide which outputs share a
+thread block, not how one of them is summed, and all tiles of a GPU generation use the same tensor
+core instruction.
 
-Where K is cut into blocks (`onpolicy/ops/row_parallel.py`), each is such a chain, and a thread block
-adds up a subtree of them in registers. If it cannot hold the whole tree, or too few thread blocks would
-be at work, several share the tree, and `block_sums.py` puts together what they wrote.
+Where K is cut into blocks (`onpolicy/ops/row_parallel.py`), each block is such a chain, and a
+thread block adds up a subtree of them in registers. If it cannot hold the whole tree, or too few
+thread blocks would be busy, several share the tree, and `block_sums.py` adds up their results.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from onpolicy.ops.triton.device import UNFUSED, capability
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows x columns of the output that a thread block computes, and K per step of its loop."""
+    """The output rows x columns of a thread block, and K per step of its loop."""
 
     rows: int
     columns: int
     inner: int
     warps: int
     stages: int
-    """Steps of the loop whose operands are on their way at the same time."""
+    """Number of loop steps whose operands are loaded at the same time."""
 
     blocks: int = 1
-    """Blocks of K that a thread block adds up: as many as leave registers for their sums."""
+    """Number of blocks of K that a thread block adds up: as many as leave registers for their sums."""
 
     def options(self) -> dict[str, Any]:
-        """How a kernel that computes such tiles is launched."""
+        """Return the launch options of a kernel that computes such tiles."""
         sizes = {"ROWS": self.rows, "COLUMNS": self.columns, "INNER": self.inner}
         return {**sizes, "num_warps": self.warps, "num_stages": self.stages, **UNFUSED}
 
@@ -57,7 +58,7 @@ _AMPERE = (
     Tile(128, 128, HALF_INNER, warps=8, stages=3, blocks=2),
 )
 # Below 64 rows Hopper would fall back from wgmma to Ampere's instruction, whose internal rounding
-# nobody promises to be the same.
+# may differ.
 _HOPPER = (
     Tile(64, 32, HALF_INNER, warps=4, stages=6, blocks=8),
     Tile(128, 128, HALF_INNER, warps=8, stages=4, blocks=2),
@@ -70,24 +71,24 @@ _FLOAT = (
 
 
 def tiles(dtype: torch.dtype, arch: int) -> tuple[Tile, ...]:
-    """All tiles for operands of `dtype` on a GPU of compute capability `arch`, low ones first."""
+    """Return all tiles for operands of `dtype` on compute capability `arch`, low ones first."""
     if dtype == torch.float32:
         return _FLOAT
     return _AMPERE if arch < 90 else _HOPPER
 
 
 GROUP = 8
-"""Row tiles that share a column of weight tiles while it is in the L2 cache."""
+"""Number of row tiles that share a column of weight tiles while it is in the L2 cache."""
 
 ENOUGH_TILES = 80
-"""Those that keep a GPU busy: on an H100, of 132 multiprocessors, higher tiles are slower if there are
-fewer of them, and faster if there are more."""
+"""Number of tiles that keep a GPU busy: on an H100, with 132 multiprocessors, higher tiles are
+slower if there are fewer of them, and faster if there are more."""
 
 
 def choose_tile(x: Tensor, rows: float, columns: int) -> Tile:
-    """For an output of `rows` x `columns`; changes no bits.
+    """Choose the tile for an output of `rows` x `columns`; the choice changes no bits.
 
-    No tile is higher than `rows` needs, and of these it is the highest of which there are enough.
+    It is the highest tile, no higher than `rows` needs, of which there are at least ENOUGH_TILES.
     """
     candidates = tiles(x.dtype, capability(x))
     highest = next(
@@ -106,7 +107,7 @@ def multiply_tile(
     K: tl.tensor, stride_xk: tl.tensor, stride_wk: tl.tensor,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The one sum over K that all linears share: float32 [ROWS, COLUMNS]."""
+    """Compute the one sum over K that all linears share: float32 [ROWS, COLUMNS]."""
     inner = tl.arange(0, INNER)
     x += row_offsets[:, None] + inner[None, :] * stride_xk
     weight += column_offsets[None, :] + inner[:, None] * stride_wk
@@ -128,7 +129,7 @@ def multiply_blocks(
     first: tl.tensor, K: tl.tensor, stride_xk: tl.tensor, stride_wk: tl.tensor,
     BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The sums over BLOCKS times K operands, from the `first` one on, added along a binary tree."""
+    """Sum BLOCKS blocks of K operands each, from `first` on, added along a binary tree."""
     if BLOCKS == 1:
         total = multiply_tile(
             x + first * stride_xk, weight + first * stride_wk,
@@ -153,9 +154,9 @@ def multiply_blocks(
 def tile_of(
     program: tl.tensor, row_tiles: tl.tensor, column_tiles: tl.tensor, GROUP: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Which row tile and column tile of the output a thread block computes.
+    """Return the row tile and column tile of the output that a thread block computes.
 
-    Those that run at a time are GROUP row tiles high, so what they read of both operands is in L2.
+    Concurrent thread blocks cover GROUP row tiles, so their reads of both operands stay in L2.
     """
     per_group = GROUP * column_tiles
     first = (program // per_group) * GROUP
@@ -177,7 +178,7 @@ def _linear_kernel(
     columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     is_row, is_column = rows < M, columns < N
     wide_rows, wide_columns = rows.to(tl.int64), columns.to(tl.int64)
-    part = tl.program_id(1).to(tl.int64)  # of the tree
+    part = tl.program_id(1).to(tl.int64)  # part of the tree over blocks of K
     total = multiply_blocks(
         x, weight, wide_rows * stride_xm, is_row, wide_columns * stride_wn, is_column,
         part * BLOCKS * K, K, stride_xk, stride_wk, BLOCKS, ROWS, COLUMNS, INNER,
@@ -196,7 +197,10 @@ def tiled_linear(
     blocks: int = 1,
     tile: Tile | None = None,
 ) -> Tensor:
-    """See `onpolicy.ops.linears.Linears`: [M, K], [N, K], [N] -> [M, N]; no autograd."""
+    """Compute `_product` of `onpolicy.ops.linears.Linears`: [M, K], [N, K], [N] -> [M, N].
+
+    It has no autograd.
+    """
     (M, K), N = x.shape, weight.shape[0]
     tile = tile or choose_tile(x, M, N)
     tiles = triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.columns)
@@ -215,7 +219,7 @@ def tiled_linear(
 
 
 def parts_of_tree(tile: Tile, tiles: int, blocks: int) -> int:
-    """How many thread blocks share the tree of one tile of `tiles`; changes no bits."""
+    """Return how many thread blocks share the tree of one tile of `tiles`; it changes no bits."""
     parts = max(1, blocks // tile.blocks)
     while parts < blocks and tiles * parts < ENOUGH_TILES:
         parts *= 2
@@ -223,7 +227,7 @@ def parts_of_tree(tile: Tile, tiles: int, blocks: int) -> int:
 
 
 def product_in_float32(a: Tensor, b: Tensor) -> Tensor:
-    """PyTorch's own `a @ b` of two matrices, left in float32."""
+    """Compute PyTorch's own `a @ b` of two matrices, left in float32."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()

@@ -1,10 +1,10 @@
 """Log-probabilities, entropies and softmax: rows of logits, summed in one fixed order.
 
-Row invariance: a row is cut into chunks of columns from 0. Each is summed by a thread block of its own,
-so that one row fills the device, and another one puts the chunks of a row together; both along fixed
-trees, which follow from the size of the vocabulary alone.
-All functions here take a row's maximum and sum from these kernels and then treat every logit by itself,
-so the rollout's [M, V] and the trainer's [M] agree to the last bit.
+Row invariance: a row is cut into chunks of columns from 0. Each is summed by a thread block of its
+own, so that one row fills the device, and another thread block merges the chunks of a row; both
+along fixed trees, which depend only on the size of the vocabulary. All functions here take a row's
+maximum and sum from these kernels and then treat every logit by itself, so the rollout's [M, V] and
+the trainer's [M] agree to the last bit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from onpolicy.ops.triton.device import UNFUSED, next_power_of_2, whole
 
 MAX_BLOCK = 4096
-"""Columns of a chunk; decides how a row's sum is grouped."""
+"""Number of columns of a chunk; it decides how a row's sum is grouped."""
 
 
 @triton.jit
@@ -35,9 +35,9 @@ def _chunk_statistics_kernel(
     largest: tl.tensor, totals: tl.tensor, moments: tl.tensor,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The largest of a chunk of a row, the sum of exponentials below it, and their first moment.
+    """Compute the maximum of a row's chunk, the sum of exponentials below it, and their first moment.
 
-    A row of one chunk is done: see `_statistics_kernel`.
+    For a row of one chunk, compute the results of `_statistics_kernel`.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -61,7 +61,7 @@ def _statistics_kernel(
     largest: tl.tensor, log_total: tl.tensor, entropy: tl.tensor,
     CHUNKS: tl.constexpr, PADDED_CHUNKS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The largest of a row, the log of the sum of exponentials below it, and the entropy."""
+    """Compute a row's maximum, the log of the sum of exponentials below it, and the entropy."""
     row, chunks = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED_CHUNKS)
     places, is_chunk = row * CHUNKS + chunks, chunks < CHUNKS
     peak = tl.load(peaks + places, mask=is_chunk, other=float("-inf"))
@@ -132,13 +132,13 @@ def _grad_logits_kernel(
 
 
 def _block(size: int) -> dict[str, int]:
-    """Options of the kernels whose thread blocks lie along a row; functions of its size alone."""
+    """Return the options of kernels with thread blocks along a row; they depend only on its size."""
     block = min(MAX_BLOCK, next_power_of_2(size))
     return {"SIZE": size, "BLOCK": block, "num_warps": max(1, block // 512)}
 
 
 def _statistics(logits: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
-    """Maximum, log of the sum of exponentials below it, entropy: float32 [M] each."""
+    """Return maximum, log of the sum of exponentials below it, and entropy: float32 [M] each."""
     rows, size = logits.shape
     options = _block(size)
     chunks = triton.cdiv(size, options["BLOCK"])
@@ -159,12 +159,12 @@ def _statistics(logits: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
 
 
 def _prepare(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """As the kernels want them: contiguous [M, V], float32 [M] for [M, 1]."""
+    """Return the kernels' inputs: contiguous [M, V], and float32 [M] for [M, 1]."""
     return whole(logits), temperature.expand(len(logits), 1).contiguous().view(-1)
 
 
 def log_softmax(logits: Tensor, temperature: Tensor, exp: bool = False) -> Tensor:
-    """See `Operators.log_softmax`; with `exp` the probabilities themselves. No autograd."""
+    """Compute `Operators.log_softmax`; with `exp` the probabilities themselves. No autograd."""
     logits, temperature = _prepare(logits, temperature)
     rows, size = logits.shape
     out = logits.new_empty(rows, size, dtype=torch.float32)
@@ -178,7 +178,7 @@ def log_softmax(logits: Tensor, temperature: Tensor, exp: bool = False) -> Tenso
 
 
 def gather_log_probs(logits: Tensor, temperature: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """See `Operators.gather_log_probs`; writes nothing of the size of the logits."""
+    """Compute `Operators.gather_log_probs`, without writing a tensor of the size of the logits."""
     logits, temperature = _prepare(logits, temperature)
     rows, size = logits.shape
     out, block = temperature.new_empty(rows), 128
@@ -198,7 +198,7 @@ def grad_logits(
     grad: Tensor,
     grad_entropy: Tensor | None = None,
 ) -> Tensor:
-    """See `Operators.grad_logits`."""
+    """Compute `Operators.grad_logits`."""
     logits, temperature = _prepare(logits, temperature)
     rows, size = logits.shape
     out, grad = torch.empty_like(logits), grad.contiguous()
@@ -214,7 +214,7 @@ def grad_logits(
 
 
 class TritonLogSoftmax(torch.autograd.Function):
-    """`log_softmax` with a backward pass of PyTorch's operators."""
+    """`log_softmax` with a backward pass in PyTorch's operators."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, logits: Tensor, temperature: Tensor) -> Tensor:
@@ -232,7 +232,7 @@ class TritonLogSoftmax(torch.autograd.Function):
 
 
 class TritonSoftmax(torch.autograd.Function):
-    """Softmax over the last axis, in float32, with a backward pass of PyTorch's operators."""
+    """Softmax over the last axis, in float32, with a backward pass in PyTorch's operators."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """A mixture of experts in five kernels, for few tokens: order, gate and up, gate, down, sum.
 
-Row invariance: as in `experts`, whose kernel computes both products; rows are read and written where
-they belong, so nothing is copied in between. A token's experts are added in the router's order, each
-product and sum rounded, as ops/experts.py does it.
+Row invariance: as in `experts`, whose kernel computes both products; rows are read and written in
+place, so nothing is copied in between. A token's experts are added in the router's order, each
+product and sum rounded, as in ops/experts.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onpolicy.ops.triton.device import UNFUSED
 from onpolicy.ops.triton.experts import tiled_grouped_linear
 
 MOST_ROWS = 4096
-"""Rows that are ordered by comparing each with every other; more are sorted by PyTorch."""
+"""Number of rows up to which each is compared with every other to sort them; PyTorch sorts more."""
 
 BLOCK, COLUMNS = 64, 1024
 
@@ -28,7 +28,10 @@ def _order_kernel(
     experts: tl.tensor, order: tl.tensor, offsets: tl.tensor, S: tl.tensor,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The place of a row is the number of rows that come before it; blocks of rows, then of experts."""
+    """Write the order of rows: a row's place is the number of rows before it.
+
+    Programs cover blocks of rows, then blocks of experts.
+    """
     block = tl.program_id(0)
     of_rows = tl.cdiv(S, BLOCK)
     is_of_rows = block < of_rows
@@ -49,7 +52,7 @@ def _order_kernel(
 
 
 def order_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The rows by expert and then by number, and where each expert's begin.
+    """Return the rows sorted by expert and then by number, and the start of each expert's rows.
 
     int64 [S] -> int64 [S], int64 [E + 1].
     """
@@ -87,10 +90,11 @@ def mix_few(
     down: Tensor,
     gate: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """`mix_experts` of experts that this rank has whole, without biases; no autograd.
+    """Compute `mix_experts` for experts that this rank holds whole, without biases; no autograd.
 
     x: [T, H]; experts: int64 [T, k]; weights: [T, k]; gate_up: [E, 2 I, H]; down: [E, H, I]; gate:
-    [T k, 2 I] -> [T k, I] -> [T, H] in the dtype of `x`. For at most MOST_ROWS / k tokens.
+    [T k, 2 I] -> [T k, I]. The result is [T, H] in the dtype of `x`, for at most MOST_ROWS / k
+    tokens.
     """
     (tokens, k), size = experts.shape, down.shape[1]
     order, offsets = order_by_expert(experts.reshape(-1), len(down))

@@ -1,8 +1,8 @@
-"""RMS norm and layer norm: every row is summed by itself.
+"""RMS norm and layer norm, where every row is summed by itself.
 
-Row invariance: a row lies in one thread block whole, as a block of a size that depends on the norm's
-size alone, so it is added along one fixed tree. Rows that share a thread block are laid out alike and
-never meet.
+Row invariance: a whole row lies in one thread block, as a block of a size that depends only on the
+norm's size, so it is added along one fixed tree. Rows that share a thread block have the same
+layout and never meet.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from onpolicy.ops.triton.device import UNFUSED, next_power_of_2, whole
 
 ROWS_PER_SUM = 256
-"""Rows whose parameters' gradients are added up in one thread block."""
+"""Number of rows whose parameter gradients one thread block adds up."""
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -54,7 +54,7 @@ def _norm_grad_kernel(
     SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ROWS_PER_SUM: tl.constexpr,
     CENTERED: tl.constexpr, ROUND_LAST: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Gradients of ROWS_PER_SUM rows; their sums for the parameters are one row of the partials."""
+    """Compute gradients of ROWS_PER_SUM rows; their parameter sums are one row of the partial sums."""
     columns = tl.arange(0, BLOCK)
     is_column = columns < SIZE
     weights = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
@@ -90,7 +90,7 @@ def _norm_grad_kernel(
 
 
 def options(size: int) -> dict[str, int]:
-    """Rows of a thread block, elements of a row, warps: functions of the norm's size alone."""
+    """Return rows per thread block, elements per row and warps; they depend only on the norm's size."""
     block = next_power_of_2(size)
     rows = max(1, 2048 // block)
     warps = min(16, max(4, rows * block // 1024))
@@ -98,10 +98,10 @@ def options(size: int) -> dict[str, int]:
 
 
 class TritonNorm(torch.autograd.Function):
-    """`Operators.rms_norm`, or with a bias `Operators.layer_norm`, which rounds last.
+    """`Operators.rms_norm` or, with a bias, `Operators.layer_norm`, which rounds last.
 
-    x: [..., D]; weight and bias: [D] -> [..., D]. Gradients of the parameters are added up in blocks of
-    rows, then block after block.
+    x: [..., D]; weight and bias: [D] -> [..., D]. Gradients of the parameters are added up in
+    blocks of rows, then block after block.
     """
 
     @staticmethod

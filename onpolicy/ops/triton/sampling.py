@@ -1,11 +1,11 @@
-"""Sampling by inverting the cumulative distribution, and the uniform numbers that decide it.
+"""Sampling by inverting the cumulative distribution, and the uniform numbers for it.
 
-A row is cut into chunks of columns from 0. Every chunk is summed up in float64 by a program of its own,
-so that one row fills the device; then one program a row finds the chunk in which the cumulative
-probability exceeds the threshold, and the token in it.
-Row invariance: chunks and the order of their sums follow from the size of the vocabulary alone, so a
-token depends on its own log-probabilities and its own uniform number. (`torch.cumsum` scans in other
-ways for other numbers of rows.)
+A row is cut into chunks of columns from 0. Each chunk is summed in float64 by a program of its own,
+so that one row fills the device; then one program per row finds the chunk in which the cumulative
+probability exceeds the threshold, and the token in it. Row invariance: chunks and the order of
+their sums depend only on the size of the vocabulary, so a token depends only on its own
+log-probabilities and its own uniform number. (`torch.cumsum` scans differently for other numbers of
+rows.)
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _uniform_kernel(
 
 
 def sample(log_probs: Tensor, uniform: Tensor) -> Tensor:
-    """See `Operators.sample`."""
+    """Compute `Operators.sample`."""
     rows, size = log_probs.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=log_probs.device)
     if not rows:
@@ -103,7 +103,7 @@ def sample(log_probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """See `Operators.uniform`."""
+    """Compute `Operators.uniform`."""
     numbers = torch.empty(seeds.shape, dtype=torch.float64, device=seeds.device)
     count, block = seeds.numel(), 256
     if count:

@@ -1,4 +1,4 @@
-"""How trained weights reach the engines: one file per way; the push itself in `weights/push.py`."""
+"""The transports of trained weights to the engines, one file each; `weights/push.py` has the push."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ __all__ = ["Transport", "make_transport", "shares_gpus"]
 
 
 def shares_gpus(config: TrainConfig, device: str) -> bool:
-    """Whether --weight-sync auto lets engines near the trainer, which computes on `device`, open the
-    memory of its GPUs: those that the run starts see all GPUs of their host."""
+    """Return whether --weight-sync auto may use CUDA IPC for engines near the trainer.
+
+    `device` is the trainer's. Engines that the run starts see all GPUs of their host.
+    """
     return device == "cuda" and not config.engine.rollout_server_url
 
 
 def make_transport(way: str, directory: Path, *, on_gpus: bool = False) -> Transport:
-    """The transport that `--weight-sync` names; `directory` is for files of its own.
+    """Create the transport that `--weight-sync` names; `directory` is for its own files.
 
-    `on_gpus`: whether auto is to take CUDA IPC in the place of shared memory (`shares_gpus`).
+    `on_gpus`: whether auto uses CUDA IPC in the place of shared memory (`shares_gpus`).
     """
     if way in ("auto", "tensor"):
         from onpolicy.weights.transports.by_host import ByHostTransport
@@ -37,7 +39,7 @@ def make_transport(way: str, directory: Path, *, on_gpus: bool = False) -> Trans
 
 
 def _make_near(way: str) -> Transport:
-    """The transport to engines on the trainer's host."""
+    """Create the transport to engines on the trainer's host."""
     if way == "ipc":
         from onpolicy.weights.transports.cuda_ipc import CudaIpcTransport
 

@@ -1,4 +1,4 @@
-"""Memory to the engines of this host, torch.distributed to those of others, in one push."""
+"""A transport by memory to this host's engines and by torch.distributed to others, in one push."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onpolicy.weights.transports.distributed import DistributedTransport
 
 
 class ByHostTransport(Transport):
-    """`near` to the engines that share a host with the trainer; the others take part in one group."""
+    """The transport `near` for engines on the trainer's host; the others form one group."""
 
     def __init__(self, near: Transport):
         self._near, self._far = near, DistributedTransport()
@@ -37,7 +37,7 @@ class ByHostTransport(Transport):
         self._far.end()
 
     def _ways(self, engines: Sequence[Engine]) -> Iterator[tuple[Transport, list[Engine]]]:
-        """The ways that some engines take, each with those engines."""
+        """Return the transports that have engines, each with those engines."""
         near = [engine for engine in engines if self.is_near(engine)]
         far = [engine for engine in engines if engine not in near]
         ways: tuple[tuple[Transport, list[Engine]], ...] = ((self._near, near), (self._far, far))

@@ -1,8 +1,8 @@
-"""Weights on the GPUs of the same host: engines open the trainer's own memory (CUDA IPC).
+"""Weights on the GPUs of the same host, whose engines open the trainer's own memory (CUDA IPC).
 
-Nothing is copied to the host, and nothing at all for an engine on the GPU that holds the bucket. The
-pickles are those that SGLang's MultiprocessingSerializer makes: torch puts a handle of the memory in the
-place of the tensor, and SGLang's patch the GPU's own number in the place of its index, which is another
+Nothing is copied to the host, and nothing at all for an engine on the GPU that holds the bucket.
+The pickles have the format of SGLang's MultiprocessingSerializer: torch replaces a tensor by a
+handle of its memory, and SGLang's patch replaces a GPU's index by its UUID, since the index differs
 in a process that sees other GPUs.
 Source: sglang/srt/utils/patch_torch.py and Engine.update_weights_from_tensor. No GPU has run this.
 """
@@ -37,8 +37,8 @@ class CudaIpcTransport(SharedMemoryTransport):
                 )
         monkey_patch_torch_reductions()
         shared = flat.flatten(bucket)
-        torch.cuda.synchronize(shared.device)  # whoever opens it does not wait for our streams
+        torch.cuda.synchronize(shared.device)  # engines do not wait for our streams
         return shared
 
     def close(self, engines: Sequence[Engine], version: int) -> None:
-        torch.cuda.ipc_collect()  # what no engine holds open any more
+        torch.cuda.ipc_collect()  # free memory that no engine holds open any more

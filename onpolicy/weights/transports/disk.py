@@ -1,4 +1,4 @@
-"""Safetensors files: for engines that share no more than a file system with the trainer."""
+"""Safetensors files, for engines that only share a file system with the trainer."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from onpolicy.weights.digest import WeightBucket, write_weights
 from onpolicy.weights.push import Engine, Transport, on_all, size_of
 
 PREFIX = ".weights_"
-"""Names of directories with weights begin so; a later run may remove them."""
+"""Prefix of the directories with weights; a later run may remove them."""
 
 
 class DiskTransport(Transport):
     """SGLang's update_weights_from_disk: one file per bucket, removed after the push.
 
-    They lie in a new directory under `directory`, so that nobody else's are touched.
+    The files are in a new directory under `directory`, so that no other files are touched.
     """
 
     in_session = False
     one_copy = True
 
     def is_near(self, engine: Engine) -> bool:
-        return False  # what all share is as near to each rank, so that rank 0 writes
+        return False  # all ranks share the file system, so rank 0 writes
 
     def __init__(self, directory: Path):
         self._parent = directory.absolute()
@@ -68,7 +68,7 @@ class DiskTransport(Transport):
 
 
 def unwritable(path: Path, error: OSError) -> WeightSyncError:
-    """What is said of weights that cannot be written."""
+    """Return the error for weights that cannot be written."""
     return WeightSyncError(
         f"{path}: cannot be written ({error.strerror or error}). No checkpoint is lost: free some space "
         "under --run-dir, or choose another --weight-sync, and resume with --load."
@@ -76,6 +76,6 @@ def unwritable(path: Path, error: OSError) -> WeightSyncError:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what killed pushes left; this run alone pushes from there now."""
+    """Remove the files of killed pushes; this run alone pushes from there now."""
     for leftover in directory.glob(PREFIX + "[0-9a-f]" * 32):
         shutil.rmtree(leftover, ignore_errors=True)

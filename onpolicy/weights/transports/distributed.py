@@ -1,14 +1,14 @@
-"""torch.distributed broadcast: a rank of the trainer and its engines form a group.
+"""torch.distributed broadcast, in a group of a trainer's rank and its engines.
 
-For engines on other hosts and for GPUs (NCCL). The group is kept from push to push, for as long as its
-engines are the same processes: one that was started again could not join an old group, so there is a new
-one then. What is left of an old group in the other engines stays there: NCCL may wait for ever when not
-all of a group leave it.
+It serves engines on other hosts and GPUs (NCCL). The group is kept from push to push, as long as
+its engines are the same processes. An engine that restarted cannot join the old group, so a new one
+is formed then. The rest of an old group stays open in the other engines: NCCL may wait for ever
+when not all of a group leave it.
 
-A group that lost a member is no use: gloo does not tell every survivor, and cannot be cancelled. So
-what waits for the group here does so in a thread of its own, which is left behind when an engine's
-answer fails. It ends by the group's deadline; then the group's connections are closed, which frees the
-engines that still wait for it.
+A group that lost a member is useless: gloo does not tell every survivor, and cannot be cancelled.
+So the trainer waits for the group in a separate thread, which is left behind when an engine's
+answer fails. It ends by the group's deadline; then the group's connections are closed, which frees
+the engines that still wait for it.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class DistributedTransport(Transport):
         self._members, self._engines = members, engines
 
     def _form(self, engines: Sequence[Engine], ranks: Sequence[int]) -> Any:
-        """A new group, of which each engine has so many ranks."""
+        """Form a new group; ranks: the number of ranks of each engine."""
         from sglang.srt.utils import init_custom_process_group
 
         # An engine may still know the group of a push, or of a run, that failed.
         name = self._name = f"onpolicy_weights_{uuid.uuid4().hex}"
         address = _own_address(engines)
-        # Half of an engine's patience: what survives a dead member is free again before it is judged.
+        # Half of an engine's timeout: survivors of a dead member are free before they are judged dead.
         timeout = timedelta(seconds=engines[0].patience(0) / 2)
         self._store, port = open_store(address, timeout)
         world_size = 1 + sum(ranks)
@@ -120,12 +120,12 @@ class DistributedTransport(Transport):
 
     def abandon(self) -> None:
         group = self._group
-        self._group = self._store = None  # without the store, nobody goes on looking for the others
+        self._group = self._store = None  # without the store, no rank waits for the others
         self._waiting.add_done_callback(lambda done: _destroy(group or _result(done)))
         self._buffer.free()
 
     def end(self) -> None:
-        """Leave the group, and have those engines leave it that are there to be asked."""
+        """Leave the group, and ask the reachable engines to leave it."""
         self._buffer.free()
         if (group := self._group) is None:
             return
@@ -141,9 +141,9 @@ class DistributedTransport(Transport):
     def _while_calling(
         self, engines: Sequence[Engine], call: Callable[[Engine], Any], here: Callable[[], Any]
     ) -> Any:
-        """Run `here` while all engines run `call`, each waiting for the other; what `here` returns.
+        """Return the result of `here`, run while all engines run `call`; each waits for the other.
 
-        Raises the first error of any of them and does not wait for the rest.
+        Raise the first error of any of them without waiting for the rest.
         """
         calls = [_in_thread(partial(call, engine)) for engine in engines]
         self._waiting = _in_thread(here)
@@ -153,7 +153,7 @@ class DistributedTransport(Transport):
 
 
 def described(bucket: WeightBucket) -> dict[str, list[Any]]:
-    """What an engine must know of a bucket that is in order, to make room for it."""
+    """Return the metadata with which an engine allocates an ordered bucket."""
     return {
         "names": [name for name, _ in bucket],
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
@@ -171,7 +171,7 @@ def _destroy(group: Any) -> None:
 
 
 def _in_thread(function: Callable[[], Any]) -> Future[Any]:
-    """Run it in a thread that the end of the program does not wait for."""
+    """Run the function in a thread that the end of the program does not wait for."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -185,7 +185,7 @@ def _in_thread(function: Callable[[], Any]) -> Future[Any]:
 
 
 def _own_address(engines: Sequence[Engine]) -> str:
-    """The address under which the first engine's host reaches this one."""
+    """Return the address at which the first engine's host reaches this one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((urlsplit(engines[0].url).hostname, 9))
         address: str = probe.getsockname()[0]
@@ -193,7 +193,7 @@ def _own_address(engines: Sequence[Engine]) -> str:
 
 
 def _choose_interface(address: str) -> None:
-    """Let gloo listen where the engines look for us, whatever the trainer's own group listens on."""
+    """Make gloo listen where the engines look for us, whatever the trainer's own group listens on."""
     if is_loopback(address):
         os.environ.setdefault(GLOO_INTERFACE, LOOPBACK_INTERFACE)
     elif os.environ.get(GLOO_INTERFACE) == LOOPBACK_INTERFACE:

@@ -1,4 +1,4 @@
-"""Weights on the same host: a bucket in shared memory, whose handle travels over HTTP."""
+"""Weights on the same host: a bucket in shared memory, whose handle is sent over HTTP."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ class SharedMemoryTransport(Transport):
     def __init__(self) -> None:
         self._buffer = flat.Buffer(_make_shared)
         self._ranks: dict[str, int] = {}
-        """Of each engine by its URL, since the last push that failed."""
+        """Number of ranks of each engine by its URL, since the last failed push."""
 
     def open(self, engines: Sequence[Engine]) -> None:
-        """Ask those that are new; a server reads all its settings out to answer that."""
+        """Ask only new engines for their number of ranks, since the answer lists all settings."""
         for engine in engines:
             if engine.url not in self._ranks:
                 self._ranks[engine.url] = int(engine.report()["tp_size"])
 
     def abandon(self) -> None:
         self._buffer.free()  # an engine may still read what it was sent
-        self._ranks.clear()  # one that is started again may have others
+        self._ranks.clear()  # a restarted engine may have another number
 
     def end(self) -> None:
         self._buffer.free()
 
     def share(self, bucket: WeightBucket) -> Tensor:
-        """The bytes of a bucket that is in order, uint8 [bytes], where other processes can open them."""
+        """Return the bytes of an ordered bucket, uint8 [bytes], where other processes can open them."""
         return self._buffer.fill(bucket)
 
     def handles(self, bucket: WeightBucket) -> Callable[[Engine], list[str]]:
-        """Share a bucket that is in order; of an engine, a handle for each of its ranks."""
+        """Share an ordered bucket; return a function from an engine to handles for its ranks."""
         shared = {"flattened_tensor": self.share(bucket), "metadata": flat.table(bucket)}
         return lambda engine: [_handle(shared) for _ in range(self._ranks[engine.url])]
 
@@ -79,7 +79,7 @@ def _make_shared(num_bytes: int) -> Tensor:
 
 
 def _handle(shared: dict[str, Any]) -> str:
-    """A handle for one process to open. It counts as a reference, which that process gives back."""
+    """Create a handle for one process to open; it counts as a reference that the process releases."""
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump(shared)
     return base64.b64encode(buffer.getvalue()).decode()
@@ -87,9 +87,9 @@ def _handle(shared: dict[str, Any]) -> str:
 
 @functools.cache
 def _start_manager() -> None:
-    """Start torch's manager of shared memory, and write down where its socket is.
+    """Start torch's manager of shared memory, and record the path of its socket.
 
-    It outlives this process by two seconds, then removes its socket, and dies of it if that is gone
+    It outlives this process by two seconds, then removes its socket, and dies if that is gone
     (torch/lib/libshm/manager.cpp).
     """
     socket, *_ = torch.empty(1).untyped_storage()._share_filename_cpu_()
