@@ -168,6 +168,8 @@ class FreeGroups(OpenGroups):
         for group in self.groups[: self._num_complete]:
             version = self._versions[group.number]
             left[version] -= 1
+            # Take the group only if the ones left can be trained on in time, some of them still in
+            # this step.
             if self._staleness.num_late(left, self._step + 1) < size - len(chosen):
                 chosen.append(group)
             else:  # one that would be late is to come

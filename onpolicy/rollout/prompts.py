@@ -119,8 +119,8 @@ def make_prompts(
 
 
 def identity(prompt: Prompt, with_fields: bool = True) -> int:
-    """Return a 128-bit hash of all that the policy and the reward read: the text with its tools,
-    the label, and `with_fields` all other fields except the names of rows."""
+    """Return a 128-bit hash of everything that the policy and the reward read: the text with its
+    tools, the label, and `with_fields` all other fields except names of rows."""
     fields = {key: _unnamed(value) for key, value in prompt.metadata.items()} if with_fields else {}
     same = (prompt.text, prompt.label, _ordered(_unnamed(fields)))
     return xxhash.xxh3_128_intdigest(repr(same).encode("utf-8", "surrogatepass"))
@@ -276,10 +276,8 @@ def tools_of(row: dict[str, Any], key: str, where: str) -> list[dict[str, Any]]:
 
 
 def label_text(value: Any) -> str | None:
-    """Return a label as text, or None for a value that is no label.
-
-    A whole number has no fraction, since a numeric column with a gap becomes one of floats.
-    """
+    """Return a label as text, None if it is none; whole numbers have no fraction, since a numeric
+    column with a gap becomes one of floats."""
     if isinstance(value, (float, Decimal)):
         if not isfinite(value):
             return None
