@@ -32,8 +32,7 @@ _BEATS = 4
 
 
 def serve(descriptor: int, hang_limit: float) -> None:
-    """Run the episodes that the run at the other end of a socket requests, until it closes the
-    socket."""
+    """Run episodes for the run at the other end of a socket, until it closes the socket."""
     link = Link(socket.socket(fileno=descriptor))
     asyncio.run(Worker(link, hang_limit).run())
 

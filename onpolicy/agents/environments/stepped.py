@@ -10,8 +10,8 @@
             return "Too low.\n", 0.0, False
 
 The policy reads the observations of `reset` and `step`, and samples actions. An object belongs to
-one episode. Its observations are journalled before use: an episode that is resumed or
-repeated reads them from there, and the environment catches up when the journal ends.
+one episode. Its observations are journalled before use: an episode that is resumed or repeated
+reads them from there, and the environment catches up when the journal ends.
 """
 
 from __future__ import annotations
