@@ -122,16 +122,16 @@ class SampleLog:
             files.write(self._directory / name, text.encode("utf-8", "backslashreplace"))
 
     def shown(self, groups: Sequence[SampleGroup]) -> list[Sample]:
-        """The samples that `write` would write."""
+        """Return the samples that `write` would write."""
         return [episode[number] for episode, number in self._chosen(groups)]
 
     def _chosen(self, groups: Sequence[SampleGroup]) -> list[tuple[list[Sample], int]]:
-        """(episode, the place of a trajectory in it) of each."""
+        """Return (episode, index of a trajectory in it) for each chosen sample."""
         episodes = (e for group in groups for e in _episodes(group)[:MOST_OF_A_PROMPT])
         return list(islice(((e, i) for e in episodes for i in range(len(e))), self._count))
 
     def describe(self, sample: Sample) -> str:
-        """A sample for the console, in a few lines: what is asked, and what is made of it."""
+        """Return a few lines for the console on a sample: prompt, response, label and reward."""
         return (
             "the first sample:\n"
             f"  prompt    {_shortened(self._decode(sample.prompt.prompt_ids))}\n"
