@@ -112,7 +112,7 @@ def measured_run(
         made,
         inputs,
         make_engines=make_engines,
-        make_scorer=lambda config: EvenTokens(config.reward),
+        make_scorer=lambda config: EvenTokens(config),
         rollouter=rollouter,
         console=silent,
     ) as run:

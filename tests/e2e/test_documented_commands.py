@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from onpolicy.cli.main import COMMANDS, main
 
@@ -38,6 +40,7 @@ PLACEHOLDERS = {
     "DIR": INPUTS / "model",
     "FILE": INPUTS / "data.jsonl",
     "RUN": "runs/train",
+    "ADAPTER": INPUTS / "adapter",
     "OUT": "warm",
     "...": "",
 }
@@ -97,12 +100,16 @@ def test_what_a_help_text_names_is_in_the_readme(command, capsys):
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """A directory in which the quickstart has prepared its inputs."""
+    """A directory in which the quickstart has prepared its inputs, and PEFT an adapter."""
     directory = tmp_path_factory.mktemp("commands")
     (inputs := directory / INPUTS).mkdir(parents=True)
     tokenizer = PREPARE["make_tokenizer"]()
     model = PREPARE["make_model"](len(tokenizer), num_hidden_layers=2)
     PREPARE["save"](model, tokenizer, inputs / "model")
+    base = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    get_peft_model(base, LoraConfig(target_modules="all-linear")).save_pretrained(
+        inputs / "adapter"
+    )
     PREPARE["write_problems"](inputs / "data.jsonl", 40, PREPARE["random"].Random(0))
     return directory
 
