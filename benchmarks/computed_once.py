@@ -5,8 +5,8 @@
 
 It takes the flags of `onpolicy bench loop`. Both runs are on aligned operators, with servers and a
 trainer of their own, and take a step each in turns. `once` has --share-prefixes on, and a server that
-prefills a group's prompt once; `each` has neither. `ratio` is sampled tokens per second of `once` by
-those of `each`.
+prefills a group's prompt once; `each` has neither. `ratio` is sampled tokens per second of `once` over
+`each`.
 """
 
 # ruff: noqa: E402

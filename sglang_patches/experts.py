@@ -46,7 +46,7 @@ class Destinations(NamedTuple):
     """The slices of parameters that hold several tensors of a checkpoint."""
 
     held: dict[str, torch.Tensor]
-    """All of these tensors."""
+    """The tensors in both, by the checkpoint's names."""
 
 
 _Places = list[tuple[int, int]]

@@ -108,7 +108,7 @@ def _tell_each(original: Any, manager: Any, generators: list[AsyncIterator[Any]]
 async def _told(answers: AsyncIterator[Any], hear: Hear, place: int) -> AsyncIterator[Any]:
     try:
         answer = _packed(await anext(answers))
-    except Exception as error:  # of this request alone: SGLang would give the others up
+    except Exception as error:  # an error of this request alone: SGLang would give up the others
         status, answer = _reason(error)
         hear(place, status, answer)
     else:

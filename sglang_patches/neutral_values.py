@@ -37,7 +37,7 @@ def _leave_out_neutral(fields: Any, *_: Any) -> Any:
         return fields
     given = {name: value for name, value in fields.items() if value is not None}
     if "prompt" in given and type(given.get("max_tokens")) is int and given["max_tokens"] == 0:
-        given["max_tokens"] = 1  # until it has been read
+        given["max_tokens"] = 1  # for validation; `_sample_nothing` sets 0 again
     return given
 
 

@@ -54,6 +54,7 @@ def _leave_followers(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -
     }
     scheduler.waiting_queue = [request for request in queue if request not in waits]
     result = original(scheduler, *args, **kwargs)
+    # Keep the order of the queue, with requests that SGLang added at its end.
     left = dict.fromkeys(scheduler.waiting_queue)
     still = [request for request in queue if request in waits or request in left]
     scheduler.waiting_queue = list(dict.fromkeys(chain(still, left)))

@@ -47,7 +47,7 @@ def install() -> None:
 
 
 def _refuse_others(params: Any, *_: Any, **__: Any) -> None:
-    if not any((params.logit_bias or {}).values()):  # of no token, or by nothing
+    if not any((params.logit_bias or {}).values()):  # empty, or zeros only
         params.logit_bias = None
     if params.watermark is not None and not (params.watermark.enabled or params.watermark.key):
         params.watermark = None

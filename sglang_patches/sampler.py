@@ -129,7 +129,7 @@ def _cut(info: Any) -> Cut | None:
         return None
     is_cut = _is_cut(info)
     settings = (info.top_ks, info.top_ps, info.min_ps)
-    neutral = (ALL, 1.0, 0.0)  # of the rows that are not cut
+    neutral = (ALL, 1.0, 0.0)  # for rows that are not cut
     pairs = zip(settings, neutral, strict=True)
     return Cut(*(x.masked_fill(~is_cut, whole)[:, None] for x, whole in pairs))
 

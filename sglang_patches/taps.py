@@ -63,7 +63,7 @@ class Taps(Extension):
         self.directory, self.recorder = Path(directory), Recorder()
         self._prefixes = Prefixes()
         self._asked, self._passes = "", 0
-        self._engine = uuid.uuid4().hex  # those of other hosts write here too
+        self._engine = uuid.uuid4().hex  # engines of other hosts write here too
 
     def around(self, operators: Operators) -> Operators:
         return tapped(operators, self.recorder)
@@ -104,8 +104,8 @@ class Taps(Extension):
 
     def _write(self) -> None:
         calls, self._passes = self.recorder.close(), self._passes + 1
-        # Ranks may be forked with the engine's name. Of several engines all ranks are in one order, so
-        # that of a prefix that several computed one engine's rows are the last, on every rank.
+        # Ranks may be forked with the engine's name. All ranks order the files of several engines alike,
+        # so for a prefix that several engines computed, the last rows are one engine's on every rank.
         process = f"{os.getppid()}_{os.getpid()}_{self._engine}"
         write_calls(calls, self.directory / f"{self._passes:08d}_{process}.pass")
         if self.recorder.evidence is not None:

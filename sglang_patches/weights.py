@@ -98,6 +98,7 @@ class HeldWeights:
         """Return the digest of all pushed weights; in its place a text that names weights which the
         model no longer holds or, if it is aligned, does not expose."""
         if self._fresh:
+            # Weights that were not pushed anew must still have their old bits.
             changed = self._changed(self.arrived.hashes().keys() - self._fresh)
             self._fresh.clear()
             said = f"changed since it was pushed: {', '.join(changed)}"

@@ -6,8 +6,8 @@ valid for every call that is answered at all and the key of clients for samples 
 that no run makes are refused with any key: one of them writes requests into any directory that it
 names.
 
-Public reports: sgl-project/sglang #30166 and #37457 (keys in /server_info), vllm-project/vllm
-#58144 (a second address of a call, for which no key is asked).
+Public reports: sgl-project/sglang #30166 and #37457 (keys in /server_info),
+vllm-project/vllm #58144 (a second address of a call, for which no key is asked).
 """
 
 from __future__ import annotations

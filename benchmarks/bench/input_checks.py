@@ -96,6 +96,6 @@ def num_measured(config: BenchConfig, device: str) -> int:
 def processes(
     config: BenchConfig, memory: RunMemory, ranks: int, servers: int
 ) -> list[ProcessMemory]:
-    """What so many ranks and servers of each thing that is measured hold: all are there at once."""
+    """Return the memory of the processes of all measured things, which run at the same time."""
     count = num_measured(config, memory.spec.contract.device)
     return memory.sides(count * ranks, count * servers)

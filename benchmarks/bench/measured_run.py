@@ -108,7 +108,7 @@ def measured_run(
         eval_sets={},
         stop_token_ids=(),
     )
-    silent = Console(quiet=True)  # several runs take turns, and standard output is the result's
+    silent = Console(quiet=True)  # several runs take turns, and standard output holds the result
     with MeasuredRun(
         made,
         inputs,

@@ -60,7 +60,7 @@ def bench_step(config: BenchConfig) -> dict[str, Any]:
 
 
 def _make(config: BenchConfig, threads: int, backend: Backend, kind: str) -> PolicyTrainer:
-    rewards = RewardEstimator("reinforce")  # a sample's own, whatever the others have
+    rewards = RewardEstimator("reinforce")  # independent of the other samples
     hf_config = load_config(config.model.hf_checkpoint)
     return make_trainer(*setting(config, hf_config, kind, backend), threads, rewards)
 

@@ -199,7 +199,7 @@ class Worker:
             self._makes[number] = make
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """In a thread, report the episode that blocks the event loop, and the place in its code."""
+        """Report, in a thread, the episode that blocks the event loop, and where."""
         while True:
             time.sleep(self._hang_limit / _BEATS)
             if self._link.is_waiting:
@@ -279,7 +279,7 @@ class Calls:
                 raised.append(error)
                 raise
 
-        # It may begin while another episode has the word, and belongs to this one's context.
+        # It may begin while another episode runs, but belongs to this one's context.
         context = contextvars.copy_context()
 
         def begin() -> asyncio.Task[None]:

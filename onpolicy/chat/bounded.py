@@ -55,7 +55,7 @@ _allowance = ContextVar[Allowance | None]("_allowance", default=None)
 def _spend(steps: int = 1) -> None:
     (_allowance.get() or Allowance()).spend(
         steps
-    )  # without one: what is folded while it is compiled
+    )  # none while constants are folded at compile time
 
 
 class BoundedTemplate(Template):
@@ -77,7 +77,7 @@ class _Counted(NodeTransformer):
         self.generic_visit(node)
         line = node.lineno
         node.iter = nodes.Filter(node.iter, _TURNS, [], [], None, None, lineno=line)
-        if node.recursive:  # `loop(...)` iterates over what no loop names
+        if node.recursive:  # `loop(...)` iterates without a For node
             turn = nodes.Filter(nodes.Const(""), _TURN, [], [], None, None, lineno=line)
             node.body.insert(0, nodes.ExprStmt(turn, lineno=line))
         return node
@@ -191,5 +191,5 @@ def bound_templates() -> None:
 
 
 def _compiled(unbounded: Callable[[str], Template], source: str) -> Template:
-    # Compiling folds what is constant, so the source is compiled with a bound alone.
+    # Compiling folds constants, so the source is only ever compiled with a bound.
     return BoundedEnvironment(unbounded("").environment).from_string(source)  # type: ignore[arg-type]

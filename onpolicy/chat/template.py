@@ -209,6 +209,7 @@ class ChatTemplate(ChatRenderer):
         same = next((i for i, (one, other) in pairs if one != other), min(len(have), len(wanted)))
         sizes = range(len(token_ids) + 1)
         count = bisect_right(sizes, same, key=lambda k: len(self._text(token_ids[:k]))) - 1
+        # The last token may end within a character: go back until the text is a prefix.
         while not wanted.startswith(text := self._text(token_ids[:count])):
             count -= 1
         return count, len(text)

@@ -54,6 +54,7 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> TurnEnds | None:
     goes_on = _after_mark(tokenizer, [([*chat, following], ()) for chat in _answered()]) or ""
     between, is_special = goes_on.partition(_NEXT)[0], _special(tokenizer)
     closes, begins_next = _markers(tokenizer, closing), _markers(tokenizer, between)
+    # Prefer a marker that also occurs where the chat goes on, and among these a special token.
     shared = [token for token in closes if token in begins_next] or closes or begins_next
     if not shared:
         return TurnEnds(text=closing.strip() or between.strip())

@@ -174,7 +174,7 @@ def _heat_map(sites: Sequence[Result]) -> Iterator[str]:
 
 
 def _place(module: str) -> tuple[str, str]:
-    """(layer or "", the rest of the name)"""
+    """Return (layer or "", the rest of the name) of a module."""
     found = _LAYER.match(module)
     return (found[1], found[2]) if found else ("", module)
 

@@ -80,7 +80,7 @@ def prove(
     """
     theirs = _without_padding(_with_whole_input(rollout, train, rank), train)
     recorded = theirs.row_of_results(), train.row_of_results()
-    # An engine's own module says what it was given, and not what it holds.
+    # An engine's own module has recorded its inputs, and not its weights.
     held = train.arguments[len(theirs.arguments) :]
     given = replace(theirs, arguments=[*_filled(theirs.arguments, train.arguments), *held])
     alone = [_alone(given, operators), _alone(train, operators)]
@@ -138,7 +138,7 @@ def _held_differently(rollout: Evidence, train: Evidence, rank: int) -> Verdict 
         pairs = zip(_seen(rollout), _seen(train), strict=True)
         is_same = all(_equal([a], [_own_heads(b, a.shape[1], rank)]) for a, b in pairs)
         return None if is_same else "other keys"
-    if train.operator == "embedding":  # it looks rows up, and there is no other way to differ
+    if train.operator == "embedding":  # a lookup of rows, which differs only by its weights
         is_same = _equal(rollout.row_of_results(), train.row_of_results())
         return None if is_same else "other weights"
     first = INPUTS[train.operator].stop if train.operator in INPUTS else 0

@@ -134,9 +134,7 @@ def first_source(
 
 
 def _first(site: Site, before: Site | None, by_rank: dict[Ranks, _Compared]) -> Source | None:
-    for (
-        cause
-    ) in CAUSES:  # of all ranks: what one is given may be a part of what a result is made of
+    for cause in CAUSES:  # of all ranks: one rank's input may be part of another's result
         differ = {ranks: x.differ[cause] for ranks, x in by_rank.items() if x.differ[cause].any()}
         if not differ or (cause == "not computed" and site[0] in (HEAD, HEAD_ADAPTER)):
             continue  # a prompt's tokens need no head

@@ -65,7 +65,7 @@ class RunDirectory:
             _move_aside(self.path, needed or {})
             self._held.enter_context(locked(self.path, "--run-dir"))
         with self.writing():
-            if not resumes:  # of a run that did not come to its first metrics
+            if not resumes:  # left by a run that never logged metrics
                 self.observations.unlink(missing_ok=True)
             self.logs.mkdir(exist_ok=True)
             self.plots.mkdir(exist_ok=True)
@@ -160,7 +160,7 @@ class RunDirectory:
 
     @contextmanager
     def log_file(self) -> Iterator[None]:
-        """Also log into logs/train.log, debug messages included."""
+        """Log into logs/train.log too, debug messages included."""
         with self.writing():
             handler = _LogFile(self.logs / "train.log")
         handler.setFormatter(Visible(LOG_FORMAT))

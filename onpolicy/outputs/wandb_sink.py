@@ -111,7 +111,7 @@ def _end_service() -> None:
 def _teardown() -> None:
     import wandb
 
-    with contextlib.suppress(Exception, SystemExit):  # it exits as a service that failed did
+    with contextlib.suppress(Exception, SystemExit):  # it exits with the code of a failed service
         wandb.teardown()
 
 

@@ -50,7 +50,7 @@ class Line(TypedDict):
     finish_reason: str
     num_tokens: int
     mismatched_tokens: int | None
-    # What came later, or belongs to some episodes alone.
+    # Fields of later versions, or of some episodes alone.
     trajectory: NotRequired[int]
     reward_parts: NotRequired[dict[str, Any] | None]
     metrics: NotRequired[dict[str, Any] | None]

@@ -3,8 +3,8 @@ request.
 
 Other users of the host can connect to 127.0.0.1 as well, and so can any page in a browser here
 whose name was made to resolve to this host (DNS rebinding). So the URL has a token, as Jupyter's
-has, and the `Host` header must be one of this host's own names. Public reports: jupyter/notebook
-#3714, spec-kitty/spec-kitty #4769.
+has, and the `Host` header must be one of this host's own names. Public reports:
+jupyter/notebook #3714, spec-kitty/spec-kitty #4769.
 """
 
 from __future__ import annotations

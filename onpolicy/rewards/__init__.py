@@ -28,7 +28,7 @@ class Failure:
     """The reason why a sample has no reward."""
 
     reason: str
-    """One line."""
+    """The reason, in one line."""
 
     traceback: str = ""
 

@@ -49,6 +49,7 @@ class Curriculum:
     def begin(self, step: int, version: int) -> None:
         """Choose the prompts of rollout `step`, sampled under `version`, from now on."""
         self._step = step
+        # Count the pass rates of the rollouts that these weights have learnt from.
         while self._measured and self._measured[0][0] < version:
             _, prompt, rate = self._measured.popleft()
             window = deque[float](maxlen=self._config.curriculum_window)

@@ -106,12 +106,14 @@ class OpenEpisode:
             try:
                 if failed := self._written.of(self.num_failures, self.sampled_before):
                     raise failed.error
-                await self._rollouter.ready()  # which is none of the episode's time
+                await self._rollouter.ready()  # not counted as the episode's time
                 self._stopwatch = Stopwatch()
                 work = self._rollouter.roll_out(self.prompt, self.turns)
                 limit = None if self.rules.is_repeated else self.rules.time_limit
                 found = Episode.of(await within(limit, self._stopwatch, work, self.name))
-                if failed := self._written.of(self.num_failures):  # it may have caught that
+                if failed := self._written.of(
+                    self.num_failures
+                ):  # the function may have caught that
                     raise failed.error
                 require_past(self)
                 self.episode = result_of(found, self.branches.values())

@@ -81,6 +81,7 @@ class Staleness:
         late = due = 0
         for version in sorted(began):
             due += began[version]
+            # Groups due by step version + most, less the room of the steps until then.
             steps = max(version + self.most - step + 1, 0)
             late = max(late, due - steps * self.batch)
         return late
@@ -139,6 +140,7 @@ class FreeGroups(OpenGroups):
             return []
         self._drawn.remove(episode)
         place = next(n for n, group in enumerate(self.groups) if episode in group.episodes)
+        # Keep the complete groups first, in the order of completion.
         if not self.groups[place].unfinished:
             self.groups.insert(self._num_complete, self.groups.pop(place))
             self._num_complete += 1
@@ -172,7 +174,7 @@ class FreeGroups(OpenGroups):
             # this step.
             if self._staleness.num_late(left, self._step + 1) < size - len(chosen):
                 chosen.append(group)
-            else:  # one that would be late is to come
+            else:  # a group that would be late is still to come
                 left[version] += 1
             if len(chosen) == size:
                 return self._take(chosen)

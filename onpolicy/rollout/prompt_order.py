@@ -61,6 +61,7 @@ class PromptSource:
     def _turn(self, position: int) -> tuple[int, int]:
         while len(self._turns) <= position:
             due = [(n + 1) / p.weight for n, p in zip(self._visits, self._parts, strict=True)]
+            # The part whose next visit is due first, at equal spacing by weight.
             part = due.index(min(due))
             self._turns.append((part, self._visits[part]))
             self._visits[part] += 1

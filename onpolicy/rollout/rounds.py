@@ -160,6 +160,7 @@ class ReplayedRound(EpisodesJob):
         seen = -1
         while not self.is_done and self.error is None:
             num_asked = len(self.requests)
+            # All requests are answered, and none came for `patience` seconds.
             if self.num_done == num_asked == seen:
                 with self._lock:
                     episode = next(iter(self._busy), None)

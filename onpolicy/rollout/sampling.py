@@ -92,6 +92,7 @@ def sample_groups(groups: Sequence[OpenGroup], decode: Decode) -> list[SampleGro
         for i, episode in enumerate(group.episodes)
         for number in range(len(episode.trajectories))
     ]
+    # Decode all trajectories in one call.
     answers = [each.trajectories[number].response_ids for _, _, each, number in drawn]
     texts = decode(answers) if drawn else []
     made = [

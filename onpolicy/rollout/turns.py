@@ -104,7 +104,7 @@ class UnderWay(Hashable, Protocol):
 
 
 class Turns:
-    """One branch of an episode: have the policy go on, and insert tokens.
+    """A branch of an episode: have the policy go on, and insert tokens.
 
     Only the episode's function uses it, in whichever event loop it runs.
     """
@@ -117,7 +117,7 @@ class Turns:
         """The first request to the policy; its `max_new_tokens` counts all sampled tokens."""
 
         self.trajectory = trajectory
-        """All tokens so far, and which of them were sampled."""
+        """The tokens so far, and which of them were sampled."""
 
         self.begins_at = len(trajectory.token_ids)
         """The number of tokens shared with the branch it was forked from, or of the prompt."""

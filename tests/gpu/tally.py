@@ -67,7 +67,7 @@ class Tally:
         )
 
     def require_some(self) -> None:
-        """For negative controls: fail unless the check saw a difference."""
+        """Fail unless the check saw a difference; for negative controls."""
         assert self.mismatched_cases > 0, (
             f"none of {self.cases} cases differs: this check cannot tell stock kernels from aligned "
             "ones on this machine, so its green results prove nothing here"

@@ -113,7 +113,7 @@ class _Attempt:
         self._make, self._prompt = make, prompt
         self._environment: Environment | None = None
         self.actions: list[str] = []
-        """All actions so far; the environment has taken all but the last."""
+        """The actions so far; the environment has taken all but the last."""
 
     async def reset(self) -> Observation:
         self._environment = await _call(self._make)

@@ -93,7 +93,7 @@ class Reply:
     """The entry of `Call.stop` that ended it, which is not part of `content`."""
 
     prompt_ids: Sequence[int] = field(default=(), repr=False)
-    """All given and sampled tokens before it."""
+    """The given and sampled tokens before it."""
 
     token_ids: Sequence[int] = ()
     """The sampled tokens, the stop token included."""

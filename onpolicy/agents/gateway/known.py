@@ -69,7 +69,7 @@ class KnownTurn:
 
 
 class KnownTurns:
-    """All answers of a session. `same`: gives the part of a message that must be equal."""
+    """The answers of a session. `same`: gives the part of a message that must be equal."""
 
     def __init__(self, same: Callable[[Message], Any]):
         self._same = same

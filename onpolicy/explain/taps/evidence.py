@@ -20,8 +20,8 @@ ATTENTION = {"attention", "paged_attention"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """The arguments and results of a call; for attention those of one sequence: its queries, and
-    the keys and values that they see."""
+    """The arguments and results of a call; for attention those of a single sequence: its queries,
+    and the keys and values that they see."""
 
     operator: str
 

@@ -134,7 +134,7 @@ class Part:
 
 
 def cut(rows: Tensor, columns: Tensor | None) -> Tensor:
-    """[n, C] -> [n, c]"""
+    """Return the given columns of rows: [n, C] -> [n, c]"""
     return rows if columns is None else rows[:, columns.to(rows.device)]
 
 
