@@ -43,7 +43,7 @@ class Case:
 
     operator: str
     where: str
-    """Whose sizes. Example: "Qwen3-4B down 2560x9728" """
+    """The model, the linear and its sizes. Example: 'Qwen3-4B down 2560x9728'"""
 
     rows: int
     """M: rows or tokens of the call."""

@@ -75,10 +75,11 @@ def check_label(label: str) -> None:
 
 
 def trials(label: str) -> dict[str, float]:
-    r"""Return responses and what each must score: the label in a \boxed{}; none for a plain number.
+    r"""Return responses and the score each must get: the label in a \boxed{}; none for a plain
+    number.
 
-    For powers of powers, whose value may never be computed, another number is there too: nothing needs
-    to be computed to see that an expression is equal to itself.
+    For powers of powers, whose value may never be computed, another number is there too: an
+    expression equals itself without computing anything.
     """
     if _NUMBER.fullmatch(label):
         return {}

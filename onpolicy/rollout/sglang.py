@@ -35,8 +35,8 @@ MakeClient = Callable[[str, str, float, float, str], EngineClient]
 class SglangGroup(RolloutGroup):
     """A rollout group that spreads requests over servers and restarts the dead ones.
 
-    `specs`: one for each server that it starts; with --rollout-server-url the first says what those
-    servers must be.
+    `specs`: one for each server that it starts; with --rollout-server-url the first describes the
+    servers that must be there.
     """
 
     def __init__(
