@@ -1,6 +1,6 @@
-"""Corrections for reinforcement learning whose rollout engine is not aligned with the trainer.
+"""Corrections for reinforcement learning with a rollout engine that is not aligned with the trainer.
 
-Imports torch and the standard library alone; `config` and what it stands on do without torch too. Begin
-with `tokens.TokenBatch`, `config.CorrectionConfig` and `correction.correct`; `adapters` has drop-ins for
-Miles, slime and verl.
+The package imports torch and the standard library alone; `config` and its imports work without torch.
+Begin with `tokens.TokenBatch`, `config.CorrectionConfig` and `correction.correct`; `adapters` has
+drop-ins for Miles, slime and verl.
 """

@@ -1,4 +1,4 @@
-"""Names that are one of a few: what every `Literal` of this package is held to, at run time too."""
+"""Run-time checks of names against the `Literal` types of this package."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 def require_choice(name: str, value: object, choices: Any) -> None:
-    """Raise ValueError, naming them, unless `value` is one of the names of `choices`, a Literal."""
+    """Raise ValueError, listing the choices, unless `value` is one of the names of `choices`, a
+    Literal."""
     if value not in get_args(choices):
         raise ValueError(f"{name}={value!r}: unknown. Use one of {', '.join(get_args(choices))}.")
 
 
 def require_choices(config: object) -> None:
-    """`require_choice` of every field of a dataclass that is a Literal, or None where it may be."""
+    """Check every field of a dataclass whose type is a Literal by `require_choice`; None passes where
+    the type allows it."""
     config_class: Any = type(config)
     for name, hint, choices in _choices_of(config_class):
         value = getattr(config, name)
@@ -23,7 +25,7 @@ def require_choices(config: object) -> None:
 
 @cache
 def _choices_of(config_class: type) -> tuple[tuple[str, Any, Any], ...]:
-    """Name, type and Literal of each field that has one."""
+    """Return name, type and Literal of each field that has one."""
     return tuple(
         (name, hint, arm)
         for name, hint in get_type_hints(config_class).items()

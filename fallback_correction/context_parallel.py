@@ -1,7 +1,7 @@
-"""Context parallelism: sequences whose tokens are spread over ranks.
+"""Context parallelism for sequences whose tokens are sharded over ranks.
 
-Sequence and geometric levels need all tokens of a sequence. They are gathered, corrected as on one
-rank, with the same bits, and each rank takes back the tokens that it holds.
+Sequence and geometric levels need all tokens of a sequence. The tokens are gathered and corrected as on
+one rank, with the same bits, and each rank takes back its own.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ class ContextShard:
     """The tokens of a batch that this rank of a context-parallel group holds."""
 
     index: Tensor
-    """int64 [n]: where each of them stands in the batch of all tokens. Every token has one holder.
-    Megatron's rank i of c, for one, holds chunks i and 2c - 1 - i of each sequence's 2c."""
+    """Index of each of them in the batch of all tokens, int64 [n]. Every token has one holder. In
+    Megatron, rank i of c holds chunks i and 2c - 1 - i of each sequence's 2c."""
 
     num_tokens: int
-    """N: tokens of the batch, over all ranks of the group."""
+    """Number of tokens N of the batch, over all ranks of the group."""
 
     group: dist.ProcessGroup | None = None
-    """None: the default group."""
+    """Process group; None: the default group."""
 
     def gather(self, values: Tensor) -> Tensor:
-        """Everybody's values in the batch's order: [n] -> [N], without gradient.
+        """Gather all ranks' values in the batch's order: [n] -> [N], without gradient.
 
         float32, integers or bool; every value keeps its bits.
         """
@@ -36,7 +36,7 @@ class ContextShard:
             return self.gather(values.int()).bool()
         full = values.detach().new_zeros(self.num_tokens)
         full[self.index] = values.detach()
-        # Every token has one holder, so each sum has one term that is not 0.
+        # Every token has one holder, so each sum has one nonzero term and is exact.
         holders = torch.bincount(self.index, minlength=self.num_tokens).to(values.device)
         dist.all_reduce(holders, group=self.group)
         if not (holders == 1).all():
@@ -49,5 +49,5 @@ class ContextShard:
         return full
 
     def take(self, full: Tensor) -> Tensor:
-        """The part of [N] that this rank holds: [n]."""
+        """Return this rank's part of [N]: [n]."""
         return full[self.index]

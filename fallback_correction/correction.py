@@ -1,4 +1,4 @@
-"""One call that corrects a batch: weights, the tokens that are left, and what happened to the rest."""
+"""The correction of a batch in one call: weights, kept tokens, and metrics of the rest."""
 
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ from fallback_correction.tokens import (
 Metrics = dict[str, float]
 
 LARGEST = torch.finfo(torch.float32).max
-"""What metrics say of a weight that float32 does not hold, as of a log-ratio above 88.7 without a
-clamp."""
+"""Value that metrics report for a weight beyond float32, such as exp of a log-ratio above 88.7 without
+a clamp."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """How a batch's tokens enter the loss. Without gradient."""
+    """The weights and masks of a batch's tokens in the loss, without gradient."""
 
     weights: Tensor | None
-    """float32 [N]: factor of each token's loss, 0 outside `mask`; None if there are no weights."""
+    """Factor of each token's loss, float32 [N], 0 outside `mask`; None without weights."""
 
     mask: Tensor
-    """bool [N]: the tokens to learn from, a part of the batch's own mask."""
+    """Tokens to train on, bool [N], a part of the batch's own mask."""
 
     counted: Tensor
-    """bool [N]: the tokens that the denominators of the loss count."""
+    """Tokens that the denominators of the loss count, bool [N]."""
 
     metrics: Metrics
-    """`correction/*`, over the global batch; equal on all ranks."""
+    """Metrics `correction/*`, over the global batch; equal on all ranks."""
 
 
 @torch.no_grad()
 def correct(batch: TokenBatch, config: CorrectionConfig, gather: Gather = alone) -> Correction:
     """Correct the part of a global batch that this rank holds.
 
-    With w the bounded weight of a token, K the tokens that are left, and m their mean weight (see
+    With w the bounded weight of a token, K the kept tokens, and m their mean weight (see
     `CorrectionConfig.self_normalize`; 1 without it, and where it is below 1e-8), the token has the
-    weight w / m in K and 0 elsewhere. Weights and metrics are the same to the last bit however the
-    batch is ordered or spread over ranks. Raises ValueError where a log-probability is not finite (see
-    `CorrectionConfig.nonfinite`), or a token that is left has a weight that float32 does not hold.
+    weight w / m in K and 0 elsewhere. Weights and metrics are the same to the last bit for any order of
+    the batch and any number of ranks. Raises ValueError for a log-probability that is not finite (see
+    `CorrectionConfig.nonfinite`), and for a kept token with a weight beyond float32.
     """
     finite = without_nonfinite(batch, config)
     r = log_ratios(finite)
@@ -83,7 +83,8 @@ def correct(batch: TokenBatch, config: CorrectionConfig, gather: Gather = alone)
 def _reject(
     batch: TokenBatch, r: Tensor, config: CorrectionConfig, gather: Gather
 ) -> tuple[Tensor, Metrics]:
-    """The tokens that all rules, the veto and M2PO keep; each looks at the whole batch."""
+    """Return the tokens that all rules, the veto and M2PO keep, each applied to the whole batch, and
+    metrics."""
     kept, metrics = batch.mask, {}
     low, high = torch.zeros_like(kept), torch.zeros_like(kept)
     for rule in config.rules:
@@ -108,7 +109,7 @@ def _reject(
 def _normalized(
     left: TokenBatch, weights: Tensor, config: CorrectionConfig, gather: Gather
 ) -> tuple[Tensor, float]:
-    """Weights of what is left over their global mean, 0 elsewhere, and that mean."""
+    """Return the weights of kept tokens divided by their global mean, 0 elsewhere, and that mean."""
     weights = torch.where(left.mask, weights, 0)
     _require_finite(weights, config)
     if not config.self_normalize:

@@ -1,8 +1,9 @@
-"""The discrepancy-constrained advantage: tokens that the engines disagree on are worth less.
+"""The discrepancy-constrained advantage of DC-GRPO (arXiv 2606.08779), which is lower for tokens on
+which the engines disagree.
 
-DC-GRPO (arXiv 2606.08779). With r = log pi_train - log pi_rollout of a sampled token and
-rho = exp(r), its advantage A becomes A - lambda * delta, where delta measures the disagreement and
-lambda follows the batch mean of delta around a budget.
+With r = log pi_train - log pi_rollout of a sampled token and rho = exp(r), its advantage A becomes A -
+lambda * delta, where delta measures the disagreement and lambda follows the batch mean of delta around
+a budget.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from fallback_correction.tokens import (
 
 @torch.no_grad()
 def discrepancy(batch: TokenBatch, measure: Measure = "difference") -> Tensor:
-    """How far the engines are apart on every token (eq. 2): float32 [N], 0 where it does not count.
+    """Return the engines' distance on every token (eq. 2): float32 [N], 0 where it does not count.
 
-    NonfiniteError where a counting token has no finite log-probabilities, or |rho - 1| overflows.
+    Raises NonfiniteError if a counting token has no finite log-probabilities, or |rho - 1| overflows.
     """
     require_choice("measure", measure, Measure)
     _check_finite("train_log_probs", batch.train_log_probs, batch.mask)
     _check_finite("rollout_log_probs", batch.rollout_log_probs, batch.mask)
-    # In float64, and without subtracting two exponentials: a last bit that depends on a token's
-    # place in a vectorised exp is then rounded away, and equal log-probabilities give 0.
+    # In float64, and without subtracting two exponentials: this rounds away a last bit that depends
+    # on a token's place in a vectorised exp, and equal log-probabilities give exactly 0.
     train, rollout = batch.train_log_probs.double(), batch.rollout_log_probs.double()
     r = train - rollout
     if measure == "difference":
@@ -58,10 +59,11 @@ def _check_finite(name: str, values: Tensor, mask: Tensor) -> None:
 
 
 class DiscrepancyPenalty:
-    """Holds lambda. `apply` to every batch of a training step, then `step` once."""
+    """The penalty and its multiplier lambda. Call `apply` on every batch of a training step, then
+    `step` once."""
 
     def __init__(self, config: DiscrepancyConfig):
-        """Raises ValueError for a configuration of no penalty."""
+        """Raise ValueError for a configuration without a penalty."""
         if not config.mode:
             raise ValueError("mode='': is no penalty. Use fixed, margin or lagrangian.")
         self.config = config
@@ -72,12 +74,13 @@ class DiscrepancyPenalty:
     def apply(
         self, batch: TokenBatch, advantages: Tensor, gather: Gather = alone
     ) -> tuple[Tensor, dict[str, float]]:
-        """A - lambda * delta where tokens count, A elsewhere, and the `dc/*` metrics of the batch.
+        """Return A - lambda * delta where tokens count, A elsewhere, and the `dc/*` metrics of the
+        batch.
 
-        advantages: [N], after group normalisation, float32 or float64. The mask must be the one
-        before any rejection: a rejected token still tells how far the engines are apart. A gather
-        makes this collective: a rank with nothing left calls it with an empty batch. Where the
-        penalty is centred, its mean is that of this batch on all ranks.
+        advantages: [N], after group normalisation, float32 or float64. The mask must be the one before
+        any rejection, since rejected tokens measure the mismatch too. With a gather it is collective: a
+        rank without tokens calls it with an empty batch. A centred penalty subtracts its mean over this
+        batch on all ranks.
         """
         _check_advantages(batch, advantages)
         delta = discrepancy(batch, self.config.measure)
@@ -95,9 +98,9 @@ class DiscrepancyPenalty:
     def step(self) -> dict[str, float]:
         """End a training step: move lambda (eq. 11), and return the step's `dc/*` metrics.
 
-        They and the new lambda have the same bits however the step's sequences were ordered, cut
-        into batches or spread over ranks. dc/lambda is the one that was applied. A step without a
-        counting token leaves lambda alone.
+        Metrics and new lambda have the same bits for any order of the step's sequences, any split into
+        batches and any number of ranks. dc/lambda is the one that was applied. A step without a
+        counting token leaves lambda unchanged.
         """
         if not self._seen:
             raise ValueError("step=without apply: nothing was seen. Call apply before step.")
@@ -110,7 +113,7 @@ class DiscrepancyPenalty:
         return metrics
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint needs, as JSON can hold it; between steps only."""
+        """Return the state for a checkpoint, JSON-compatible. Raises ValueError within a step."""
         if self._seen:
             raise ValueError("state_dict=within a step: its mean would be lost. Call step first.")
         return {"lambda": self.lam}
@@ -130,7 +133,8 @@ class DiscrepancyPenalty:
     def _per_sequence(
         self, batch: TokenBatch, delta: Tensor, penalty: Tensor, flipped: Tensor
     ) -> Tensor:
-        """float64 [S, 6]: delta, its weight in the mean, penalty, flipped and counting tokens, max."""
+        """Return float64 [S, 6]: delta, its weight in the mean, penalty, flipped and counting tokens,
+        max."""
         counts = batch.counts
         by_token = self.config.average == "token"
         total, weight = (batch.sums, counts) if by_token else (batch.means, (counts > 0).double())
@@ -138,13 +142,13 @@ class DiscrepancyPenalty:
         return torch.stack([*columns, batch.maxima(delta)], dim=1)
 
     def _mean(self, batch: TokenBatch, values: Tensor, gather: Gather) -> float:
-        """Over the counting tokens of all ranks, or over the means of their sequences."""
+        """Average over the counting tokens of all ranks, or over the means of their sequences."""
         if self.config.average == "token":
             return global_token_mean(batch, values, gather)
         return global_sequence_mean(batch, batch.means(values), gather)
 
     def _metrics(self, rows: Tensor) -> dict[str, float]:
-        """Exact means over [S, 6]; all 0 but lambda where no token counts."""
+        """Return exact means over [S, 6]; all 0 but lambda if no token counts."""
         delta, weight, penalty, flipped, counts = (exact_sum(c) for c in rows[:, :5].T)
         some = weight > 0
         mean = delta / weight if some else 0.0

@@ -1,20 +1,20 @@
-"""Which estimator of the policy gradient suits the mismatch at hand: its bias and its variance.
+"""Bias and variance of the policy-gradient estimators under the measured mismatch.
 
 The stochastic-gradient-ascent lemma (Liu et al., "When Speed Kills Stability", part 1) bounds the
 progress of a step of size eta on an L-smooth objective by
 
     eta <g, E[g^]> - L eta^2 / 2 (|E[g^]|^2 + Var[g^]),
 
-so an estimator g^ costs progress by its bias |E[g^] - g| and by its variance. With w_t the weight
-that an estimator gives token t of a response y ~ pi_rollout, and rho_y the product of all rho, whose
-use would be unbiased,
+so an estimator g^ loses progress by its bias |E[g^] - g| and by its variance. With w_t the weight that
+an estimator gives token t of a response y ~ pi_rollout, and rho_y the product of all rho, which would
+be unbiased as a weight,
 
     g^ = sum_t w_t A grad log pi(y_t),     |bias| <= B E[ |A| sum_t |w_t - rho_y| ],
     Var[g^] <= B^2 E[ (|A| sum_t w_t)^2 ] / n,
 
-for scores |grad log pi| <= B and n responses (part 2: sums over t make the token-level bias
-O(T^2 Delta_max) and the sequence-level variance O((1 + chi^2)^T)). The report gives the two
-expectations as means over the batch: in units of B, and of B^2.
+for scores |grad log pi| <= B and n responses (part 2: sums over t make the token-level bias O(T^2
+Delta_max) and the sequence-level variance O((1 + chi^2)^T)). The report gives the two expectations as
+means over the batch: in units of B, and of B^2.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ UNBOUNDED = float("inf")
 def estimator_report(
     batch: TokenBatch, advantages: Tensor, upper: float = 2.0, gather: Gather = alone
 ) -> dict[str, float]:
-    """`estimator/{no_is, token_is, ..., sequence_mis}_{bias, variance}`, equal on all ranks.
+    """Return `estimator/{no_is, token_is, ..., sequence_mis}_{bias, variance}`, equal on all ranks.
 
-    advantages: float32 [N]; upper: the bound of TIS (truncate at it) and MIS (0 beyond it).
+    advantages: float32 [N]; upper: the bound of TIS (truncated at it) and MIS (0 beyond it).
     """
     batch = without_nonfinite(batch, SKIP_NONFINITE)
     r = log_ratios(batch)
@@ -55,7 +55,7 @@ def estimator_report(
 
 
 def _estimators(batch: TokenBatch, r: Tensor, upper: float) -> dict[str, Tensor]:
-    """The weights of every estimator: float64 [N] each."""
+    """Return the weights of every estimator: float64 [N] each."""
     weights = {"no_is": torch.where(batch.mask, 1.0, 0.0).double()}
     levels: tuple[Level, ...] = ("token", "sequence")
     kinds: dict[str, tuple[Mode, float]] = {

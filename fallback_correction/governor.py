@@ -1,11 +1,11 @@
-"""Chooses how much correction a run needs, from how far its engines are apart: a ladder of rungs.
+"""The governor, which chooses a run's correction from the measured mismatch: a ladder of rungs.
 
-stock: none at all; tis: importance weights and, if there is one, the discrepancy penalty; mis:
-rejection and veto too; decay: and a smaller learning rate; aligned: operators that agree, which is
-exact and may be slower. It climbs after some consecutive rollouts beyond a limit, and climbs down
-after more of them well within all limits. On the aligned rung nothing is left to measure, so it
-tries the one below after a while; every fall doubles the calm that the next one needs, so that a
-run does not swing for ever.
+stock: no correction; tis: importance weights and, if configured, the discrepancy penalty; mis:
+rejection and veto in addition; decay: a smaller learning rate in addition; aligned: aligned operators,
+which are exact and may be slower. It climbs after some consecutive rollouts beyond a limit, and climbs
+down after more of them well within all limits. On the aligned rung there is no mismatch to measure, so
+it tries the rung below after a while; every climb down doubles the calm that the next one needs, so
+that a run does not oscillate for ever.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Rung = Literal["stock", "tis", "mis", "decay", "aligned"]
 RUNGS: tuple[Rung, ...] = ("stock", "tis", "mis", "decay", "aligned")
 
 READINGS = ("k3", "ess", "log_ppl_abs_diff")
-"""What it goes by: metrics of `mismatch_metrics`, or of a probe (`onpolicy/run/probe.py`)."""
+"""Metrics that it reads, from `mismatch_metrics` or a probe (`onpolicy/run/probe.py`)."""
 
 LONGEST_CALM = 64
-"""Times `fall_after`."""
+"""Largest multiple of `fall_after`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A step on the ladder, and why."""
+    """A step on the ladder, with its reason."""
 
     before: Rung
     after: Rung
@@ -49,7 +49,7 @@ class Governor:
         self._bad, self._calm, self._falls = 0, 0, 0
 
     def update(self, k3: float, ess: float, log_ppl_abs_diff: float) -> Move | None:
-        """Take the readings of one rollout; returns the move they lead to, if any."""
+        """Take the readings of one rollout; return the resulting move, if any."""
         shares = {
             f"k3={k3:.3g}, limit {self.config.k3:g}": k3 / self.config.k3,
             f"ess={ess:.4f}, limit {self.config.ess:g}": (1 - ess) / (1 - self.config.ess),
@@ -57,7 +57,7 @@ class Governor:
                 log_ppl_abs_diff / self.config.log_ppl_abs_diff
             ),
         }
-        # A reading that is NaN is a bad one.
+        # A NaN reading counts as beyond the limit.
         worst = max(shares, key=lambda name: (not shares[name] <= 1, shares[name]))
         is_bad, is_calm = not shares[worst] <= 1, shares[worst] < self.config.calm
         self._bad = self._bad + 1 if is_bad else 0
@@ -72,13 +72,13 @@ class Governor:
 
     @property
     def calm_needed(self) -> int:
-        """Calm rollouts before the next fall."""
+        """Return the number of calm rollouts before the next climb down."""
         rollouts: int = self.config.fall_after * min(2**self._falls, LONGEST_CALM)
         return rollouts
 
     @property
     def lr_scale(self) -> float:
-        """What the learning rate is multiplied by on this rung."""
+        """Return the factor of the learning rate on this rung."""
         return self.config.lr_scale if self.rung == "decay" else 1.0
 
     def _move(self, direction: int, reason: str) -> Move:
@@ -87,7 +87,7 @@ class Governor:
         return Move(before, self.rung, reason)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next moves depend on."""
+        """Return the state that the next moves depend on."""
         return {"rung": self.rung, "bad": self._bad, "calm": self._calm, "falls": self._falls}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -12,23 +12,23 @@ from fallback_correction.ratios import clamped, level_log_ratios
 from fallback_correction.tokens import Gather, TokenBatch, exact_sum
 
 SMALLEST_MEAN = 1e-8
-"""Weights with a smaller mean are not normalised, as in Miles and verl."""
+"""Smallest mean by which weights are normalised, as in Miles and verl."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Weights of a batch. All [N]; `raw` and `bounded` are float32 and 0 outside the mask."""
+    """The weights of a batch. All [N]; `raw` and `bounded` are float32 and 0 outside the mask."""
 
     raw: Tensor
     bounded: Tensor
 
     too_low: Tensor
     too_high: Tensor
-    """bool: tokens whose raw weight lies beyond the bound on that side."""
+    """Tokens whose raw weight is above the upper bound, bool; `too_low`: below the lower one."""
 
 
 def importance_weights(batch: TokenBatch, r: Tensor, config: CorrectionConfig) -> Weights:
-    """Weights at `config.level`, bounded as `config.mode` says; a weight equal to a bound is inside.
+    """Compute weights at `config.level`, bounded by `config.mode`; a weight equal to a bound is inside.
 
     r: float32 [N]. Truncation: Espeholt et al. 2018 (arXiv 1802.01561); masking: IcePop, MIS.
     """
@@ -51,9 +51,9 @@ def importance_weights(batch: TokenBatch, r: Tensor, config: CorrectionConfig) -
 def mean_weight(
     batch: TokenBatch, weights: Tensor, config: CorrectionConfig, gather: Gather
 ) -> float:
-    """The mean weight of the global batch: over tokens at level token, else over sequences.
+    """Return the mean weight of the global batch: over tokens at level token, else over sequences.
 
-    Sequences without a counting token take no part. The same bits for any split and order.
+    Sequences without a counting token take no part. The bits are the same for any split and order.
     """
     sums, counts = batch.sums(weights), batch.counts
     if config.level != "token":

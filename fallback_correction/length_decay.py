@@ -1,4 +1,4 @@
-"""The learning rate halves periodically, with a period taken from the surge of the response length."""
+"""Periodic halving of the learning rate, with a period derived from the surge of the response length."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from fallback_correction.surge_detector import SurgeDetector
 
 
 class LengthDecay:
-    """Decides the scale of the learning rate: Algorithm 1, given its period or finding it online.
+    """The scale of the learning rate by Algorithm 1, with a given period or one found online.
 
     Without a given period nothing decays before the surge is confirmed, or `default_period` is over.
-    From then on the scale is Algorithm 1's with that period, which stays; deadlines that have passed
-    by then are made up for at once.
+    From then on the scale follows Algorithm 1 with that fixed period; decays that are overdue by then
+    happen at once.
     """
 
     def __init__(self, config: LengthDecayConfig | None = None) -> None:
         self.config = config or LengthDecayConfig()
         self.detector = SurgeDetector(self.config.detector)
         self.num_rollout_steps = 0
-        """Calls of `step`: Algorithm 1's t."""
+        """Number of calls of `step`: Algorithm 1's t."""
         self.num_decays = 0
-        """Decays so far; none is counted once the floor is reached."""
+        """Number of decays; none is counted once the floor is reached."""
         self._found_period: int | None = None
         self.scale = 1.0
-        """What the base schedule's learning rate is multiplied by, from `floor` to 1."""
+        """Factor of the base schedule's learning rate, from `floor` to 1."""
 
     @property
     def period(self) -> int | None:
-        """Rollout steps between two decays; None until known."""
+        """Return the number of rollout steps between two decays; None until known."""
         return self._found_period if self.config.period is None else self.config.period
 
     def step(self, mean_length: float, truncated_ratio: float = 0.0) -> float:
-        """Take in one rollout step, before its update; the scale for that update.
+        """Add one rollout step, before its update, and return the scale for that update.
 
-        The numbers are those of `SurgeDetector.update`, which raises ValueError for impossible ones.
+        The arguments are the same as in `SurgeDetector.update`, which raises ValueError for impossible
+        ones.
         """
         self.detector.update(mean_length, truncated_ratio)
         self.num_rollout_steps += 1
@@ -58,11 +59,11 @@ class LengthDecay:
         return default if default and self.num_rollout_steps >= default else None
 
     def bounded(self, factor: float) -> float:
-        """What another cure's factor of the rate may be, lest `scale` times it falls below the floor."""
+        """Bound another factor of the rate, so that its product with `scale` stays above the floor."""
         return max(factor, self.config.floor / self.scale)
 
     def metrics(self) -> dict[str, float]:
-        """For the log; onset and period are 0 while unknown."""
+        """Return metrics; onset and period are 0 while unknown."""
         return {
             "lr_decay/scale": self.scale,
             "lr_decay/onset": float(self.detector.onset or 0),
@@ -72,7 +73,7 @@ class LengthDecay:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next steps depend on, as JSON can hold it."""
+        """Return the state that the next steps depend on, JSON-compatible."""
         return {
             "num_rollout_steps": self.num_rollout_steps,
             "num_decays": self.num_decays,
@@ -82,7 +83,8 @@ class LengthDecay:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned; a period or floor changed since takes over."""
+        """Continue from the result of `state_dict`; a new period or floor in the configuration takes
+        precedence."""
         self.num_rollout_steps = state["num_rollout_steps"]
         self.num_decays = state["num_decays"]
         self.scale = max(state["scale"], self.config.floor)
@@ -91,7 +93,7 @@ class LengthDecay:
 
 
 class BaseSchedule(Protocol):
-    """What torch's `LRScheduler` and Megatron's `OptimizerParamScheduler` have in common."""
+    """The common interface of torch's `LRScheduler` and Megatron's `OptimizerParamScheduler`."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -101,14 +103,14 @@ class BaseSchedule(Protocol):
 
 
 class HasParamGroups(Protocol):
-    """What torch's `Optimizer` and Megatron's `MegatronOptimizer` have in common."""
+    """The common interface of torch's `Optimizer` and Megatron's `MegatronOptimizer`."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
 
 
 def from_rank_0(value: float) -> float:
-    """Rank 0's value on every rank of the default process group; collective where there is one."""
+    """Return rank 0's value on every rank of the default process group; collective if there is one."""
     if not (dist.is_available() and dist.is_initialized()):
         return value
     box = [value]
@@ -117,10 +119,10 @@ def from_rank_0(value: float) -> float:
 
 
 class LengthDecaySchedule:
-    """Any base schedule, its learning rates multiplied by the scale of `LengthDecay`.
+    """A base schedule whose learning rates are multiplied by the scale of `LengthDecay`.
 
-    Call `observe` once a rollout step, before its first update, and `step` wherever the base
-    schedule's `step` was called. The base schedule only ever meets its own rates.
+    Call `observe` once a rollout step, before its first update, and `step` instead of the base
+    schedule's `step`. The base schedule sees only its own rates.
     """
 
     def __init__(
@@ -138,31 +140,32 @@ class LengthDecaySchedule:
         self._scale_rates()
 
     def observe(self, mean_length: float, truncated_ratio: float = 0.0) -> None:
-        """Decide by rank 0's numbers, on all ranks, and apply; collective. See `LengthDecay.step`."""
+        """Update the scale from rank 0's numbers, and apply it on all ranks; collective. See
+        `LengthDecay.step`."""
         self.decay.step(self._broadcast(mean_length), self._broadcast(truncated_ratio))
         self._restore_base_rates()
         self._scale_rates()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """One step of the base schedule, with its arguments: Megatron's is `step(increment=...)`."""
+        """Step the base schedule with its arguments: Megatron's is `step(increment=...)`."""
         # torch's chainable schedules compute the next rate from the one in the optimizer.
         self._restore_base_rates()
         self.base.step(*args, **kwargs)
         self._scale_rates()
 
     def get_last_lr(self) -> list[float]:
-        """The learning rate of each parameter group, decayed."""
+        """Return the decayed learning rate of each parameter group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """The base schedule's state under "base", the decay's under "length_decay"."""
+        """Return the base schedule's state under "base", and the decay's under "length_decay"."""
         decay = {**self.decay.state_dict(), "base_rates": list(self._base_rates)}
         return {"base": self.base.state_dict(), "length_decay": decay}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned.
+        """Continue from the result of `state_dict`.
 
-        Raises ValueError for the state of a base schedule alone or of another number of groups.
+        Raises ValueError for the state of a base schedule alone or with another number of groups.
         """
         if "base" not in state or "length_decay" not in state:
             raise ValueError(
@@ -176,7 +179,7 @@ class LengthDecaySchedule:
                 "Build the optimizer as in the run that was saved."
             )
         self.decay.load_state_dict(state["length_decay"])
-        # Loading sets no rates in torch and all of them in Megatron, which then has the last word.
+        # Loading sets no rates in torch, and all of them in Megatron, whose rates then prevail.
         self._base_rates = list(rates)
         self._restore_base_rates()
         self.base.load_state_dict(state["base"])
@@ -187,14 +190,15 @@ class LengthDecaySchedule:
             _set_rate(group, rate)
 
     def _scale_rates(self) -> None:
-        """Take the rates in the optimizer for the base schedule's own and multiply them."""
+        """Store the optimizer's rates as the base schedule's own, and multiply them."""
         self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
             _set_rate(group, rate * self.decay.scale)
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:
-    """A tensor is filled in place: captured graphs and compiled steps keep reading it."""
+    """Set a group's rate; a tensor is filled in place, since captured graphs and compiled steps keep
+    reading it."""
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(rate)
     else:

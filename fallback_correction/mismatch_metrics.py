@@ -1,4 +1,5 @@
-"""How far apart the two engines are, over the global batch, whether anything is corrected or not."""
+"""Metrics of the mismatch between the two engines over the global batch, with or without a
+correction."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ SKIP_NONFINITE = CorrectionConfig(nonfinite="reject")
 
 @torch.no_grad()
 def mismatch_metrics(batch: TokenBatch, gather: Gather = alone) -> dict[str, float]:
-    """`mismatch/*`, equal on all ranks. r = log pi_train - log pi_rollout, in nats, per token.
+    """Return `mismatch/*`, equal on all ranks. r = log pi_train - log pi_rollout, in nats, per token.
 
-    Log-ratios are cut to +- 20 before exp, and `mismatch/clamped_fraction` counts those that were;
+    Log-ratios are clamped to +- 20 before exp, and `mismatch/clamped_fraction` counts the clamped ones;
     tokens that are not finite are left out, and `mismatch/nonfinite_fraction` counts them.
     """
     every, batch = batch, without_nonfinite(batch, SKIP_NONFINITE)
@@ -53,7 +54,8 @@ def mismatch_metrics(batch: TokenBatch, gather: Gather = alone) -> dict[str, flo
 
 
 def _effective_sample_size(batch: TokenBatch, r: Tensor, gather: Gather) -> float:
-    """(sum w)^2 / (n sum w^2) of the token weights: the share of the batch that is left, in (0, 1]."""
+    """Return (sum w)^2 / (n sum w^2) of the token weights: the effective share of the batch, in
+    (0, 1]."""
     weights = torch.exp(clamped(r, CLAMP))
     mean = global_token_mean(batch, weights, gather, default=1.0)
     return mean**2 / global_token_mean(batch, weights.square(), gather, default=1.0)

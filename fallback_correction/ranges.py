@@ -1,8 +1,8 @@
-"""What a value must be, written beside its field: `eta: Annotated[float, at_least(0)] = 1.0`.
+"""Rules of a field's value, written in its annotation: `eta: Annotated[float, at_least(0)] = 1.0`.
 
-`require_ranges` holds a record to it. Who reads the fields under other names, as a command line does,
-asks `broken_rule` and says the rule in those. `ReadBy` says what reads a field, for who refuses a value
-that nothing would read.
+`require_ranges` checks a record against them. Code that reads the fields under other names, such as a
+command line, calls `broken_rule` and states the rule under those names. `ReadBy` names the setting that
+reads a field, for code that refuses values which nothing would read.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 Number = int | float
 
 INT_MAX = 2**31 - 1
-"""The largest integer where no field says another: what fits 32 bits."""
+"""Largest integer unless a field states another: the limit of 32 bits."""
 
 FLOAT_MAX = 3.4e38
-"""The largest magnitude of a float32."""
+"""Largest magnitude of a float32."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must be. A value that is None is held to nothing, and a tuple item by item."""
+    """A rule of a value. None passes every rule, and a tuple is checked item by item."""
 
     holds: Callable[[Any], bool]
-    """Compared so that NaN, which is neither smaller nor larger than anything, breaks it."""
+    """Comparison, written so that NaN, which is neither smaller nor larger than anything, breaks it."""
 
     broken: str
-    """What is said of a value that breaks it: the rule and the remedy."""
+    """Message for a value that breaks it: the rule and the remedy."""
 
     says_the_largest: bool = False
-    """Whether the value may be beyond what fits 32 bits, or a float32."""
+    """Whether the value may exceed 32 bits, or a float32."""
 
 
 @dataclass(frozen=True)
 class NotAbove:
-    """The value must not exceed that of another field of the record."""
+    """A rule that the value must not exceed another field's."""
 
     other: str
 
 
 @dataclass(frozen=True)
 class ReadBy:
-    """The value is read in some records alone; in others it would do nothing."""
+    """A note that only some records read the value; in others it would have no effect."""
 
     switch: str
-    """What makes it be read, for messages; {name} stands for another field of the record."""
+    """Setting that makes it be read, for messages; {name} stands for another field of the record."""
 
     reads: Callable[[Any], object]
-    """Whether a record is one that reads it."""
+    """Function that returns whether a record reads it."""
 
 
 def at_least(bound: Number) -> Rule:
@@ -86,17 +86,17 @@ class FieldError(ValueError):
     """A field's value that breaks a rule: `name=value: rule. Remedy.`"""
 
     def __init__(self, name: str, value: object, rule: str, others: Sequence[str] = ()) -> None:
-        """others: the fields that `rule` mentions, as {0}, {1}, ..."""
+        """Make the message; `others` are the fields that `rule` mentions as {0}, {1}, ..."""
         self.name, self.value, self.rule, self.others = name, value, rule, others
         super().__init__(f"{name}={value}: {self.said(str)}")
 
     def said(self, spell: Callable[[str], str]) -> str:
-        """The rule and the remedy, with other fields under the names that `spell` gives them."""
+        """Return the rule and the remedy, with other fields under the names that `spell` gives them."""
         return self.rule.format(*map(spell, self.others)) if self.others else self.rule
 
 
 def notes_of(record: type) -> Mapping[str, tuple[Any, ...]]:
-    """What stands beside the type of every field."""
+    """Return the annotations beside the type of every field."""
     return _notes_of(record)
 
 
@@ -110,7 +110,7 @@ def _notes_of(record: type) -> Mapping[str, tuple[Any, ...]]:
 
 
 def broken_rule(value: object, notes: Sequence[Any]) -> str | None:
-    """What is said of the first rule among `notes` that the value breaks, if there is one."""
+    """Return the message of the first rule among `notes` that the value breaks, if there is one."""
     for item in value if isinstance(value, tuple) else (value,):
         rules = [note for note in notes if isinstance(note, Rule)]
         if type(item) in _BY_KIND and not any(rule.says_the_largest for rule in rules):
@@ -122,7 +122,7 @@ def broken_rule(value: object, notes: Sequence[Any]) -> str | None:
 
 
 def require_ranges(record: Any) -> None:
-    """Raise FieldError for the first field whose value is beyond what stands beside it."""
+    """Raise FieldError for the first field whose value breaks its annotations."""
     fields = notes_of(type(record)).items()
     for name, notes in fields:
         if rule := broken_rule(getattr(record, name), notes):

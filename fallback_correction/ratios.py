@@ -13,16 +13,16 @@ from fallback_correction.tokens import NonfiniteError, TokenBatch
 
 
 def log_ratios(batch: TokenBatch) -> Tensor:
-    """r = log pi_train - log pi_rollout of the tokens that count, 0 elsewhere: float32 [N]."""
+    """Return r = log pi_train - log pi_rollout of the tokens that count, 0 elsewhere: float32 [N]."""
     r = batch.train_log_probs - batch.rollout_log_probs
     return torch.where(batch.mask, r, 0)
 
 
 def without_nonfinite(batch: TokenBatch, config: CorrectionConfig) -> TokenBatch:
-    """The batch without the tokens whose log-ratio is NaN or infinite: the one definition of what is
-    rejected as not finite, to be asked before anything else looks at the batch.
+    """Return the batch without the tokens whose log-ratio is NaN or infinite. Call it before any other
+    use of the batch; this alone defines which tokens are rejected as not finite.
 
-    Raises NonfiniteError, a ValueError, for the first one where `config.nonfinite` says error.
+    Raises NonfiniteError, a ValueError, for the first one if `config.nonfinite` is error.
     """
     bad = ~torch.isfinite(log_ratios(batch))
     if not bad.any():
@@ -46,7 +46,8 @@ def _first_nonfinite(batch: TokenBatch, bad: Tensor) -> str:
 
 
 def level_log_ratios(batch: TokenBatch, r: Tensor, level: Level) -> Tensor:
-    """The log-weight of every token before any bound: float32 [N]; the level `none` has none."""
+    """Return the log-weight of every token before any bound: float32 [N]. Raises ValueError for the
+    level `none`."""
     require_choice("level", level, WeightLevel)
     if level == "token":
         return r
@@ -55,5 +56,5 @@ def level_log_ratios(batch: TokenBatch, r: Tensor, level: Level) -> Tensor:
 
 
 def clamped(x: Tensor, limit: float | None) -> Tensor:
-    """Cut to +- limit, if there is one."""
+    """Clamp to +- limit, if there is one."""
     return x if limit is None else x.clamp(-limit, limit)

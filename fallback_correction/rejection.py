@@ -1,4 +1,4 @@
-"""Rejection: which tokens and sequences are too far off to learn from."""
+"""Rejection of tokens and sequences whose mismatch is too large to train on."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Divergence = Literal["k1", "k2", "k3"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """bool [N], within the mask: tokens that a rule rejects, by the side on which they lie."""
+    """The tokens that a rule rejects, bool [N] within the mask, by side."""
 
     low: Tensor
-    """rho too small; for k2 and k3: the statistic below its lower bound."""
+    """Tokens with too small a rho; for k2 and k3: with a statistic below its lower bound."""
 
     high: Tensor
 
@@ -31,7 +31,8 @@ class Rejected:
 
 
 def apply_rule(batch: TokenBatch, r: Tensor, rule: RejectionRule, limit: float | None) -> Rejected:
-    """What one rule rejects. r: float32 [N]; log-ratios are clamped to +- limit before exp."""
+    """Return the tokens that one rule rejects. r: float32 [N]; log-ratios are clamped to +- limit
+    before exp."""
     if rule.statistic == "ratio" or rule.statistic == "k1":
         values = torch.exp(clamped(_aggregate_log_ratios(batch, r, rule), limit))
     else:
@@ -42,7 +43,8 @@ def apply_rule(batch: TokenBatch, r: Tensor, rule: RejectionRule, limit: float |
 
 
 def divergence(r: Tensor, statistic: Divergence) -> Tensor:
-    """k1 = -r, k2 = r^2 / 2, k3 = exp(r) - r - 1 (http://joschu.net/blog/kl-approx.html): [N] -> [N]."""
+    """Compute k1 = -r, k2 = r^2 / 2, k3 = exp(r) - r - 1 (http://joschu.net/blog/kl-approx.html): [N]
+    -> [N]."""
     require_choice("statistic", statistic, Divergence)
     if statistic == "k1":
         return -r
@@ -65,15 +67,16 @@ def _aggregate(batch: TokenBatch, values: Tensor, rule: RejectionRule) -> Tensor
 def beyond_second_moment(
     batch: TokenBatch, r: Tensor, limit: float, gather: Gather = alone
 ) -> Tensor:
-    """M2PO's mask (arXiv 2510.01161): the tokens of the largest r^2 of all ranks, so many that the mean
-    r^2 of the others is below `limit`: bool [N].
+    """Return M2PO's rejected tokens (arXiv 2510.01161): the tokens of the largest r^2 on all ranks, as
+    many as it takes for the mean r^2 of the others to be below `limit`: bool [N].
 
-    As AReaL's `_apply_m2po_masking`, but tokens of equal r^2 are kept or rejected together, and where no
-    mean is below the limit those of the smallest are kept.
+    It follows AReaL's `_apply_m2po_masking`, but tokens of equal r^2 are kept or rejected together, and
+    where no mean is below the limit the smallest are kept.
     """
     squares = r.double().square()
     ascending = gather(squares[batch.mask]).sort().values
     counts = torch.arange(1, len(ascending) + 1, device=ascending.device)
+    # Means of ascending values never fall, so the kept tokens are a prefix.
     kept = int((ascending.cumsum(0) / counts < limit).sum())
     if kept == len(ascending):
         return torch.zeros_like(batch.mask)
@@ -82,7 +85,7 @@ def beyond_second_moment(
 
 
 def apply_veto(batch: TokenBatch, r: Tensor, veto: Veto) -> tuple[Tensor, Tensor]:
-    """Tokens beyond the veto's bounds, and all tokens of their sequences: two bool [N]."""
+    """Return the tokens beyond the veto's bounds, and all tokens of their sequences: two bool [N]."""
     values = torch.exp(r if veto.by == "ratio" else batch.rollout_log_probs)
     outside = batch.mask & ~((values >= veto.lower) & (values <= veto.upper))
     sequences = batch.spread(batch.sums(outside.float()) > 0)

@@ -1,4 +1,5 @@
-"""A batch of response tokens, sequences laid end to end, and sums over them that ignore the packing."""
+"""A batch of response tokens, sequences laid end to end, and sums over them that do not depend on the
+packing."""
 
 from __future__ import annotations
 
@@ -10,36 +11,37 @@ import torch
 from torch import Tensor
 
 Gather = Callable[[Tensor], Tensor]
-"""Concatenates a float64 vector over the data-parallel ranks, in the same order on each."""
+"""Function that concatenates a float64 vector over the data-parallel ranks, in the same order
+on each."""
 
 
 class NonfiniteError(ValueError):
-    """A log-probability that is NaN or infinite where one must count."""
+    """A NaN or infinite log-probability of a token that counts."""
 
 
 def alone(values: Tensor) -> Tensor:
-    """The `Gather` of one rank."""
+    """Return the values of a single rank, as its `Gather`."""
     return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """What both engines say of the same tokens. N: tokens, padding included; S: sequences.
+    """Both engines' log-probabilities of the same tokens. N: tokens, padding included; S: sequences.
 
     Padded [B, T] tensors are a batch of B sequences of T tokens each: see `padded`.
     """
 
     train_log_probs: Tensor
-    """float32 [N], in nats: log pi_train of every token."""
+    """Log-probability log pi_train of every token, float32 [N], in nats."""
 
     rollout_log_probs: Tensor
-    """float32 [N], in nats: log pi_rollout of every token."""
+    """Log-probability log pi_rollout of every token, float32 [N], in nats."""
 
     mask: Tensor
-    """bool [N]: the tokens that count."""
+    """Tokens that count, bool [N]."""
 
     lengths: Tensor
-    """int64 [S]: tokens of each sequence, padding included. Example: [7, 3]"""
+    """Number of tokens of each sequence, padding included, int64 [S]. Example: [7, 3]"""
 
     def __post_init__(self) -> None:
         n = self.train_log_probs.shape
@@ -58,7 +60,7 @@ class TokenBatch:
         lengths: list[int],
         mask: Tensor | None = None,
     ) -> TokenBatch:
-        """Sequences of `lengths` laid end to end: three [N]; without a mask all tokens count."""
+        """Make a batch of sequences laid end to end, from three [N]; without a mask all tokens count."""
         if mask is None:
             mask = torch.ones_like(train_log_probs, dtype=torch.bool)
         return TokenBatch(
@@ -70,7 +72,7 @@ class TokenBatch:
 
     @staticmethod
     def padded(train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> TokenBatch:
-        """Three [B, T]; results for N = B x T tokens are viewed back as [B, T]."""
+        """Make a batch from three [B, T]; results for N = B x T tokens can be viewed as [B, T] again."""
         b, t = mask.shape
         return TokenBatch.packed(
             train_log_probs.reshape(-1), rollout_log_probs.reshape(-1), [t] * b, mask.reshape(-1)
@@ -78,7 +80,7 @@ class TokenBatch:
 
     @property
     def counts(self) -> Tensor:
-        """float64 [S]: tokens of each sequence that count."""
+        """Return the number of counting tokens of each sequence, float64 [S]."""
         return self.sums(torch.ones_like(self.train_log_probs))
 
     def sums(self, values: Tensor) -> Tensor:
@@ -90,11 +92,12 @@ class TokenBatch:
         return torch.segment_reduce(values, "sum", lengths=self.lengths, initial=0, unsafe=True)
 
     def means(self, values: Tensor) -> Tensor:
-        """Mean over the counting tokens of each sequence, 0 where none counts: [N] -> float64 [S]."""
+        """Average over the counting tokens of each sequence, 0 where none counts: [N] -> float64 [S]."""
         return self.sums(values) / self.counts.clamp(min=1)
 
     def maxima(self, values: Tensor) -> Tensor:
-        """Largest value among the counting tokens of each sequence, -inf where none counts."""
+        """Return the largest value among the counting tokens of each sequence, -inf where none
+        counts."""
         values = torch.where(self.mask, values, -math.inf).double()
         return torch.segment_reduce(
             values, "max", lengths=self.lengths, initial=-math.inf, unsafe=True
@@ -106,14 +109,14 @@ class TokenBatch:
 
 
 def exact_sum(values: Tensor) -> float:
-    """The sum of a float64 vector, rounded once: the same in any order."""
+    """Return the sum of a float64 vector, rounded once, so that it is the same in any order."""
     return math.fsum(values.tolist())
 
 
 def global_token_mean(
     batch: TokenBatch, values: Tensor, gather: Gather = alone, default: float = 0.0
 ) -> float:
-    """Mean of [N] over the counting tokens of all ranks, to the same bits however they are cut."""
+    """Average [N] over the counting tokens of all ranks, to the same bits for any split."""
     total, count = exact_sum(gather(batch.sums(values))), exact_sum(gather(batch.counts))
     return total / count if count else default
 
@@ -121,7 +124,7 @@ def global_token_mean(
 def global_sequence_mean(
     batch: TokenBatch, values: Tensor, gather: Gather = alone, default: float = 0.0
 ) -> float:
-    """Mean of [S] over the sequences of all ranks with a counting token."""
+    """Average [S] over the sequences of all ranks with a counting token."""
     some = batch.counts > 0
     total = exact_sum(gather(torch.where(some, values, 0).double()))
     count = exact_sum(gather(some.double()))

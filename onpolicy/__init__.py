@@ -1,1 +1,1 @@
-"""onpolicy: reinforcement learning whose rollout and training agree to the last bit."""
+"""onpolicy: reinforcement learning in which rollout and training agree to the last bit."""

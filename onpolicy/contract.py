@@ -1,8 +1,8 @@
-"""The numerics contract: everything that decides the bits of a log-probability, in one record.
+"""The numerics contract: one record of everything that decides the bits of a log-probability.
 
-The run's configuration becomes one contract at the launch boundary. Both engines are started from
-it, each reports its fingerprint back, and two engines whose fingerprints differ never exchange a
-token. Nothing downstream asks which mode is on: it asks the contract for its operators.
+The run's configuration becomes one contract at launch. Both engines start from it and report its
+fingerprint back, and engines whose fingerprints differ never exchange a token. Code after the launch
+does not branch on the mode: it takes its operators from the contract.
 """
 
 from __future__ import annotations
@@ -21,45 +21,46 @@ THREADS_VARIABLE = "ONPOLICY_CPU_THREADS"
 """Environment variable with the number of threads of an engine's operators; changes no bits."""
 
 EXTENSIONS_VARIABLE = "ONPOLICY_EXTENSIONS"
-"""Environment variable with what a command puts into an engine beside its contract, as a JSON object: of
-each class "module:name" the text that it is made from. It changes no bits."""
+"""Environment variable with what a command adds to an engine beside its contract: a JSON object from a
+class, "module:name", to the text that it is made from. It changes no bits."""
 
 PORTABLE_KERNELS = {
     "MKL_CBWR": "COMPATIBLE",
     "ATEN_CPU_CAPABILITY": "avx2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
 }
-"""Variables that ask for kernels of MKL, PyTorch and oneDNN that every x86-64 processor with AVX2 has,
-whoever made it. Each library reads its own once."""
+"""Environment variables that make MKL, PyTorch and oneDNN take kernels that every x86-64 processor with
+AVX2 runs, whoever made it. Each library reads its own once."""
 
 ATTENTION_CHUNK = 512
-"""Keys that attention sums apart, cut at multiples of it from a sequence's first token, and put together
-in ascending order. A multiple of every block of keys of the kernels (64)."""
+"""Number of keys that attention sums as one chunk. Chunks begin at multiples of it, counted from a
+sequence's first token, and are combined in ascending order. A multiple of every key block of the
+kernels (64)."""
 
 LOG_PROB = "log_softmax(float32(logits) / temperature)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """A kind of attention that some layers of a model have; see `Operators.attention`."""
+    """One kind of attention that some layers of a model use; see `Operators.attention`."""
 
     heads: int
     kv_heads: int
 
     head_dim: int
-    """Numbers of a query and of a key."""
+    """Size of a query and of a key."""
 
     value_dim: int
-    """Numbers of a value."""
+    """Size of a value."""
 
     window: int | None = None
-    """Keys that a query sees at most, its own included; None: all up to its own."""
+    """Largest number of keys that a query attends to, its own included; None: all up to its own."""
 
     softcap: float | None = None
-    """Bound of the scores' absolute value; None: they are not capped."""
+    """Bound of the absolute value of the scores; None: no cap."""
 
     sinks: bool = False
-    """Whether every head has one more score in the softmax."""
+    """Whether every head has an attention sink: one more score in the softmax."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,7 @@ class OperatorShapes:
     """Distinct (out features N, in features K, has bias). Example: ((768, 256, False),)"""
 
     attention: tuple[AttentionShape, ...]
-    """Distinct kinds of attention, in the order of the layers that have them."""
+    """Distinct kinds of attention, in the order of the layers that use them."""
 
     norm: tuple[int, ...]
     """Distinct sizes of RMS norms. Example: (32, 256)"""
@@ -78,13 +79,14 @@ class OperatorShapes:
     vocab_size: int
 
     layer_norm: tuple[int, ...] = ()
-    """Like `norm`, of layer norms."""
+    """Distinct sizes of layer norms."""
 
     row_linear: tuple[tuple[int, int, bool], ...] = ()
-    """Like `linear`, those that sum over K by `row_parallel_blocks`; empty when that is 1."""
+    """Distinct (N, K, has bias) of row-parallel linears, which sum over K in `row_parallel_blocks`
+    blocks; empty when that is 1."""
 
     experts: tuple[tuple[int, int, int, int], ...] = ()
-    """Distinct (experts E, intermediate I, hidden H, chosen per token k). Example: ((8, 96, 64, 2),)"""
+    """Distinct (experts E, intermediate I, hidden H, top k per token). Example: ((8, 96, 64, 2),)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,24 +96,26 @@ class AdapterShape:
     rank: int
 
     scale: float
-    """What an adapter adds is multiplied by it, in float32."""
+    """Factor of an adapter's output, in float32."""
 
     targets: tuple[str, ...]
-    """The last parts of the names of the linears that have one, sorted. Example: ("q_proj", "v_proj")"""
+    """Last parts of the names of the linears that have an adapter, sorted. Example: ("q_proj",
+    "v_proj")"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericsContract:
-    """What the rollout engine and the trainer must agree on, and the operators that keep it."""
+    """Everything that the rollout engine and the trainer must agree on, and the operators that
+    keep it."""
 
     backend: str
-    """`cpu`, `onednn` (the CPU's, with products by bfloat16 instructions), `portable` (the CPU's, on
-    kernels of all x86-64 processors with AVX2), `triton` (any GPU from Ampere on), `hopper`
-    (FlashAttention-3 and DeepGEMM): the aligned operators of that name (`ops/backends`); `stock`: each
-    engine's own kernels, nothing promised."""
+    """Name of the aligned operators (`ops/backends`): `cpu`, `onednn` (CPU, products by bfloat16
+    instructions), `portable` (CPU, kernels that all x86-64 processors with AVX2 have), `triton` (any
+    GPU from Ampere on) or `hopper` (FlashAttention-3 and DeepGEMM). `stock`: each engine uses its own
+    kernels, and nothing is promised."""
 
     device: str
-    """Kind of device that both engines compute on: `cpu` or `cuda`."""
+    """Device type that both engines compute on: `cpu` or `cuda`."""
 
     dtype: str
     """Compute dtype of weights and activations: `bfloat16` or `float32`."""
@@ -119,62 +123,63 @@ class NumericsContract:
     shapes: OperatorShapes
 
     row_parallel_blocks: int = 1
-    """Blocks into which every row-parallel linear cuts K, a power of two; the largest
-    tensor-parallel degree either engine can have (see `onpolicy/ops/row_parallel.py`)."""
+    """Number of blocks into which every row-parallel linear cuts K, a power of two; the largest
+    tensor-parallel degree that either engine can have (see `onpolicy/ops/row_parallel.py`)."""
 
     context: int | None = None
-    """Tokens that the engine serves at most, where they decide the angles of the rotary embedding
+    """Context length of the engine, where the rotary embedding's angles depend on it
     (`onpolicy/models/rotary_factors.py`); None: angles depend on positions alone."""
 
     weight_format: str = ""
-    """The format that linears' weights are rounded to before either engine computes with them, a name in
-    `onpolicy/weights/rounding.py`; empty: they are those that are trained, in `dtype`."""
+    """Format to which both engines round the weights of linears before they compute, a name in
+    `onpolicy/weights/rounding.py`; empty: they compute with the trained weights in `dtype`."""
 
     activation_format: str = ""
-    """The format that inputs of linears are rounded to, a name in `onpolicy/models/rounded_inputs.py`;
-    empty: they are in `dtype`."""
+    """Format to which the inputs of linears are rounded, a name in `onpolicy/models/rounded_inputs.py`;
+    empty: inputs stay in `dtype`."""
 
     log_prob: str = LOG_PROB
 
     attention_chunk: int = ATTENTION_CHUNK
-    """Keys that the operators' attention sums apart. (FlashAttention-3 sums all of them in one run.)"""
+    """Number of keys that attention sums as one chunk. (FlashAttention-3 sums all keys in one run.)"""
 
     model_definition: str = "transformers"
-    """Whose modelling code both engines run."""
+    """Library whose modelling code both engines run."""
 
     adapter: AdapterShape | None = None
-    """The adapters that both engines have, or, where not all is aligned, the trainer alone; None: the
-    model alone."""
+    """The adapters that both engines have, or that the trainer alone has under a stock contract; None:
+    no adapters."""
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables under which the processes that keep it start."""
+        """Return the environment variables under which processes must start to keep this contract."""
         return PORTABLE_KERNELS if self.backend == "portable" else {}
 
     @property
     def unrounded(self) -> NumericsContract:
-        """The same for a model that rounds nothing: a teacher, a critic."""
+        """Return this contract without rounding, for a teacher or a critic."""
         return dataclasses.replace(self, weight_format="", activation_format="")
 
     @property
     def merges_adapter(self) -> bool:
-        """Whether an engine holds what the trainer's adapters make of the weights: it has none."""
+        """Return whether a push merges the trainer's adapters into the weights, because the engine has
+        no adapters."""
         return self.adapter is not None and not self.is_aligned
 
     @property
     def of_engine(self) -> NumericsContract:
-        """What an engine is started under, which knows nothing of adapters that are merged."""
+        """Return the contract that an engine starts under: without adapters where a push merges them."""
         return dataclasses.replace(self, adapter=None) if self.merges_adapter else self
 
     @property
     def is_aligned(self) -> bool:
-        """Whether equality of bits is promised, and so checked: both engines run one modelling code on
-        the same operators."""
+        """Return whether equality of bits is promised, and therefore checked: both engines run the same
+        modelling code on the same operators."""
         return self.backend != "stock"
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits that are equal exactly when two contracts are."""
+        """Return 16 hex digits that are equal exactly when two contracts are."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
@@ -182,11 +187,12 @@ class NumericsContract:
 
     @staticmethod
     def from_json(text: str) -> NumericsContract:
-        """The inverse of `to_json`. Raises ContractError if the record is of another version."""
+        """Read a contract from the JSON that `to_json` wrote. Raises ContractError for a record of
+        another version."""
         try:
             record = json.loads(text)
             fields = {field.name for field in dataclasses.fields(NumericsContract)}
-            if missing := fields - record.keys():  # an older version's: a default would be a guess
+            if missing := fields - record.keys():  # an older version: a default would be a guess
                 raise ValueError(f"without {', '.join(sorted(missing))}")
             shapes = record.pop("shapes")
             shapes["linear"] = tuple(map(tuple, shapes["linear"]))

@@ -1,5 +1,5 @@
-"""Token by token: are two float32 log-probabilities the same bits (NaN and Inf never are), and is a
-sampled token the one that its seed draws?"""
+"""Token-by-token comparison: whether two float32 log-probabilities have the same bits (NaN and Inf
+never match), and whether a sampled token is the one that its seed draws."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Mismatch:
 
     step: int
     sample: str
-    """Which sample. Example: 'prompt 12, sample 3'"""
+    """Name of the sample. Example: 'prompt 12, sample 3'"""
 
     position: int
     """Position of the token in the response, from 0."""
@@ -28,7 +28,7 @@ class Mismatch:
     rollout_log_prob: float
     train_log_prob: float
     ulp: int
-    """Representable float32 values between the two."""
+    """Number of representable float32 values between the two."""
 
     def __str__(self) -> str:
         return (
@@ -39,7 +39,7 @@ class Mismatch:
 
 @dataclass(slots=True, kw_only=True)
 class ParityCounts:
-    """Sums over compared tokens; add two together to merge them."""
+    """Sums over compared tokens; adding two merges them."""
 
     num_compared: int = 0
     num_mismatched: int = 0
@@ -50,10 +50,10 @@ class ParityCounts:
     max_k3: float = 0.0
 
     num_redrawn: int = 0
-    """Sampled tokens that the trainer drew again."""
+    """Number of sampled tokens that the trainer drew again."""
 
     num_drawn_otherwise: int = 0
-    """Those among them for which it drew another token."""
+    """Number of redrawn tokens for which the trainer drew another token."""
 
     def __add__(self, other: ParityCounts) -> ParityCounts:
         return ParityCounts(
@@ -70,16 +70,16 @@ class ParityCounts:
 
     @property
     def mean_k3(self) -> float:
-        """0 if nothing was compared."""
+        """Return the mean k3 estimate of a token; 0 if nothing was compared."""
         return self.sum_k3 / max(self.num_compared, 1)
 
     @property
     def mean_abs_diff(self) -> float:
-        """0 if nothing was compared."""
+        """Return the mean absolute difference of a token, in nats; 0 if nothing was compared."""
         return self.sum_abs_diff / max(self.num_compared, 1)
 
     def report(self) -> dict[str, float]:
-        """Return what a command says of a comparison."""
+        """Return the numbers that a command prints about a comparison."""
         return {
             "num_compared_tokens": self.num_compared,
             "num_mismatched_tokens": self.num_mismatched,
@@ -89,14 +89,14 @@ class ParityCounts:
         }
 
     def draws(self, before: str = "") -> dict[str, float]:
-        """Return what drawing tokens again has found, under names that begin with `before`."""
+        """Return the counts of redrawn tokens, under names with the prefix `before`."""
         return {
             f"{before}num_redrawn_tokens": self.num_redrawn,
             f"{before}num_drawn_otherwise_tokens": self.num_drawn_otherwise,
         }
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of a training step; see `onpolicy/outputs/meanings.py` for their meanings."""
+        """Return the metrics of a training step; `onpolicy/outputs/meanings.py` explains them."""
         return {
             "parity/num_compared_tokens": self.num_compared,
             "parity/num_mismatched_tokens": self.num_mismatched,
@@ -109,9 +109,9 @@ class ParityCounts:
 def compare_log_probs(train: Tensor, rollout: Tensor) -> tuple[ParityCounts, int | None]:
     """Compare two float32 tensors [R] as bits, so that -0.0 is not 0.0.
 
-    Returns the counts and the position of the first mismatch, None if there is none. A value that
-    is not finite is a mismatch even when both sides have it, and enters the averages as it is.
-    Raises ParityError for tensors of different shapes, and for empty ones: neither was compared.
+    Returns the counts and the position of the first mismatch, None if there is none. A value that is
+    not finite is a mismatch even when both sides have it, and enters the averages unchanged. Raises
+    ParityError for tensors of different shapes and for empty ones, since neither was compared.
     """
     if train.dtype != torch.float32 or rollout.dtype != torch.float32:
         raise TypeError(f"train {train.dtype}, rollout {rollout.dtype}: both must be float32")
@@ -136,7 +136,8 @@ def compare_log_probs(train: Tensor, rollout: Tensor) -> tuple[ParityCounts, int
 
 
 def k3(train: Tensor, rollout: Tensor) -> Tensor:
-    """The estimator of KL(rollout || train) of each token, with r = train - rollout: exp(r) - r - 1.
+    """Return the k3 estimator of KL(rollout || train) of each token: exp(r) - r - 1, r = train -
+    rollout.
 
     float32 [R], [R] -> float64 [R], in nats (http://joschu.net/blog/kl-approx.html).
     """
@@ -145,18 +146,18 @@ def k3(train: Tensor, rollout: Tensor) -> Tensor:
 
 
 def mismatches(train: Tensor, rollout: Tensor) -> Tensor:
-    """Return which of two float32 tensors' values are not the same bits of a finite number, of which
-    -0.0 and 0.0 are two: [R], [R] -> bool [R]."""
+    """Return where two float32 tensors differ in bits or are not finite: [R], [R] -> bool [R]. -0.0 and
+    0.0 differ."""
     bits, others = (x.contiguous().view(torch.int32) for x in (train, rollout))
     return (bits != others) | ~train.isfinite() | ~rollout.isfinite()
 
 
 def compare_draws(drawn: Tensor, sampled: Tensor) -> tuple[ParityCounts, int | None]:
-    """Compare sampled tokens, int64 [R], with those that the trainer drew by their seeds.
+    """Compare sampled tokens, int64 [R], with the tokens that the trainer drew with their seeds.
 
-    drawn: float32 [R], NaN where none was drawn again, which is not counted. Returns the counts and the
-    position of the first token that was drawn otherwise, None if there is none. Raises ParityError for
-    tensors of different shapes.
+    drawn: float32 [R], NaN for tokens that were not redrawn, which are not counted. Returns the counts
+    and the position of the first token that was drawn differently, None if there is none. Raises
+    ParityError for tensors of different shapes.
     """
     if drawn.shape != sampled.shape:
         raise ParityError(
@@ -170,12 +171,13 @@ def compare_draws(drawn: Tensor, sampled: Tensor) -> tuple[ParityCounts, int | N
 
 
 def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
-    """How many representable float32 values apart: float32 [...], [...] -> int64 [...]."""
+    """Count the representable float32 values between two tensors: float32 [...], [...] -> int64
+    [...]."""
     distance = (_ordered(a) - _ordered(b)).abs()
     return torch.where(a.isfinite() & b.isfinite(), distance, NOT_FINITE_ULP)
 
 
 def _ordered(x: Tensor) -> Tensor:
-    """Integers in the order of the floats, one apart for neighbours; both zeros are 0."""
+    """Map floats to integers in the same order, so that neighbours differ by one; both zeros are 0."""
     bits = x.contiguous().view(torch.int32).long()
     return torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)

@@ -1,4 +1,4 @@
-"""What sampled tokens are weighed with in the loss, as episodes and reward functions say it."""
+"""Weights of sampled tokens in the loss, as episodes and reward functions give them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from onpolicy.config import TrainConfig
 
 TOKEN_WEIGHTS = "token_weights"
-"""Their name in what is returned."""
+"""Name of the weights in a returned dictionary."""
 
 _HAS: Mapping[str, tuple[Callable[[TrainConfig], bool], str]] = {
     "objective": (lambda config: True, ""),
@@ -34,13 +34,13 @@ _HAS: Mapping[str, tuple[Callable[[TrainConfig], bool], str]] = {
     "log_ratio": (lambda config: config.algorithm.log_ratio_coef > 0, "--log-ratio-coef"),
     "positive_nll": (lambda config: config.algorithm.positive_nll_coef > 0, "--positive-nll-coef"),
 }
-"""Whether the loss of a run has each term, and what a run is given for it."""
+"""Whether a run's loss has each term, and the flag that adds the term."""
 
 
 def by_term(given: Any) -> dict[Term, Any]:
-    """What is said of each term, if anything is; what names no term is of the objective.
+    """Return weights by term; weights without a term's name belong to the objective.
 
-    Raises ValueError for a name that no term has.
+    Raises ValueError for the name of an unknown term.
     """
     if given is None:
         return {}
@@ -53,7 +53,7 @@ def by_term(given: Any) -> dict[Term, Any]:
 
 
 def require_terms(config: TrainConfig, terms: Collection[str], who: str) -> None:
-    """Raise ConfigError for a term that `who` weighs and that is not in the loss of a run."""
+    """Raise ConfigError if `who` weighs a term that the run's loss lacks."""
     if missing := [term for term in terms if term not in terms_of(config)]:
         raise ConfigError(
             f"{who}: {TOKEN_WEIGHTS}[{missing[0]!r}]: the loss of this run has no such term. Leave them "
@@ -62,12 +62,13 @@ def require_terms(config: TrainConfig, terms: Collection[str], who: str) -> None
 
 
 def terms_of(config: TrainConfig) -> list[Term]:
-    """The terms of the loss of a run."""
+    """Return the terms of a run's loss."""
     return [term for term in get_args(Term) if _HAS[term][0](config)]
 
 
 def checked_weights(name: str, values: Any, count: int, of: str) -> list[float]:
-    """`values` as weights. Raises ValueError for what `checked_numbers` refuses, and below 0."""
+    """Return `values` as weights. Raises ValueError as `checked_numbers` does, and for a negative
+    weight."""
     weights = checked_numbers(name, values, count, of)
     if (least := min(weights, default=0.0)) < 0:
         raise ValueError(f"{name}={least!r}: must be at least 0")
@@ -75,8 +76,8 @@ def checked_weights(name: str, values: Any, count: int, of: str) -> list[float]:
 
 
 def checked_numbers(name: str, values: Any, count: int, of: str) -> list[float]:
-    """`values` as numbers. Raises ValueError for what is no list, for a count that is not `of`'s, and
-    for what is no finite number."""
+    """Return `values` as floats. Raises ValueError unless it is a list of `count` finite numbers; `of`
+    names what they must match."""
     numbers = listed(name, values, "numbers")
     if len(numbers) != count:
         raise ValueError(f"{name}={len(numbers)} numbers: {of} are {count}. Give one for each")
@@ -87,7 +88,8 @@ def checked_numbers(name: str, values: Any, count: int, of: str) -> list[float]:
 
 
 def listed(name: str, values: Any, of: str) -> list[Any]:
-    """`values` as a list. Raises ValueError for what is none."""
+    """Return `values` as a list. Raises ValueError if it is not iterable, or is a string or a
+    mapping."""
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
         raise ValueError(f"{name}={values!r:.60}: must be a list of {of}")
     return [*values]

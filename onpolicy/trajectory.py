@@ -1,4 +1,4 @@
-"""What a policy sampled: an engine's answer to a request, and all that one sequence holds of answers."""
+"""Sampled tokens: an engine's answer to one request, and a sequence with all its answers."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from onpolicy.grammar import Grammar, GrammarSpan
 
 
 class FinishReason(StrEnum):
-    """Why a response ended."""
+    """The reason for which a response ended."""
 
     STOP = "stop"
-    """A stop token was sampled, or the text of a stop string; it is the response's last."""
+    """A stop token was sampled, or the text of a stop string, as the last of the response."""
 
     LENGTH = "length"
-    """The longest allowed response was reached: the response is truncated."""
+    """The response reached the longest allowed length and is truncated."""
 
     ABORT = "abort"
-    """The response is not complete: it goes on with another request."""
+    """The response is incomplete; another request continues it."""
 
 
 UNPUSHED = -1
-"""The version of weights that an engine has from elsewhere, and from no push."""
+"""Version of weights that an engine loaded itself, not from a push."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Span:
-    """Tokens of a response that were sampled from the weights of one push."""
+    """Tokens of a response that were sampled under the weights of one push."""
 
     version: int
     start: int
@@ -41,39 +41,40 @@ class Span:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Completion:
-    """What an engine answered to one request."""
+    """An engine's answer to one request."""
 
     response_ids: list[int]
-    """The response's R tokens, as sampled. Example: [5, 11, 1]"""
+    """The response's R sampled tokens. Example: [5, 11, 1]"""
 
     rollout_log_probs: list[float]
-    """float32 values [R]: of each token when it was sampled. Example: [-0.25, ...]"""
+    """Log-probability of each token when it was sampled, float32 values [R]. Example: [-0.25, ...]"""
 
     finish_reason: FinishReason
 
     weight_version: int
-    """The push that the engine's weights came from at the last token; UNPUSHED if from none."""
+    """Push that the engine's weights came from at the last token; UNPUSHED if from none."""
 
     num_cached_tokens: int
-    """Prompt tokens found in the prefix cache."""
+    """Number of prompt tokens found in the prefix cache."""
 
     routed_experts: NDArray[np.int32] | None = None
-    """int32 [T - 1, layers x k]: experts that computed each token of prompt and response but the
-    last; None if they were not asked for, or are not those that the response was sampled with."""
+    """Experts that computed each token of prompt and response but the last, int32 [T - 1, layers x k];
+    None if they were not asked for, or differ from the experts that the response was sampled with."""
 
     kept_tokens: list[bytes] = field(default_factory=list)
-    """[R]: what each was drawn from (`ops/kept_tokens.py`); none at all if all from the vocabulary."""
+    """The set that each token was drawn from, [R] (`ops/kept_tokens.py`); empty if all were drawn from
+    the whole vocabulary."""
 
     entropy: list[float] = field(default_factory=list)
-    """float32 values [R]: of the distribution that each was drawn from, in nats; none at all of an
-    engine that does not tell."""
+    """Entropy of the distribution that each token was drawn from, in nats, float32 values [R]; empty if
+    the engine does not report it."""
 
     spans: tuple[Span, ...] = ()
-    """The pushes that its tokens come from, in order and without gaps, as the engine says; empty if it
-    does not say. Example: (Span(version='2', start=0, end=8), Span(version='3', start=8, end=11))"""
+    """Pushes that its tokens come from, in order and without gaps, as the engine reports them; empty if
+    it does not. Example: (Span(version='2', start=0, end=8), Span(version='3', start=8, end=11))"""
 
     def until(self, count: int, reason: FinishReason) -> Completion:
-        """Its first tokens, which ended for that reason."""
+        """Return its first `count` tokens, with this finish reason."""
         cut = len(self.response_ids) - count
         spans = (replace(s, end=min(s.end, count)) for s in self.spans if s.start < count)
         experts = self.routed_experts
@@ -90,66 +91,66 @@ class Completion:
 
 
 Forks = tuple[tuple[str, int], ...]
-"""How a branch of an episode came to be, as `Trajectory.forks` says."""
+"""The forks that led to a branch of an episode, as `Trajectory.forks` has them."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Trajectory:
-    """What a policy was given and what it sampled, in one sequence. T: tokens; R: sampled ones."""
+    """One sequence of given and sampled tokens. T: its tokens; R: the sampled ones."""
 
     token_ids: list[int]
-    """[T]. Example: [17, 4, 9, 5, 11, 1]"""
+    """Tokens of the sequence, [T]. Example: [17, 4, 9, 5, 11, 1]"""
 
     sampled: list[bool]
-    """[T]: whether the policy sampled the token; the others were given to it."""
+    """Whether the policy sampled each token, [T]; the others were given to it."""
 
     rollout_log_probs: list[float] = field(default_factory=list)
-    """float32 values [R]: of each sampled token when it was sampled."""
+    """Log-probability of each sampled token when it was sampled, float32 values [R]."""
 
     temperatures: list[float] = field(default_factory=list)
-    """[R]: what each sampled token was sampled at."""
+    """Sampling temperature of each sampled token, [R]."""
 
     spans: tuple[Span, ...] = ()
-    """The pushes that the sampled tokens come from, counted from 0 to R, as in `Completion`."""
+    """Pushes that the sampled tokens come from, counted from 0 to R, as in `Completion`."""
 
     routed_experts: NDArray[np.int32] | None = None
-    """int32 [T - 1, layers x k], as in `Completion`."""
+    """Experts of each token, int32 [T - 1, layers x k], as in `Completion`."""
 
     kept_tokens: list[bytes] = field(default_factory=list)
-    """[R], or none, as in `Completion`."""
+    """The set that each sampled token was drawn from, [R] or empty, as in `Completion`."""
 
     entropy: list[float] = field(default_factory=list)
-    """[R], as in `Completion`; none at all if any is not known."""
+    """Entropy of each sampled token, [R], as in `Completion`; empty if any is unknown."""
 
     grammars: tuple[GrammarSpan, ...] = ()
-    """The tokens that were sampled within grammars, in their order; they may count as given since."""
+    """Spans of tokens that were sampled under grammars, in order; some may count as given since."""
 
     finish_reason: FinishReason = FinishReason.ABORT
 
     weight_version: int = UNPUSHED
-    """The push that the last sampled token comes from."""
+    """Push that the last sampled token comes from."""
 
     num_cached_tokens: int = 0
-    """Tokens found in the prefix cache, by all requests together."""
+    """Number of tokens that all its requests found in the prefix cache."""
 
     num_prefix_tokens: int = field(default=0, compare=False)
-    """Tokens that those requests began with; not compared, since rounds make requests."""
+    """Number of tokens that its requests began with; not compared, since it depends on the rounds."""
 
     forks: Forks = ()
-    """How it came to be a branch of an episode: (key of a fork, tokens at which it left the branch
-    before), from the first branch on. Example: (("0", 12), ("2", 40))"""
+    """Forks that made it a branch of an episode, from the first branch on: (key of a fork, number of
+    tokens at which it left the branch before). Example: (("0", 12), ("2", 40))"""
 
     @staticmethod
     def begin(prompt_ids: Sequence[int]) -> Trajectory:
-        """A prompt, and nothing sampled yet."""
+        """Return a trajectory of a prompt alone."""
         return Trajectory(token_ids=[*prompt_ids], sampled=[False] * len(prompt_ids))
 
     def plus(
         self, answer: Completion, temperature: float, grammar: Grammar | None = None
     ) -> Trajectory:
-        """With what an engine sampled after all tokens so far.
+        """Return it with an engine's answer after all tokens so far.
 
-        The experts of a token are those of the answer that it was computed for first.
+        A token keeps the experts of the answer that computed it first.
         """
         return replace(
             self,
@@ -169,7 +170,7 @@ class Trajectory:
         )
 
     def given(self, token_ids: Sequence[int]) -> Trajectory:
-        """With tokens that nobody sampled."""
+        """Return it with further given tokens."""
         return replace(
             self,
             token_ids=self.token_ids + [*token_ids],
@@ -177,7 +178,7 @@ class Trajectory:
         )
 
     def until(self, length: int) -> Trajectory:
-        """Its first tokens."""
+        """Return its first `length` tokens."""
         count = sum(self.sampled[:length])
         spans = tuple(replace(s, end=min(s.end, count)) for s in self.spans if s.start < count)
         experts = self.routed_experts
@@ -198,12 +199,12 @@ class Trajectory:
         )
 
     def forked(self, length: int, key: str) -> Trajectory:
-        """A branch that shares its first tokens."""
+        """Return a new branch that shares its first `length` tokens."""
         anew = replace(self.until(length), num_cached_tokens=0, num_prefix_tokens=0)
         return replace(anew, forks=(*self.forks, (key, length)))
 
     def as_given(self, length: int) -> Trajectory:
-        """The same tokens, of which those before `length` count as given."""
+        """Return the same tokens, of which the first `length` count as given."""
         count = sum(self.sampled[:length])
         if not count:
             return self
@@ -248,16 +249,16 @@ class Trajectory:
         return (*before, GrammarSpan(grammar=grammar, start=start, end=end))
 
     def start_within(self, grammar: Grammar | None) -> int:
-        """The place of the first token of what is sampled next: of an answer that goes on, if the last
-        tokens were sampled within the same grammar."""
+        """Return the index at which the grammar of the next answer starts: the last span's start if the
+        last tokens were sampled under the same grammar, and the next token's otherwise."""
         last, length = self.grammars[-1:], len(self.token_ids)
         goes_on = last and last[0].end == length and last[0].grammar == grammar
         return last[0].start if goes_on else length
 
     @property
     def stretches(self) -> list[tuple[Forks, int, int]]:
-        """(branch, start, end) of the tokens that it has from each branch of its episode, in order: a
-        branch and a position are one token, which was sampled once."""
+        """Return (branch, start, end) of the tokens that it has from each branch of its episode, in
+        order. A branch and a position identify one token, which was sampled once."""
         ends = [*(length for _, length in self.forks), len(self.token_ids)]
         edges = [0, *(min(ends[i:]) for i in range(len(ends)))]
         found = [(self.forks[:i], *edge) for i, edge in enumerate(pairwise(edges))]
@@ -265,17 +266,17 @@ class Trajectory:
 
     @property
     def num_sampled(self) -> int:
-        """R."""
+        """Return R."""
         return len(self.rollout_log_probs)
 
     @property
     def response_ids(self) -> list[int]:
-        """[R]: the sampled tokens."""
+        """Return the sampled tokens, [R]."""
         return list(compress(self.token_ids, self.sampled))
 
     @property
     def prompt_ids(self) -> list[int]:
-        """What was given before the first sampled token."""
+        """Return the tokens given before the first sampled token."""
         return self.token_ids[: self.sampled.index(True) if self.num_sampled else None]
 
 

@@ -1,1 +1,1 @@
-"""The corrections under the names, keys and calling conventions of other RL stacks."""
+"""The corrections under the names, keys and calling conventions of other RL frameworks."""

@@ -1,8 +1,9 @@
-"""The records that say what a correction does, each with its defaults, bounds and explanations.
+"""The settings of corrections, each with its defaults, bounds and explanations.
 
-They import no torch, so that a command line can be made of them without it. `CorrectionSettings` is
-importance sampling and rejection as a user asks for them; its `correction()` is the `CorrectionConfig`
-that is applied. Keys of other stacks are translated into these records by `adapters`.
+They import no torch, so that a command line can be built from them without it. `CorrectionSettings`
+holds importance sampling and rejection as a user sets them; its `correction()` returns the
+`CorrectionConfig` that is applied. `adapters` translates the keys of other frameworks into these
+records.
 """
 
 from fallback_correction.config.correction import (

@@ -1,7 +1,7 @@
-"""What a correction does to a batch, in the field's terms: what `correction.correct` applies.
+"""The settings that `correction.correct` applies to a batch, in the field's terms.
 
 Notation: r = log pi_train - log pi_rollout of a sampled token, rho = exp(r). Every bound here bounds
-rho itself, rollout in the denominator; verl's `*_k1` bounds, for one, bound 1 / rho.
+rho itself, with the rollout in the denominator; verl's `*_k1` bounds, in contrast, bound 1 / rho.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ Clamp = Annotated[float | None, above(0)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectionRule:
-    """Keeps what lies within [lower, upper], both ends included."""
+    """A rule that keeps values within [lower, upper], both ends included."""
 
     statistic: Statistic = "ratio"
-    """What of a token is compared: ratio rho; k1 = -r, k2 = r^2 / 2, k3 = exp(r) - r - 1 (Schulman,
-    2020).
+    """Statistic of a token: ratio rho; k1 = -r, k2 = r^2 / 2, k3 = exp(r) - r - 1 (Schulman, 2020).
 
-    The bounds of ratio and k1 bound rho; those of k2 and k3, which grow on both sides of rho = 1,
+    The bounds of ratio and k1 bound rho; the bounds of k2 and k3, which grow on both sides of rho = 1,
     bound the statistic itself.
     """
 
     aggregation: Aggregation = "token"
-    """token: each by itself; sum, mean, max: one value for a sequence, which is kept or goes whole.
+    """Aggregation over a sequence. token: each token by itself; sum, mean, max: one value for a
+    sequence, which is kept or rejected whole.
 
-    Sums and means of ratios are taken of r, so that they are products and geometric means. The
-    largest k1 of a sequence belongs to its smallest rho.
+    Sums and means of ratios are taken of r, so that they are products and geometric means. The largest
+    k1 of a sequence belongs to its smallest rho.
     """
 
     lower: float = -math.inf
@@ -52,10 +52,11 @@ class RejectionRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Veto:
-    """Rejects a whole sequence for one token beyond [lower, upper]; looks at values as they are."""
+    """A rule that rejects a whole sequence for one token outside [lower, upper]; values are not
+    clamped."""
 
     by: VetoBy = "ratio"
-    """rho, as Miles' code does, or pi_rollout, as its documentation says."""
+    """Statistic of the veto: rho, as in Miles' code, or pi_rollout, as in its documentation."""
 
     lower: float = 0.0
     upper: float = math.inf
@@ -70,39 +71,40 @@ class CorrectionConfig:
     """Importance weights, rejection and normalisation of one optimizer step's global batch."""
 
     level: Level = "none"
-    """Weight of a token: rho (token), the product of its sequence's (sequence), their geometric mean
-    (geometric), or no weights at all (none)."""
+    """Weight of a token: rho (token), the product over its sequence (sequence), the geometric mean over
+    it (geometric), or no weights (none)."""
 
     mode: Mode = "truncate"
-    """truncate: min(w, upper); clip: into [lower, upper]; mask: reject what lies outside."""
+    """Use of the bounds. truncate: min(w, upper); clip: into [lower, upper]; mask: reject weights
+    outside."""
 
     lower: Annotated[float, at_least(0)] = 0.0
     upper: Annotated[float, MAY_BE_INFINITE] = 2.0
 
     rules: tuple[RejectionRule, ...] = ()
-    """All must keep a token. They need no weights."""
+    """Rules that must all keep a token. They need no weights."""
 
     veto: Veto | None = None
 
     second_moment: Annotated[float | None, above(0)] = None
-    """M2PO (arXiv 2510.01161): reject the tokens of the largest r^2, until the mean of the others over
-    the global batch is below this; None: none. They need no weights."""
+    """Limit of M2PO (arXiv 2510.01161): reject the tokens of the largest r^2, until the mean of the
+    others over the global batch is below this; None: no limit. It needs no weights."""
 
     self_normalize: bool = False
-    """Divide the weights of the tokens K that rules, veto and mode mask keep by their mean m over the
-    global batch (self-normalised importance sampling), so that it is 1: m = sum_K w / |K| at level
-    token; at the others, the mean weight of the sequences that have a token in K."""
+    """Whether to divide the weights of the kept tokens K by their mean m over the global batch
+    (self-normalised importance sampling), so that their mean is 1: m = sum_K w / |K| at level token; at
+    the others, the mean weight of the sequences that have a token in K."""
 
     rejected_in_denominator: bool = True
-    """Whether rejected tokens count in the denominators of the loss. In m they never do: their
-    weights, which may be anything, would decide those of all others."""
+    """Whether rejected tokens count in the denominators of the loss. They never count in m: their
+    weights, which may be anything, would scale all others."""
 
     log_ratio_clamp: Clamp = 20.0
-    """Log-ratios are cut to +- this before exp; None: never."""
+    """Limit to which log-ratios are clamped before exp; None: no clamp."""
 
     nonfinite: Nonfinite = "error"
-    """A log-probability that is NaN or infinite: stop, or reject it (with its sequence, if anything
-    here looks at sequences)."""
+    """Treatment of a NaN or infinite log-probability: raise an error, or reject the token (with its
+    sequence, if any setting here looks at sequences)."""
 
     def __post_init__(self) -> None:
         require_choices(self)
@@ -115,7 +117,7 @@ class CorrectionConfig:
 
     @property
     def needs_whole_batch(self) -> bool:
-        """Whether a token's weight depends on more of the global batch than its own sequence."""
+        """Return whether a token's weight depends on more of the global batch than its own sequence."""
         return (
             self.self_normalize
             or not self.rejected_in_denominator
@@ -124,7 +126,7 @@ class CorrectionConfig:
 
     @property
     def looks_at_sequences(self) -> bool:
-        """Whether a token's fate depends on the other tokens of its sequence."""
+        """Return whether a token's rejection or weight depends on the other tokens of its sequence."""
         return (
             self.level in ("sequence", "geometric")
             or self.veto is not None

@@ -1,4 +1,4 @@
-"""How much a disagreement between the engines costs, by arXiv 2606.08779 (DC-GRPO)."""
+"""Settings of the discrepancy penalty of arXiv 2606.08779 (DC-GRPO)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ NonNegative = Annotated[float, at_least(0)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiscrepancyConfig:
-    """Tokens pay lambda times their discrepancy delta. The defaults are the paper's for Qwen3-8B; see
-    also `moe`.
+    """Settings of a penalty of lambda times the discrepancy delta on every token. The defaults are the
+    paper's for Qwen3-8B; see also `moe`.
 
-    delta needs pi_train of the policy that took the rollout. In bypass mode nobody recomputes it:
-    refuse that mode, or take the current policy's at the first optimizer step, where they are the
-    same. At a later step delta would measure the update and not the engines.
+    delta needs pi_train of the behavior policy. In bypass mode it is not recomputed: refuse that mode,
+    or take the current policy's at the first optimizer step, where they are the same. At a later step
+    delta would measure the update instead of the engines.
     """
 
     mode: Literal["", "fixed", "margin", "lagrangian"] = "lagrangian"
@@ -64,12 +64,12 @@ class DiscrepancyConfig:
 
     @staticmethod
     def off() -> DiscrepancyConfig:
-        """No penalty at all."""
+        """Return settings without a penalty."""
         return DiscrepancyConfig(mode="")
 
     @staticmethod
     def moe() -> DiscrepancyConfig:
-        """The paper's setting for Qwen3-30B-A3B, a mixture of experts."""
+        """Return the paper's settings for Qwen3-30B-A3B, a mixture of experts."""
         return DiscrepancyConfig(lambda_=0.05, budget=0.0050)
 
     def __post_init__(self) -> None:

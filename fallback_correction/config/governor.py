@@ -15,7 +15,8 @@ Rollouts = Annotated[int, at_least(1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GovernorConfig:
-    """A rollout is bad if one distance is beyond its limit, calm if all are well within."""
+    """Limits of the governor: a rollout is bad if one distance is beyond its limit, calm if all are
+    well within."""
 
     k3: Limit = 1e-3
     """Largest mismatch/k3 before it climbs, in nats per token."""

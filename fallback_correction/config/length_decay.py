@@ -1,4 +1,4 @@
-"""When the learning rate halves, and what counts as a surge of the response length."""
+"""Settings of the learning rate's halving, and of the detector of a surge of the response length."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Steps = Annotated[int, at_least(1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurgeDetectorConfig:
-    """What counts as a surge. Steps are rollout steps, counted from 1.
+    """Settings of the surge detector. Steps are rollout steps, counted from 1.
 
-    Raises ValueError for settings under which no surge could ever be found.
+    Raises ValueError for settings under which no surge can be found.
     """
 
     burn_in: Steps = 10

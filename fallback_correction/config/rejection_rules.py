@@ -1,4 +1,4 @@
-"""Rejection by several metrics at once, each by verl's name and within bounds of its own."""
+"""Rejection by several metrics at once, each with verl's name and its own bounds."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ METRICS: dict[str, tuple[Statistic, Aggregation]] = {
     "seq_mean_k1": ("k1", "mean"), "seq_mean_k2": ("k2", "mean"), "seq_mean_k3": ("k3", "mean"),
     "seq_max_k2": ("k2", "max"), "seq_max_k3": ("k3", "max"),
 }  # fmt: skip
-"""What verl's `rollout_rs` calls a statistic of tokens, or of sequences."""
+"""Statistics of tokens or sequences, by their names in verl's `rollout_rs`."""
 
 EXAMPLE = "Write NAME=UPPER or NAME=LOWER_UPPER, as in token_k1=0.5_2 or seq_mean_k3=0.01."
 
 
 def rejection_rules(field: str, texts: Sequence[str]) -> tuple[RejectionRule, ...]:
-    """The rules of texts like `seq_mean_k3=0.01` and `token_k1=0.5_2`.
+    """Parse rules such as `seq_mean_k3=0.01` and `token_k1=0.5_2`.
 
-    Bounds of k1 are of rho = pi_train / pi_rollout (verl's are of 1 / rho), and one number is the upper
-    one, 1 / upper being the lower. k2 and k3 have an upper bound alone. Raises FieldError for a text
-    that is no rule, or names what another does.
+    Bounds of k1 apply to rho = pi_train / pi_rollout (verl's apply to 1 / rho); a single number is the
+    upper bound, and 1 / upper the lower. k2 and k3 have only an upper bound. Raises FieldError for a
+    text that is no rule, or that repeats a metric.
     """
     names = [text.partition("=")[0] for text in texts]
     for name in names:

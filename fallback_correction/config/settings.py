@@ -1,4 +1,5 @@
-"""Importance sampling and rejection as a user asks for them, under the names of Miles and slime."""
+"""Settings of importance sampling and rejection as a user gives them, under the names of Miles and
+slime."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ LOWER_BOUND = ReadBy(
 )
 
 APPLIED = CorrectionConfig()
-"""Where the defaults stand of what both records say."""
+"""Source of the defaults of fields that both records have."""
 
 AGGREGATIONS: dict[WeightLevel, Aggregation] = {
     "token": "token",
@@ -55,7 +56,7 @@ AGGREGATIONS: dict[WeightLevel, Aggregation] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionSettings:
-    """Every field is a flag of the same name; `correction` says what comes of them all."""
+    """Settings whose fields are flags of the same names; `correction` combines them."""
 
     use_tis: bool = False
     """Correct an unaligned rollout: weight tokens by the importance ratio pi_train / pi_rollout."""
@@ -126,21 +127,22 @@ class CorrectionSettings:
 
     @property
     def weight_bounds(self) -> tuple[float, float]:
-        """The bounds of weights. Masking bounds below only if asked to, as in MIS (arXiv 2602.01826,
-        eq. 6)."""
+        """Return the bounds of weights. Mode mask has a lower bound only if one is given, as in MIS
+        (arXiv 2602.01826, eq. 6)."""
         fallback = 1 / self.tis_upper_bound if self.tis_mode == "clip" else 0.0
         return _or(self.tis_lower_bound, fallback), self.tis_upper_bound
 
     @property
     def rejection_bounds(self) -> tuple[float, float]:
-        """The bounds of the ratio, or of the divergence that takes its place, which has none below."""
+        """Return the bounds of the ratio, or of the divergence that replaces it, which has no lower
+        bound."""
         if self.rs_statistic != "ratio":
             return -math.inf, _or(self.rs_upper_bound, math.inf)
         lower = _or(self.tis_lower_bound, 1 / self.tis_upper_bound)
         return _or(self.rs_lower_bound, lower), _or(self.rs_upper_bound, self.tis_upper_bound)
 
     def correction(self) -> CorrectionConfig:
-        """What is applied. Raises ValueError for bounds that fall back to contradictory ones."""
+        """Return the correction to apply. Raises ValueError for bounds with contradictory defaults."""
         lower, upper = self.weight_bounds
         threshold = self.rs_veto_threshold
         return CorrectionConfig(

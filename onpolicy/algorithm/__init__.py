@@ -1,1 +1,2 @@
-"""The maths of policy optimisation: advantages, objectives, KL penalties, aggregation. Torch only."""
+"""The mathematics of policy optimisation, in torch alone: advantages, objectives, KL penalties,
+aggregation."""

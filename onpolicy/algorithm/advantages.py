@@ -1,4 +1,4 @@
-"""Advantages from the rewards of groups of episodes of the same prompt."""
+"""Advantages from the rewards of groups of episodes, one group for each prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onpolicy.algorithm.registry import ESTIMATORS, AdvantageEstimator, Estimato
 EPSILON = 1e-6
 
 WHITENING_EPSILON = 1e-8
-"""Added to the variance of advantages, as in verl's masked_whiten."""
+"""Constant added to the variance of advantages, as in verl's masked_whiten."""
 
 Groups = Sequence[Sequence[float]]
 
@@ -29,21 +29,25 @@ def group_advantages(
     episodes: list[list[int]] | None = None,
     baselines: Sequence[float] = (),
 ) -> list[list[float]]:
-    """One advantage for every trajectory, by groups, in the order of `rewards`.
+    """Return one advantage for every trajectory, by groups, in the order of `rewards`.
 
-    `registry.ESTIMATORS` has the formulas and their sources; std is with n - 1.
+    `registry.ESTIMATORS` lists the formulas and their sources; std divides by n - 1.
 
-    episodes: the number of the episode that each is a trajectory of, those of one side by side; None:
-    each is one of its own. Mean, std, n and the others are of episodes, each of which counts once,
-    however often it branched; its reward is the mean of its trajectories', and r is a trajectory's own.
-    So where an episode has one reward for all, all have its advantage, as in slime
-    (`slime/utils/ppo_utils.py`, `group_relative_advantages`). Where trajectories have rewards of their
-    own, the baseline alone is of episodes. verl knows none: there every row of a prompt is a sample.
+    episodes: the number of each trajectory's episode, equal numbers side by side; None: every
+    trajectory is an episode. Mean, std, n and the leave-one-out mean are over episodes, so an episode
+    counts once however often it branches; its reward is the mean of its trajectories' rewards, while r
+    is a trajectory's own. An episode with one reward therefore gives all its trajectories one
+    advantage, as in slime (`slime/utils/ppo_utils.py`, `group_relative_advantages`); with a reward for
+    each trajectory, only the baseline is over episodes. verl has no episodes: every row of a prompt is
+    a sample there.
 
-    lengths: tokens of every trajectory that are trained on, which opo and what whitens over tokens need.
-    baselines: the reward of each group's greedy answer, which remax needs.
-    A group whose episodes' rewards are all equal has no signal, and advantages of exactly 0 under what
-    compares and does not whiten. ValueError for another estimator, and for missing lengths.
+    lengths: the number of trained tokens of every trajectory, for opo and for estimators that whiten
+    over tokens.
+
+    baselines: the reward of each group's greedy answer, for remax.
+
+    If all episodes of a group have the same reward, estimators that compare and do not whiten give
+    exactly 0. Raises ValueError for an unknown estimator and for missing lengths.
     """
     require_choice("estimator", estimator, AdvantageEstimator)
     entry = ESTIMATORS[estimator]
@@ -72,8 +76,8 @@ def named_advantages(
     weights: Mapping[str, float],
     episodes: list[list[int]] | None = None,
 ) -> list[list[float]]:
-    """GDPO (arXiv 2601.05242): grpo of each reward by itself, weighed and added up, then normalised over
-    all trajectories. So a reward of large scale does not drown the others."""
+    """Return GDPO's advantages (arXiv 2601.05242): grpo of each reward, their weighted sum, normalised
+    over all trajectories. A reward of large scale does not drown the others."""
     each = {
         name: group_advantages(groups, "grpo", None, episodes) for name, groups in named.items()
     }
@@ -103,7 +107,7 @@ class _Group:
         self.lengths = torch.tensor(lengths or [0] * len(rewards), dtype=torch.float64)
 
     def advantages(self, entry: EstimatorEntry, of_all: Tensor) -> list[float]:
-        """Those before whitening. of_all: the rewards of the episodes of all groups."""
+        """Return the advantages before whitening. of_all: the episode rewards of all groups."""
         if entry.baseline == "none":
             return self.each.tolist()
         if (self.rewards == self.rewards[:1]).all():
@@ -130,13 +134,14 @@ class _Group:
 
 
 def returns(token_rewards: Sequence[float], gamma: float = 1.0) -> list[float]:
-    """[R]: of every token the rewards from it on, each worth gamma less a token further, added up in
-    float64 from the last to it."""
+    """Return the discounted sum of rewards from each token on, [R], in float64, added from the last
+    token back."""
     return [*accumulate(reversed(token_rewards), lambda later, r: r + gamma * later)][::-1]
 
 
 def _require_lengths(rewards: list[list[float]], lengths: list[list[int]] | None) -> list[int]:
-    """The length of every trajectory, in one list."""
+    """Return the length of every trajectory in one list. Raises ValueError if they do not fit the
+    rewards."""
     if lengths is None or [len(group) for group in lengths] != [len(group) for group in rewards]:
         raise ValueError(
             f"lengths={lengths}: REINFORCE++ whitens over tokens. Give the length of every response, "
@@ -148,12 +153,14 @@ def _require_lengths(rewards: list[list[float]], lengths: list[list[int]] | None
 def whitening(
     trajectories: Sequence[Sequence[tuple[int, float]]], gather: Gather = alone
 ) -> Callable[[float], float]:
-    """verl's masked_whiten (verl/utils/torch_functional.py) of a token's value a, n tokens having it:
+    """Return verl's masked_whiten (verl/utils/torch_functional.py) as a function of a token's value a:
 
-    (a - m) / sqrt(v + 1e-8), m = sum n a / N, v = sum n (a - m)^2 / (N - 1), N = sum n.
+    (a - m) / sqrt(v + 1e-8), m = sum n a / N, v = sum n (a - m)^2 / (N - 1), N = sum n,
 
-    trajectories: the pairs (n, a) of each that this rank has. Sums of a trajectory are rounded, and
-    their sum is rounded once, so that no bit depends on the ranks.
+    where n tokens have the value a.
+
+    trajectories: pairs (n, a) of each trajectory of this rank. Sums over a trajectory are rounded, and
+    their total is rounded once, so that no bit depends on the number of ranks.
     """
 
     def total(of: Callable[[int, float], float]) -> float:

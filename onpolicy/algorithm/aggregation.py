@@ -1,4 +1,4 @@
-"""From losses of tokens to the loss of a global batch: every token's share of it."""
+"""Aggregation of token losses: each token's share of the loss of a global batch."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def token_shares(
     scale_length: float | None = None,
     episodes: Tensor | None = None,
 ) -> Tensor:
-    """The factor of each token's loss such that the sum over all ranks is the aggregate: [N].
+    """Return the factor of each token's loss such that the sum over all ranks is the aggregate: [N].
 
     token-mean: mean over the tokens of the global batch. seq-mean-token-{mean, sum}: mean over its
-    sequences of their token mean or sum. seq-mean-token-sum-norm: that sum over the constant
-    `scale_length`, as Dr. GRPO has it (arXiv 2503.20783). Sequences without a counting token are no
-    sequences here. float32, 0 outside the mask.
+    sequences of their token mean or sum. seq-mean-token-sum-norm: the mean of token sums, divided by
+    the constant `scale_length`, as in Dr. GRPO (arXiv 2503.20783). Sequences without a counting token
+    are left out. float32, 0 outside the mask.
 
-    episodes: int64 [S], the number of the episode that each sequence of the batch is a trajectory of. An
-    episode is one sequence here, with the tokens of all its trajectories, whichever ranks hold them:
-    otherwise one that branches would weigh more than one that does not. None: each is one of its own.
+    episodes: int64 [S], the number of each sequence's episode. All trajectories of an episode count as
+    one sequence, whichever ranks hold them, so that branching gives an episode no more weight. None:
+    every sequence is an episode.
     """
     require_choice("aggregation", aggregation, LossAggregation)
     counts = batch.counts
@@ -48,7 +48,8 @@ def token_shares(
 
 
 def _tokens_of_episodes(counts: Tensor, episodes: Tensor, gather: Gather) -> tuple[Tensor, float]:
-    """The counting tokens of each sequence's episode, float64 [S], and how many episodes have any."""
+    """Return the number of counting tokens of each sequence's episode, float64 [S], and the number of
+    episodes with any."""
     numbers, places = gather(episodes.double()).unique(return_inverse=True)
     everyones = gather(counts)
     totals = torch.zeros_like(numbers).index_add_(0, places, everyones)

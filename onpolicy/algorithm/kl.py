@@ -10,17 +10,17 @@ from fallback_correction.ratios import clamped
 from onpolicy.algorithm.registry import KlType
 
 LOW_VAR_LIMIT = 10.0
-"""Nats at which low_var_kl is cut, in verl, Miles and slime alike."""
+"""Upper limit of low_var_kl in nats, as in verl, Miles and slime."""
 
 
 def kl_estimate(
     log_probs: Tensor, ref_log_probs: Tensor, kind: KlType, log_ratio_clamp: float | None = 20.0
 ) -> Tensor:
-    """Estimators of KL(policy || reference) per token (http://joschu.net/blog/kl-approx.html).
+    """Estimate KL(policy || reference) of each token (http://joschu.net/blog/kl-approx.html).
 
-    With x = ref - policy: k1 = -x, k2 = x^2 / 2, k3 = exp(x) - x - 1, low_var_kl = min(k3, 10).
-    The last two cut x to +- log_ratio_clamp, or k3 would overflow; where x or low_var_kl is cut,
-    there is no gradient. That of k3 grows to 4.9e8 (1 - e^20). All [N], in nats.
+    With x = ref - policy: k1 = -x, k2 = x^2 / 2, k3 = exp(x) - x - 1, low_var_kl = min(k3, 10). The
+    last two cut x to +- log_ratio_clamp, since k3 would overflow; a cut value has no gradient. The
+    gradient of k3 reaches 4.9e8 (1 - e^20). All [N], in nats.
     """
     return _limited(_estimate(ref_log_probs - log_probs, kind, log_ratio_clamp), kind)
 
@@ -28,11 +28,11 @@ def kl_estimate(
 def unbiased_kl(
     log_probs: Tensor, old_log_probs: Tensor, ref_log_probs: Tensor, kind: KlType = "k3"
 ) -> Tensor:
-    """The estimate times pi / pi_old, whose gradient is that of the KL (DeepSeek-V3.2, eq. 7).
+    """Return the estimate times pi / pi_old, which has the gradient of the KL (DeepSeek-V3.2, eq. 7).
 
-    The gradient flows through the ratio too. old_log_probs: of the policy that sampled; of any other
-    the estimate is biased. low_var_kl is cut after the product, as in Miles and slime, and biased
-    where it is. ValueError for k2, whose mean is not the KL. All [N].
+    The gradient flows through the ratio too. old_log_probs must come from the behavior policy, or the
+    estimate is biased. low_var_kl is cut after the product, as in Miles and slime, and is biased where
+    it is cut. Raises ValueError for k2, whose mean is not the KL. All [N].
     """
     if kind == "k2":
         raise ValueError(

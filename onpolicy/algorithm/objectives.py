@@ -1,7 +1,7 @@
 """Policy-gradient objectives as a loss per token, before weights, masks and aggregation.
 
-An objective is a ratio and a bound (`registry.py`). Which policy stands in the ratio's denominator is
-the caller's choice, and makes the variants of arXiv 1707.06347 that mismatch needs: the trainer's
+An objective is a ratio and a bound (`registry.py`). The caller chooses the policy in the ratio's
+denominator, which gives the variants of arXiv 1707.06347 that handle a mismatch: the trainer's
 recomputed log-probabilities (PPO, or with importance weights the decoupled three-policy PPO, arXiv
 2110.00641 eq. 2), or the rollout's (bypass).
 """
@@ -23,7 +23,7 @@ from onpolicy.algorithm.registry import OBJECTIVES, Bound, Level, Objective, Rat
 LOG_RATIO_CLAMP = 20.0
 
 SMALLEST_LOG_WEIGHT = math.log(1e-8)
-"""VESPO's lower cut of log w, as in TRL."""
+"""Lower limit of VESPO's log w, as in TRL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,20 +31,21 @@ class ObjectiveConfig:
     kind: Objective = "ppo"
 
     eps_clip: float = 0.2
-    """The ratio is clipped at 1 - eps_clip ..."""
+    """Distance below 1 at which the ratio is clipped: 1 - eps_clip."""
 
     eps_clip_high: float = 0.2
-    """... and 1 + eps_clip_high (clip-higher, DAPO, arXiv 2503.14476 eq. 10)."""
+    """Distance above 1 at which the ratio is clipped: 1 + eps_clip_high (clip-higher, DAPO, arXiv
+    2503.14476 eq. 10)."""
 
     eps_clip_c: float | None = None
-    """Dual clip: with a negative advantage the loss is at most -c A (arXiv 1912.09729, eq. 5). Where the
-    bound is a mask: the largest ratio (arXiv 2602.04879, section 5.4)."""
+    """Dual clip: the loss of a negative advantage is at most -c A (arXiv 1912.09729, eq. 5). For a
+    bound that is a mask: the largest ratio (arXiv 2602.04879, section 5.4)."""
 
     importance_sampling_level: Level | None = None
-    """Another ratio than the objective's own."""
+    """Ratio that replaces the objective's own."""
 
     force_on_policy_ratio: bool = False
-    """The old policy is the current one, whatever was scored: a ratio of 1, with its gradient."""
+    """Whether the current policy replaces the old one: the ratio is 1, with its gradient."""
 
     sapo_tau_pos: float = 1.0
     sapo_tau_neg: float = 1.05
@@ -63,18 +64,18 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """What an objective says of every token."""
+    """The loss of every token under an objective."""
 
     loss: Tensor
-    """float32 [N], with gradient: minimise it. 0 outside the mask, whatever stands there."""
+    """Loss to minimise, float32 [N], with gradient; 0 outside the mask."""
 
     clipped: Tensor
-    """bool [N]: tokens whose gradient the bound took away (CISPO: whose ratio it bounded)."""
+    """Tokens without a gradient because of the bound (CISPO: with a bounded ratio), bool [N]."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What a ratio and a bound look at: float32 [N] each, 0 outside the mask."""
+    """The inputs of a ratio and a bound: float32 [N] each, 0 outside the mask."""
 
     log_probs: Tensor
     old_log_probs: Tensor
@@ -88,7 +89,7 @@ class _Step:
         return torch.exp(clamped(self.log_ratio, LOG_RATIO_CLAMP))
 
     def by_sign(self, positive: float, negative: float) -> Tensor:
-        """One number for tokens of positive advantage, another for the rest."""
+        """Return `positive` for tokens with a positive advantage and `negative` for the rest."""
         return torch.where(self.advantages > 0, positive, negative)
 
 
@@ -99,10 +100,10 @@ def token_loss(
     batch: TokenBatch,
     config: ObjectiveConfig,
 ) -> TokenLoss:
-    """The objective of every token: three float32 [N]; `batch` says which tokens make a sequence."""
+    """Return the objective of every token from three float32 [N]; `batch` holds the sequence lengths."""
     if config.force_on_policy_ratio:
         old_log_probs = log_probs
-    # NaN times 0 is NaN, in the gradient too: what is masked must not enter.
+    # NaN times 0 is NaN, in the gradient too: masked values must not enter.
     log_probs, old_log_probs, advantages = (
         torch.where(batch.mask, values, 0)
         for values in (log_probs, old_log_probs.detach(), advantages)
@@ -113,21 +114,22 @@ def token_loss(
     return BOUNDS[entry.bound](replace(step, log_ratio=log_ratio))
 
 
-# Ratios: log-ratios of tokens to those that the bound is put on
+# Ratios: from log-ratios of tokens to the log-ratios that are bounded
 
 
 def _sequence(step: _Step) -> Tensor:
-    """GSPO's length-normalised sequence ratio (arXiv 2507.18071, eq. 7), the same for all its tokens."""
+    """Return GSPO's length-normalised log-ratio (arXiv 2507.18071, eq. 7), equal for all tokens of a
+    sequence."""
     return step.batch.spread(step.batch.means(step.log_ratio).float())
 
 
 def _sequence_token(step: _Step) -> Tensor:
-    """The value of GSPO's ratio, with the gradient of a token's own (eq. 14)."""
+    """Return the value of GSPO's log-ratio with the gradient of each token's own (eq. 14)."""
     return step.log_probs - step.log_probs.detach() + _sequence(step).detach()
 
 
 def _product(step: _Step) -> Tensor:
-    """The ratio of the whole sequence, not normalised by its length."""
+    """Return the log-ratio of the whole sequence, not normalised by its length."""
     clipped = clamped(step.log_ratio, LOG_RATIO_CLAMP)
     return step.batch.spread(step.batch.sums(clipped).float())
 
@@ -141,17 +143,17 @@ RATIOS: dict[Ratio, Callable[[_Step], Tensor]] = {
 }
 
 
-# Bounds: what a ratio that went far may still do
+# Bounds: the loss of a ratio, limited where the ratio is far from 1
 
 
 def _unbounded(step: _Step) -> TokenLoss:
-    """Williams 1992; corrections come as importance weights."""
+    """Return the loss of REINFORCE (Williams 1992); corrections multiply it as importance weights."""
     loss = -step.advantages * step.log_probs
     return TokenLoss(loss=loss, clipped=torch.zeros_like(step.batch.mask))
 
 
 def _clip(step: _Step) -> TokenLoss:
-    """PPO-clip (arXiv 1707.06347, eq. 7), with dual clip if asked for."""
+    """Return the loss of PPO-clip (arXiv 1707.06347, eq. 7), with dual clip if `eps_clip_c` is given."""
     ratio, advantages, config = step.ratio, step.advantages, step.config
     bounded = ratio.clamp(1 - config.eps_clip, 1 + config.eps_clip_high)
     unclipped_loss, clipped_loss = -ratio * advantages, -bounded * advantages
@@ -165,21 +167,24 @@ def _clip(step: _Step) -> TokenLoss:
 
 
 def _weight(step: _Step) -> TokenLoss:
-    """Clipped weights on REINFORCE: every token keeps its gradient (arXiv 2506.13585, eq. 4)."""
+    """Return REINFORCE with clipped weights: every token keeps its gradient (arXiv 2506.13585,
+    eq. 4)."""
     ratio, config = step.ratio.detach(), step.config
     bounded = ratio.clamp(1 - config.eps_clip, 1 + config.eps_clip_high)
     return TokenLoss(loss=-bounded * step.advantages * step.log_probs, clipped=bounded != ratio)
 
 
 def _gate(step: _Step) -> TokenLoss:
-    """SAPO's soft gate (arXiv 2511.20347): nothing is clipped, and far ratios count for less."""
+    """Return the loss of SAPO's soft gate (arXiv 2511.20347): no clipping, less weight for far
+    ratios."""
     tau = step.by_sign(step.config.sapo_tau_pos, step.config.sapo_tau_neg)
     gate = torch.sigmoid(tau * (step.ratio - 1)) * (4 / tau)
     return TokenLoss(loss=-gate * step.advantages, clipped=torch.zeros_like(step.batch.mask))
 
 
 def _gamma(step: _Step) -> TokenLoss:
-    """VESPO's weight of a sequence (arXiv 2602.10693), 1 at w = 1, as TRL computes it: in logs."""
+    """Return VESPO's loss (arXiv 2602.10693), with sequence weights that are 1 at w = 1, computed in
+    logs as in TRL."""
     config = step.config
     log_w = step.log_ratio.detach().clamp(SMALLEST_LOG_WEIGHT, LOG_RATIO_CLAMP)
     no_worse = step.advantages >= 0
@@ -191,7 +196,8 @@ def _gamma(step: _Step) -> TokenLoss:
 
 
 def _clip_then_mean(step: _Step) -> TokenLoss:
-    """GMPO (arXiv 2507.20673): log-ratios are clipped by token, then averaged over the sequence."""
+    """Return the loss of GMPO (arXiv 2507.20673): clip log-ratios by token, then average over the
+    sequence."""
     r, sign, config = step.log_ratio, step.advantages.sign(), step.config
     bounded = r.clamp(-config.eps_clip, config.eps_clip_high)
     smaller = sign * torch.minimum(sign * r, sign * bounded)
@@ -200,9 +206,10 @@ def _clip_then_mean(step: _Step) -> TokenLoss:
 
 
 def _masked(dropped: Callable[[_Step], Tensor]) -> Callable[[_Step], TokenLoss]:
-    """Tokens that are dropped lose value and gradient; the others have rho A, with its own gradient.
+    """Make a bound that drops tokens, value and gradient; the others have the loss -rho A, with its
+    gradient.
 
-    The ratio is cut at `eps_clip_c` and keeps its gradient there, as in verl's dppo.
+    The ratio is capped at `eps_clip_c` and keeps its gradient there, as in verl's dppo.
     """
 
     def bound(step: _Step) -> TokenLoss:
@@ -217,12 +224,13 @@ def _masked(dropped: Callable[[_Step], Tensor]) -> Callable[[_Step], TokenLoss]:
 
 
 def _moved(step: _Step) -> Tensor:
-    """pi - pi_old of the sampled token."""
+    """Return pi - pi_old of the sampled token."""
     return (step.log_probs.exp() - step.old_log_probs.exp()).detach()
 
 
 def _tv(step: _Step) -> Tensor:
-    """DPPO-Binary-TV (arXiv 2602.04879): the token moved far enough to where its advantage pulls."""
+    """Return which tokens DPPO-Binary-TV drops (arXiv 2602.04879): those that moved far enough in the
+    direction of their advantage."""
     moved, config = _moved(step), step.config
     return torch.where(step.advantages > 0, moved > config.eps_clip_high, moved < -config.eps_clip)
 
@@ -233,7 +241,8 @@ def _tv_both(step: _Step) -> Tensor:
 
 
 def _binary_kl(step: _Step) -> Tensor:
-    """DPPO-Binary-KL: by the KL of (token, any other) between the two policies; 1e-8 as in verl."""
+    """Return which tokens DPPO-Binary-KL drops, by the KL of (token, any other) between the two
+    policies; 1e-8 as in verl."""
     new, old, moved = step.log_probs.detach().exp(), step.old_log_probs.exp(), _moved(step)
     others = torch.log((1 - old + 1e-8) / (1 - new + 1e-8))
     kl = old * (step.old_log_probs - step.log_probs.detach()) + (1 - old) * others
@@ -269,11 +278,11 @@ def opsm_mask(
     batch: TokenBatch,
     delta: float,
 ) -> Tensor:
-    """Off-policy sequence masking (DeepSeek-V3.2, eq. 9): bool [N], false for what is dropped.
+    """Compute off-policy sequence masking (DeepSeek-V3.2, eq. 9): bool [N], false for dropped tokens.
 
-    Drops tokens of negative advantage in sequences whose mean log(pi_rollout / pi) exceeds `delta`.
-    The paper calls that policy pi_old: "the sampling probability directly returned by the inference
-    framework", so that both sources of off-policyness count.
+    It drops tokens of negative advantage in sequences whose mean log(pi_rollout / pi) exceeds `delta`.
+    The paper calls the rollout's policy pi_old: "the sampling probability directly returned by the
+    inference framework", so that both sources of off-policyness count.
     """
     drift = batch.spread(batch.means(rollout_log_probs - log_probs))
     return batch.mask & ~((advantages < 0) & (drift > delta))

@@ -1,7 +1,7 @@
-"""Every objective and estimator: what it is made of, its formula, its paper, and its peers.
+"""A registry of all objectives and estimators: their parts, formulas, papers, and peers.
 
-Choices of flags, what reads which of them, the code that computes, and the table in docs/losses.md come
-from here. An objective is a ratio and a bound. Imports no torch.
+The choices of flags, the settings that each choice reads, the code that computes, and the table in
+docs/losses.md come from here. An objective is a ratio and a bound. This module imports no torch.
 
 r: the log-ratio log pi - log pi_old of a token, rho = exp(r); A: its advantage; e: --eps-clip, E:
 --eps-clip-high; sg: without gradient.
@@ -37,7 +37,7 @@ LossAggregation = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Named:
-    """What there is to say of an entry in the docs."""
+    """The documentation of an entry."""
 
     formula: str
     source: str
@@ -52,7 +52,7 @@ class ObjectiveEntry(Named):
     ratio: Ratio
     bound: Bound
     aggregation: LossAggregation = "token-mean"
-    """What --loss-aggregation is if it is not given."""
+    """Default of --loss-aggregation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +63,14 @@ class EstimatorEntry(Named):
     """Whether the advantages are whitened over the tokens of the rollout."""
 
     compares: bool = True
-    """Whether the samples of a group are compared with each other, and there must be 2."""
+    """Whether the samples of a group are compared with each other, so that it needs at least 2."""
 
     returns: bool = False
-    """Whether a token is given the rewards from it on, where tokens have rewards."""
+    """Whether a token gets the sum of rewards from it on, where tokens have rewards."""
 
     @property
     def discounts(self) -> bool:
-        """Whether a later reward may be worth less; the baseline of a whole answer is not discounted."""
+        """Return whether later rewards may be discounted; estimators with a baseline do not discount."""
         return self.returns and self.baseline == "none"
 
 
@@ -150,7 +150,7 @@ READ_BY_BOUND: dict[Bound, tuple[str, ...]] = {
     "binary-kl": ("eps_clip", "eps_clip_high", "eps_clip_c"),
     "band": ("eps_clip", "eps_clip_high", "eps_clip_c"),
 }
-"""The settings that each bound reads."""
+"""Settings that each bound reads."""
 
 ESTIMATORS: dict[AdvantageEstimator, EstimatorEntry] = {
     "grpo": EstimatorEntry(
@@ -215,12 +215,12 @@ ESTIMATORS: dict[AdvantageEstimator, EstimatorEntry] = {
 
 
 def reads(objective: Objective, setting: str) -> bool:
-    """Whether an objective reads a setting."""
+    """Return whether an objective reads a setting."""
     require_choice("objective", objective, Objective)
     return setting in READ_BY_BOUND[OBJECTIVES[objective].bound]
 
 
 def readers(setting: str) -> str:
-    """The objectives that read a setting, for messages. Example: 'ppo, gspo or cispo'"""
+    """Return the objectives that read a setting, for messages. Example: 'ppo, gspo or cispo'"""
     *most, last = [name for name in OBJECTIVES if reads(name, setting)]
     return f"{', '.join(most)} or {last}" if most else last

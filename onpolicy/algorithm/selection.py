@@ -1,6 +1,6 @@
-"""Tokens of a global batch that are told apart from the rest by comparing all of them.
+"""Selection of tokens by comparing all tokens of a global batch.
 
-What is chosen does not depend on how the batch is ordered or spread over ranks. `gather` concatenates a
+The selection does not depend on the batch's order or on its spread over ranks. `gather` concatenates a
 vector over the ranks.
 """
 
@@ -14,7 +14,7 @@ from fallback_correction.tokens import Gather, TokenBatch, alone, global_token_m
 
 @torch.no_grad()
 def top_entropy(batch: TokenBatch, entropy: Tensor, share: float, gather: Gather = alone) -> Tensor:
-    """The tokens whose entropy is at least the (1 - share)-quantile of all that count: bool [N].
+    """Return the tokens whose entropy is at least the (1 - share)-quantile of all that count: bool [N].
 
     entropy: float32 [N]. The quantile is linear between neighbours, as in TRL's
     `GRPOTrainer.get_high_entropy_mask` (arXiv 2506.01939).
@@ -32,8 +32,8 @@ def top_entropy(batch: TokenBatch, entropy: Tensor, share: float, gather: Gather
 def covariances(
     batch: TokenBatch, log_probs: Tensor, advantages: Tensor, gather: Gather = alone
 ) -> Tensor:
-    """(log pi - its mean) (A - its mean) of each token (arXiv 2505.22617): float64 [N]; means are over
-    all tokens that count. log_probs, advantages: float32 [N]."""
+    """Return (log pi - its mean) (A - its mean) of each token (arXiv 2505.22617): float64 [N]; means
+    are over all tokens that count. log_probs, advantages: float32 [N]."""
     left, right = (
         values.double() - global_token_mean(batch, values, gather)
         for values in (log_probs, advantages)
@@ -45,15 +45,16 @@ def covariances(
 def smallest(
     values: Tensor, draws: Tensor, among: Tensor, count: int, gather: Gather = alone
 ) -> Tensor:
-    """The `count` tokens of the smallest values among some of all ranks, or all if they are fewer:
-    bool [N]. Of equal values those of the smallest draws.
+    """Select the `count` tokens with the smallest values among the candidates of all ranks, or all if
+    there are fewer: bool [N]. Equal values are ordered by their draws.
 
-    values, draws: float64 [N]; among: bool [N].
+    values, draws: float64 [N]; among: the candidates, bool [N].
     """
     ours = torch.stack((values[among], draws[among]), dim=1)
     everyone = gather(ours)
     if len(everyone) <= count:
         return among
+    # Two stable sorts order by value, then by draw; the last selected pair is the cut.
     by_draw = everyone[everyone[:, 1].argsort(stable=True)]
     value, draw = by_draw[by_draw[:, 0].argsort(stable=True)][count - 1].tolist()
     is_first: Tensor = (values < value) | ((values == value) & (draws <= draw))
@@ -68,8 +69,8 @@ def clip_cov(
     bounds: tuple[float, float],
     gather: Gather = alone,
 ) -> Tensor:
-    """Clip-Cov: as many tokens as `share` of all that count, at least one, by the smallest draws among
-    those whose covariance lies within both bounds (arXiv 2505.22617): bool [N].
+    """Select Clip-Cov's tokens (arXiv 2505.22617): bool [N]. Among tokens with a covariance within both
+    bounds, take the smallest draws, as many as `share` of all that count, at least one.
 
     verl's `compute_policy_loss_clip_cov` takes their gradient away.
     """
@@ -81,8 +82,9 @@ def clip_cov(
 def kl_cov(
     batch: TokenBatch, covariances: Tensor, draws: Tensor, share: float, gather: Gather = alone
 ) -> Tensor:
-    """KL-Cov: as many tokens as `share` of all that count, at least one, of the largest covariances
-    (arXiv 2505.22617): bool [N]. verl's `compute_policy_loss_kl_cov` penalises their |log-ratio|."""
+    """Select KL-Cov's tokens (arXiv 2505.22617): bool [N], those with the largest covariances, as many
+    as `share` of all that count, at least one. verl's `compute_policy_loss_kl_cov` penalises their
+    |log-ratio|."""
     return smallest(-covariances, draws, batch.mask, _count(batch, share, gather), gather)
 
 

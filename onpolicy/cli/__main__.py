@@ -1,4 +1,4 @@
-"""`python -m onpolicy.cli`: `onpolicy`, where it is not on the path."""
+"""The module `python -m onpolicy.cli`, for where `onpolicy` is not on the path."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`onpolicy bench rollout | decode | agents | step | loop`."""
+"""The command `onpolicy bench rollout | decode | agents | step | loop`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Let only benchmarks say something: mismatches of the stock operators are no news here."""
+    """Let only benchmarks log: mismatches of the stock operators are expected here."""
     levels = {"": logging.ERROR, "onpolicy": logging.ERROR, "benchmarks": logging.INFO}
     before = {name: logging.getLogger(name).level for name in levels}
     try:

@@ -1,4 +1,4 @@
-"""What every command does before its work, and what those that measure do with their result."""
+"""The steps that commands share: before their work, and for the output of a result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Config = TypeVar("Config")
 
 
 def begin(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
-    """The configuration, known to be sound as far as flags can tell; only then heavy imports may begin.
+    """Return the configuration, checked as far as flags alone allow; heavy imports come after that.
 
     Raises ConfigError, also if the logs or the result could not be written.
     """
@@ -32,7 +32,7 @@ def begin(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
 
 
 def begin_with(config: Any) -> None:
-    """Raise ConfigError if the logs or the result of a configuration could not be written; and log."""
+    """Start to log; raise ConfigError if its logs or its result could not be written."""
     written = getattr(config, "output", config)
     with ExitStack() as tried:  # a result may be written beside the logs
         for name in ("run_dir", "save", "save_hf"):

@@ -1,4 +1,4 @@
-"""`onpolicy data FILE`."""
+"""The command `onpolicy data FILE`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onpolicy.errors import ConfigError, visible
 
 
 def main(argv: Sequence[str]) -> int:
-    """Read all rows, and print what is to be said of them."""
+    """Read all rows, and print their statistics."""
     config = parse(LookConfig, argv, "onpolicy data")
     require_ranges(config)
     if not config.file:

@@ -1,4 +1,4 @@
-"""`onpolicy episodes RUN`."""
+"""The command `onpolicy episodes RUN`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

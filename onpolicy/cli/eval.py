@@ -1,4 +1,4 @@
-"""`onpolicy eval CHECKPOINT`."""
+"""The command `onpolicy eval CHECKPOINT`."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 PROG = "onpolicy eval"
 
 OF_THE_COMMAND = {"checkpoint", "trust_remote_code", "log_samples", "json", "run_dir"}
-"""Flags that are never taken from the run that wrote a checkpoint."""
+"""The flags that are never taken from the run that wrote a checkpoint."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Find the checkpoint and what its run was given, check everything, then evaluate."""
+    """Find the checkpoint and the flags of its run, check everything, then evaluate."""
     given = parse(EvaluateConfig, argv, PROG)
     if not given.checkpoint:
         raise ConfigError("CHECKPOINT is missing. Give a Hugging Face checkpoint, or one of a run.")
@@ -66,10 +66,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _of_the_run(recorded: Mapping[str, Any], given: EvaluateConfig) -> Iterator[str]:
-    """The flags of a run that decide an evaluation, as arguments that those of the user follow.
+    """Yield a run's flags that decide an evaluation, as arguments to put before the user's.
 
-    A reward, an agent or sets of the user's own stand in the place of the run's, with all that belongs
-    to them. Raises ConfigError for an API key that the run had, which no record holds.
+    The user's own reward, agent or evaluation sets replace the run's, with all flags of their group.
+    Raises ConfigError for an API key that the run had, since no record holds it.
     """
     if not given.sglang_args:
         for argument in recorded.get(SGLANG_ARGS, ()):
@@ -86,7 +86,7 @@ def _of_the_run(recorded: Mapping[str, Any], given: EvaluateConfig) -> Iterator[
             missing = f"{spelled(flag.name)} is missing"
             raise ConfigError(f"{missing}: the run had one, and no record holds it.")
         yield from as_argument(flag.name, value)
-    if recorded:  # after which no value of a flag above can be meant
+    if recorded:  # last, so that the list of a flag above ends before the user's arguments
         yield from as_argument("seed", recorded["seed"])
 
 
@@ -102,7 +102,7 @@ def _is_taken(flag: Flag, own: Sequence[Flag]) -> bool:
 
 
 def _blocks(recorded: Mapping[str, Any]) -> int | None:
-    """Blocks of the sums that ranks of the run shared, where their order was kept."""
+    """Return the row-parallel blocks of the run, if it kept the order of sums over ranks; else None."""
     known = flag_types(TrainConfig)
     single = {k: x for k, x in recorded.items() if k in known and not isinstance(x, list)}
     run = with_flags(TrainConfig(), single)

@@ -1,4 +1,4 @@
-"""`onpolicy explain`."""
+"""The command `onpolicy explain`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onpolicy.system.json_values import finite
 
 
 def main(argv: Sequence[str]) -> int:
-    """Record both engines, say where they part, and by the exit code whether they do."""
+    """Record both engines, print where they differ, and return 1 if they do."""
     config = begin(ExplainConfig, argv, "onpolicy explain")
 
     from onpolicy.explain.findings import render, told

@@ -1,4 +1,4 @@
-"""`onpolicy export`."""
+"""The command `onpolicy export`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ExportConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Read the checkpoint and write the other."""
+    """Read the checkpoint, and write the merged one."""
     config = parse(ExportConfig, argv, "onpolicy export")
     for flag in ("hf_checkpoint", "merge", "dtype", "output"):
         if not getattr(config, flag):

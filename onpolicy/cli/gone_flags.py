@@ -1,4 +1,4 @@
-"""Flags, values of flags and commands that earlier releases had, and what to use instead."""
+"""The flags, flag values and commands of earlier releases that are gone, with their replacements."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GONE: dict[str, str] = {
     "--rollout-weight-format nvfp4": "Use --rollout-weight-format int4_group128.",
     "--train-pack-weights": "Leave it out: the base of adapters is rounded and kept in --dtype.",
 }
-"""What to use instead, by `--flag`, by `--flag value`, or by a command's name."""
+"""The advice for a `--flag`, a `--flag value`, or a command's name that is gone."""
 
 
 def require_not_gone(arguments: Sequence[str]) -> None:

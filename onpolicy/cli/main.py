@@ -1,4 +1,4 @@
-"""`onpolicy COMMAND`. Parses first, then imports torch."""
+"""The command `onpolicy`, which parses arguments before anything imports torch."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The `onpolicy` command. Returns its exit code."""
+    """Run the `onpolicy` command, and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None and {"-h", "--help"} & {*arguments}:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may have read enough
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may close the pipe early
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
         return 0 if arguments else 2

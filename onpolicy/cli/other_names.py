@@ -1,7 +1,8 @@
-"""What other libraries call the flags: TRL's GRPOConfig, verl's overrides, prime-rl's and
-OpenRLHF's flags.
+"""The flags' names in other libraries: TRL's GRPOConfig, verl's overrides, prime-rl's and OpenRLHF's
+flags.
 
-Those of slime and Miles are ours. Only names of the same meaning are here; values may have other units.
+Names of slime and Miles are our own. Only names with the same meaning are listed; values may have other
+units.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ OURS = {
     "default_local_dir": "save",
     "save_freq": "save_interval",
 }
-"""Our flag by another library's name, with underscores."""
+"""The names of our flags by other libraries' names, with underscores."""
 
 _OVERRIDE = re.compile(
     r"\+{0,2}((?:actor_rollout_ref|algorithm|critic|custom_reward_function|data|reward_model|trainer)"
@@ -59,12 +60,12 @@ _OVERRIDE = re.compile(
 
 
 def ours_for(name: str) -> str | None:
-    """Return our flag's name for another library's, or for a path of verl's; None if it is not known."""
+    """Return our flag's name for another library's name or a verl path, or None if it is unknown."""
     parts = name.lstrip("-").replace("-", "_").split(".")
     return OURS.get(".".join(parts[-2:])) or OURS.get(parts[-1])
 
 
 def override_in(argument: str) -> str | None:
-    """Return the path that an argument sets if it is an override as verl takes them (`path=value`)."""
+    """Return the path that an argument sets if it is a verl override (`path=value`), else None."""
     match = _OVERRIDE.fullmatch(argument)
     return match[1] if match else None

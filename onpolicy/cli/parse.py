@@ -1,7 +1,7 @@
-"""From an argument list and a YAML file to a typed configuration. The command line wins.
+"""The parser: from arguments and a YAML file to a typed configuration. The command line wins.
 
-What a configuration asks of the libraries that compute it is asked here too: they read that once, and
-are imported next.
+It also sets environment variables that the configuration needs and that libraries read on import, since
+imports come next.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ Config = TypeVar("Config")
 def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
     """Parse flags of `config_class`, a dataclass of flags or of groups of flags.
 
-    Raises ConfigError for a bad YAML file, for a value that is not of its flag's type, and for
-    arguments that are no flags, with the nearest name.
+    Raises ConfigError for a bad YAML file, for a value that is not of its flag's type, and for arguments
+    that are no flags, with the nearest name.
     """
     rest, sglang_args = sglang_flags.split(argv)
     require_not_gone(rest)
@@ -82,12 +82,12 @@ def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
 
 
 def _adapter_flags(directory: str) -> dict[str, Any]:
-    """What --lora-adapter says of itself."""
+    """Return the flags that the adapter of --lora-adapter implies."""
     return read_peft_adapter(directory, "--lora-adapter").flags if directory else {}
 
 
 def _require_as_told(config: Any, adapter: dict[str, Any]) -> None:
-    """Raise ConfigError for a flag that is given and that --lora-adapter says otherwise."""
+    """Raise ConfigError for a given flag that contradicts --lora-adapter."""
     values = flag_values(config)
     for name, told in adapter.items():
         if values[name] != told:
@@ -98,7 +98,7 @@ def _require_as_told(config: Any, adapter: dict[str, Any]) -> None:
 
 
 class _Refused(Exception):
-    """Carries a ConfigError past tyro, which would print a box of its own for a ValueError."""
+    """A carrier of a ConfigError through tyro, which would print a box of its own for a ValueError."""
 
 
 def _parsed(
@@ -129,11 +129,11 @@ _BOXES = (
     (r"invalid choice '(.*)' for argument '(--\S+)'\. (.*)", "{1}={0}: {2}"),
     (r"Missing value for argument '(--\S+)'\. (.*)", "{0}: has no value. {1}"),
 )
-"""What tyro says in a box of a value that a flag does not take, and what is said instead."""
+"""Patterns of tyro's error boxes for values that a flag does not take, and our messages for them."""
 
 
 def _rule_in(box: str) -> str | None:
-    """The rule in a box of tyro's, whose lines are broken; None if it is of another kind."""
+    """Return our message for one of tyro's error boxes, whose lines are wrapped; None for others."""
     words = " ".join(re.sub(r"[^\w\s!-~]", " ", box).split())
     said = re.split(r" -{9,} | Argument helptext", f"{words} ")
     for pattern, form in _BOXES:
@@ -156,7 +156,7 @@ def _ask_tyro(
 
 
 def _group(default: Any) -> StructConstructorSpec:
-    """A group as one list of flags, those of the records inside it among them."""
+    """Return the spec of a group as one list of flags, including flags of nested records."""
 
     def make(**values: Any) -> Any:
         try:
@@ -172,7 +172,7 @@ def _group(default: Any) -> StructConstructorSpec:
 
 
 def _config_path(argv: Sequence[str]) -> str:
-    """The value of --custom-config-path, which tyro takes with underscores too."""
+    """Return the value of --custom-config-path, which tyro accepts with underscores, too."""
     found: list[str] = []
     for i, arg in enumerate(argv):
         name, equals, value = arg.partition("=")
@@ -187,7 +187,7 @@ def _config_path(argv: Sequence[str]) -> str:
 
 
 def _unknown(arg: str, argv: Sequence[str], keys: Sequence[str], prog: str) -> str:
-    """What to say of an argument that no flag takes."""
+    """Return the message for an argument that no flag takes."""
     if not arg.startswith("-"):
         before = argv[argv.index(arg) - 1] if arg in argv[1:] else ""
         where = f" after {before}" if before.startswith("--") else ""
@@ -205,8 +205,7 @@ def _unknown(arg: str, argv: Sequence[str], keys: Sequence[str], prog: str) -> s
 
 
 def _require_no_override(argv: Sequence[str], keys: Sequence[str]) -> None:
-    """Raise ConfigError for an override as verl takes them, which a flag of several values would
-    take."""
+    """Raise ConfigError for a verl override, which a flag with several values would take as a value."""
     for argument in argv:
         if (path := override_in(argument)) is not None:
             ours = ours_for(path)
@@ -217,8 +216,11 @@ def _require_no_override(argv: Sequence[str], keys: Sequence[str]) -> None:
 
 
 def counted_as_engines(config: Config) -> Config:
-    """The configuration with the servers, and their tensor-parallel degree, of the flags that count GPUs
-    as slime and Miles do. Raises ConfigError if one thing is said twice, or GPUs would be left over."""
+    """Return the configuration with the servers and the tensor-parallel degree that GPU-counting flags
+    (as in slime and Miles) imply.
+
+    Raises ConfigError if something is given twice, or if GPUs would be left over.
+    """
     values, sglang_args = flag_values(config), getattr(config, SGLANG_ARGS, ())
     per_engine, total = values.get("rollout_num_gpus_per_engine"), values.get("rollout_num_gpus")
     if per_engine is None and total is None:

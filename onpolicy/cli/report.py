@@ -1,4 +1,4 @@
-"""`onpolicy report RUN...`."""
+"""The command `onpolicy report RUN...`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class ReportConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Read the runs and write the page."""
+    """Read the runs, and write the page."""
     config = parse(ReportConfig, argv, "onpolicy report")
     if not config.runs:
         raise ConfigError("RUN is missing: a report needs at least one. Give a run's directory.")

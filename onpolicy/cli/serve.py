@@ -1,4 +1,4 @@
-"""`onpolicy serve`."""
+"""The command `onpolicy serve`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onpolicy.outputs.lock import locked
 
 
 def main(argv: Sequence[str]) -> int:
-    """Start the servers, print how to use them, and keep them until interrupted."""
+    """Start the servers, print how to use them, and watch them until interrupted."""
     config = begin(ServeConfig, argv, "onpolicy serve")
     with locked(Path(config.run_dir), "--run-dir"):
         _serve(config)

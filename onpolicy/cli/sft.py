@@ -1,4 +1,4 @@
-"""`onpolicy sft`."""
+"""The command `onpolicy sft`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`onpolicy train`."""
+"""The command `onpolicy train`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _train(config: TrainConfig) -> int:
 
 
 def _train_beside(config: TrainConfig) -> int:
-    """Train; all is checked while the cluster starts, and the engine imports SGLang."""
+    """Train; all checks are made while the cluster starts and the engine imports SGLang."""
     from onpolicy.outputs.progress import print_summary
     from onpolicy.rewards.scorer import Scorer
     from onpolicy.run.launch.cluster_engines import on_cluster
@@ -68,6 +68,6 @@ def _train_beside(config: TrainConfig) -> int:
 
 
 def _say_what_runs(config: TrainConfig) -> None:
-    """What the recipe set, if one was named, and how a rollout becomes optimizer steps."""
+    """Print the flags that a recipe set, if one was named, and how a rollout becomes optimizer steps."""
     lines = recipe_of(config.to_dict()), config.batch_equation()
     print(*filter(None, lines), sep="\n", flush=True)

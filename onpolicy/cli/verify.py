@@ -1,4 +1,4 @@
-"""`onpolicy verify`."""
+"""The command `onpolicy verify`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from onpolicy.config.tools import VerifyConfig
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, print the report, and say by the exit code whether the mode's promise holds."""
+    """Measure, print the report, and return 1 if the mode's promise does not hold."""
     config = begin(VerifyConfig, argv, "onpolicy verify")
 
     from onpolicy.run.commands.verify import passes, verify

@@ -15,7 +15,8 @@ SGLANG = "sglang_"
 
 
 def read_arguments(path: str, kinds: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """(arguments, arguments for SGLang) of the file; `kinds` holds the type of every flag.
+    """Return the arguments of the file, and its arguments for SGLang; `kinds` holds the type of every
+    flag.
 
     Raises ConfigError for a file, a key or a value that is no part of a configuration.
     """
@@ -37,7 +38,7 @@ def read_arguments(path: str, kinds: Mapping[str, Any]) -> tuple[list[str], list
 
 
 def as_argument(key: str, value: object) -> list[str]:
-    """A flag by its name with _ for -, and its value, as arguments of the command line."""
+    """Return a flag, named with _ for -, and its value as arguments of the command line."""
     flag = spelled(key)
     if isinstance(value, bool):
         return [flag if value else flag.replace("--", "--no-", 1)]
@@ -47,7 +48,7 @@ def as_argument(key: str, value: object) -> list[str]:
 
 
 def _sglang_argument(key: str, value: object, name: str) -> list[str]:
-    """A flag of SGLang's, whose kind only SGLang knows: true sets a switch, false leaves it out."""
+    """Return a flag for SGLang, which alone knows its type: true sets a switch, false leaves it out."""
     items = value if isinstance(value, list) else [value]
     if not all(isinstance(item, (str, int, float)) for item in items):
         raise ConfigError(

@@ -1,1 +1,1 @@
-"""The hosts of a run and what runs on them: all that knows Ray, imported when a session begins."""
+"""The hosts of a run and their processes; all code that uses Ray, imported when a session begins."""

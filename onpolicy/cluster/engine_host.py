@@ -1,7 +1,7 @@
-"""Servers on other hosts of the cluster: an actor on each such host starts and ends them.
+"""Servers on other hosts of the cluster: an actor on each host starts and stops them.
 
 The actor's process holds the pipes that its servers live by (system/guard.py), and Ray ends it with the
-run, so they end however the run ends. On the controller's own host the controller holds them itself.
+run, so servers end however the run ends. On the controller's own host the controller holds the pipes.
 """
 
 from __future__ import annotations
@@ -22,64 +22,64 @@ from onpolicy.rollout.server import EngineServer
 T = TypeVar("T")
 
 Elsewhere = Callable[[EngineSpec, EngineError], EngineSpec]
-"""(a server, why its host counts as gone) -> the same server on another host."""
+"""A function (a server, the reason why its host counts as gone) -> the same server on another host."""
 
 logger = logging.getLogger(__name__)
 
 CALL_SECONDS = 30.0
-"""Longest that a call of a host's actor may take; the longest is a server's end, some 10 seconds."""
+"""The most seconds for a call of a host's actor; the longest call stops a server, some 10 seconds."""
 
 _PAUSE_SECONDS = 0.5
 
 START_SECONDS = 120.0
-"""Longest that a host may take to start its actor."""
+"""The most seconds that a host may take to start its actor."""
 
 
 class EngineHost:
-    """The servers of a run on one host, by number; an actor. Errors keep their class."""
+    """An actor with the servers of a run on one host, by number. Errors keep their class."""
 
     def __init__(self, directory: str):
-        """`directory`: the controller's working directory."""
+        """Enter the controller's working directory, `directory`."""
         environment.work_in(directory)
         self._servers: list[EngineServer] = []
 
     def add(self, spec: EngineSpec, port: int, log_file: Path) -> tuple[int, int]:
-        """A server, not started yet: (its number here, its port)."""
+        """Make a server without starting it; return its number on this host and its port."""
         server = EngineServer(spec, port, log_file)
         self._servers.append(server)
         return len(self._servers) - 1, server.port
 
     def start(self, number: int) -> None:
-        """`EngineServer.start`."""
+        """Call `EngineServer.start`."""
         self._servers[number].start()
 
     def exit_code(self, number: int) -> int | None:
-        """`EngineServer.exit_code`."""
+        """Return `EngineServer.exit_code`."""
         return self._servers[number].exit_code
 
     def is_running(self, number: int) -> bool:
-        """`EngineServer.is_running`."""
+        """Return `EngineServer.is_running`."""
         return self._servers[number].is_running
 
     def stop(self, number: int) -> None:
-        """`EngineServer.stop`."""
+        """Call `EngineServer.stop`."""
         self._servers[number].stop()
 
     def log_tail(self, number: int, lines: int) -> str:
-        """`EngineServer.log_tail`."""
+        """Return `EngineServer.log_tail`."""
         return self._servers[number].log_tail(lines)
 
     def cause_of_death(self, number: int) -> str:
-        """`EngineServer.cause_of_death`."""
+        """Return `EngineServer.cause_of_death`."""
         return self._servers[number].cause_of_death()
 
 
 class PlacedServer(EngineServer):
     """A server on another host, seen from the controller.
 
-    Where the host's actor is gone, its servers are too: they do not run, and starting one again starts
-    another actor there; or, if the host is gone, starts the server where `elsewhere` says, which raises
-    HostLostError if that is nowhere.
+    If the host's actor is gone, so are its servers: they count as not running, and a restart begins with
+    another actor there. If the host is gone, the server starts on the host that `elsewhere` chooses,
+    which raises HostLostError if there is none.
     """
 
     def __init__(self, spec: EngineSpec, port: int, log_file: Path, elsewhere: Elsewhere):
@@ -89,7 +89,7 @@ class PlacedServer(EngineServer):
         self._add(port)
 
     def _add(self, port: int) -> None:
-        """Take a number and a port at the actor of its host."""
+        """Get a number and a port from the host's actor."""
         self._host = _actor(self.spec.node)
         call = self._host.add.remote(self.spec, port, self.log_file)
         self._number, self.port = self._answer(call, START_SECONDS)
@@ -97,7 +97,7 @@ class PlacedServer(EngineServer):
     def start(self) -> None:
         try:
             self._call("start")
-        except EngineError:  # the actor died with its servers: another one takes its place
+        except EngineError:  # the actor died with its servers, and a new one is needed
             logger.warning("starting an actor for servers on %s again", self.spec.host)
             self._start_anew()
 
@@ -118,7 +118,7 @@ class PlacedServer(EngineServer):
         self._start_anew()
 
     def _add_again(self) -> None:
-        """At the same port, which the server that was there may hold until its guard has ended it."""
+        """Add the server again at its old port, which may be in use until the guard has acted."""
         deadline = time.monotonic() + CALL_SECONDS
         while True:
             try:
@@ -157,7 +157,7 @@ class PlacedServer(EngineServer):
         return self._answer(getattr(self._host, method).remote(self._number, *args), CALL_SECONDS)
 
     def _answer(self, call: Any, seconds: float) -> Any:
-        """`_result`; adds up how long it was waited for answers that did not come."""
+        """Return `_result`, and add up the seconds spent on calls without an answer."""
         asked = time.monotonic()
         try:
             return _result(call, seconds)
@@ -166,7 +166,7 @@ class PlacedServer(EngineServer):
             raise
 
     def _asked(self, ask: Callable[[], T], otherwise: T) -> T:
-        """What the host says; `otherwise` if there is nobody to ask."""
+        """Return the host's answer, or `otherwise` if it does not answer."""
         try:
             return ask()
         except EngineError as error:
@@ -177,19 +177,19 @@ class PlacedServer(EngineServer):
 def make_server(
     spec: EngineSpec, port: int, log_file: Path, *, elsewhere: Elsewhere
 ) -> EngineServer:
-    """A server where its spec says, not started yet."""
+    """Return a server on the host in its spec, not started yet."""
     if spec.node:
         return PlacedServer(spec, port, log_file, elsewhere)
     return EngineServer(spec, port, log_file)
 
 
 def _actor(node: str) -> Any:
-    """The actor on a host, started if it is not there."""
+    """Return the actor on a host; start it if there is none."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     on_node = NodeAffinitySchedulingStrategy(node, soft=False)
-    # Names are known in the job's namespace, which is its own (`session`).
+    # Names are known in the job's own namespace (`session`).
     return (
         ray.remote(EngineHost)
         .options(
@@ -204,7 +204,7 @@ def _actor(node: str) -> Any:
 
 
 def _result(call: Any, seconds: float) -> Any:
-    """What an actor's method returned, or its error. Raises EngineError if there is no answer."""
+    """Return an actor's result, or raise its error. Raises EngineError without an answer."""
     from ray.exceptions import RayError, RayTaskError
 
     try:

@@ -1,4 +1,4 @@
-"""Where the engines of a command are, and where they go when a host leaves the cluster."""
+"""The places of a command's engines, and their new places after a host has left the cluster."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 RequireRoom = Callable[[Placement, Placement], None]
-"""Raises ConfigError if a host has no room for the engines that the second placement adds there."""
+"""A check: raises ConfigError if the second placement adds engines to a host without room."""
 
 
 class Places:
-    """The slots of engines; those of a host that is gone take others on the hosts that are left."""
+    """The slots of engines; after the loss of a host its engines get others on the remaining hosts."""
 
     def __init__(
         self,
@@ -31,15 +31,18 @@ class Places:
         hosts: Callable[[], Sequence[Host]] = alive_hosts,
         require_room: RequireRoom | None = None,
     ):
-        """`cpu_threads`: of each process, in place of its slot's share of the cores; 0: that share."""
+        """Take a placement. cpu_threads: of each process; 0: its slot's share of the cores."""
         self.placement = placement
         self._cpu_threads, self._colocate, self.hosts = cpu_threads, colocate, hosts
         self._require_room = require_room
         self._lost: set[str] = set()
 
     def specs(self, spec: EngineSpec) -> list[EngineSpec]:
-        """What each engine is, by its number. It listens for this host alone if everything is here, and
-        else where the other hosts reach it."""
+        """Return each engine's spec, by number.
+
+        If everything is on this host, an engine listens for it alone, else at an address for the other
+        hosts.
+        """
         here = self.placement.is_here
         return [
             replace(
@@ -52,7 +55,7 @@ class Places:
         ]
 
     def elsewhere(self, spec: EngineSpec, error: EngineError) -> EngineSpec:
-        """What an engine is that has lost its host, of which `error` tells.
+        """Return the spec of an engine, moved from a lost host; `error` tells of the loss.
 
         Raises HostLostError if it fits nowhere, or if ranks of the trainer were on that host.
         """

@@ -1,6 +1,6 @@
-"""Notices that the head of a cluster that was joined is gone.
+"""A watch that notices when the head of a joined cluster is gone.
 
-Ray itself asks for its GCS for a minute, and then aborts this process from C++.
+Ray itself retries its GCS for a minute, and then aborts this process from C++.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from onpolicy.errors import EngineError
 logger = logging.getLogger(__name__)
 
 PATIENCE = 10.0
-"""Seconds in which a head that is started again by whoever keeps it may answer."""
+"""The seconds that a restarted head has to answer."""
 
 _POLL_SECONDS = 0.5
 
@@ -27,13 +27,15 @@ _KEEPALIVE = (
     (socket.TCP_KEEPINTVL, socket.IPPROTO_TCP, 2),
     (socket.TCP_KEEPCNT, socket.IPPROTO_TCP, 3),
 )
-"""A host that lost its power closes no connection: after some 11 seconds the kernel gives it up."""
+"""The keepalive options: the kernel gives up a host without power, which closes nothing, after 11 s."""
 
 
 @contextmanager
 def watching(address: str, on_loss: Callable[[EngineError], None]) -> Iterator[None]:
-    """Hold a connection to the GCS at `address` meanwhile, and call `on_loss` once, in another thread,
-    if it ends and none can be made again within PATIENCE."""
+    """Hold a connection to the GCS at `address` within the context.
+
+    Call `on_loss` once, in another thread, if it ends and no new one can be made within PATIENCE.
+    """
     has_ended = threading.Event()
     watcher = threading.Thread(target=_watch, args=(address, has_ended, on_loss), daemon=True)
     watcher.start()
@@ -76,7 +78,7 @@ def _connected(address: str) -> socket.socket:
 
 
 def _hold(connection: socket.socket, has_ended: threading.Event) -> None:
-    """Return when the other end closes the connection: a GCS closes one that says nothing, too."""
+    """Return when the other end closes the connection; a GCS also closes a silent one."""
     connection.settimeout(_POLL_SECONDS)
     while not has_ended.is_set():
         try:

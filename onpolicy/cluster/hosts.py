@@ -11,27 +11,27 @@ from onpolicy.system.network import LOOPBACK
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What one node of the cluster has."""
+    """The resources of one node of the cluster."""
 
     name: str
-    """The node's id in Ray, by which actors are put there."""
+    """The node's id in Ray, by which actors are placed."""
 
     label: str
-    """What people call it."""
+    """The name that people use."""
 
     address: str
-    """Its IP address among the hosts."""
+    """The IP address among the hosts."""
 
     num_cpus: int
     num_gpus: int
 
     is_here: bool = True
-    """Whether it is the controller's own."""
+    """Whether it is the controller's own host."""
 
     def __str__(self) -> str:
         return f"{self.label} ({self.address})"
 
 
 def this_host(num_gpus: int) -> Host:
-    """This host alone, as a cluster of our own would have it; such a cluster has not been started."""
+    """Return this host as the only one of a cluster that has not been started yet."""
     return Host("", socket.gethostname(), LOOPBACK[0], len(os.sched_getaffinity(0)), num_gpus)

@@ -1,9 +1,9 @@
-"""Finds ranks of the trainer that hang: nothing that they do takes processor time.
+"""The detection of hung trainer ranks by the processor time that they use.
 
-A call of the ranks may take hours, so no clock says that it takes too long. But a rank that computes,
-copies, reads or drives a GPU uses a processor, and one that is stopped, or waits for others in a
-collective of gloo, uses next to none; where all are such, nobody will end the wait. (Ranks that
-wait in a collective of NCCL use a processor: its own time limit ends them.)
+A call of the ranks may take hours, so there is no time limit for it. But a rank that computes, copies,
+reads or drives a GPU uses a processor, while a stopped one, or one that waits in a gloo collective, uses
+next to none; if all ranks are such, none will end the wait. (Ranks that wait in an NCCL collective use a
+processor; NCCL's own time limit ends them.)
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from onpolicy.errors import ConfigError, TrainerLostError
 logger = logging.getLogger(__name__)
 
 LEAST_SHARE = 0.01
-"""The least share of one processor that a working rank takes; the threads of Ray's in an idle one took
-0.001 to 0.004, on an Intel Xeon."""
+"""The least share of a processor that a working rank uses; Ray's threads in an idle one took 0.001 to
+0.004, on an Intel Xeon."""
 
 LOOKS = 4
-"""How often it is looked within the time after which ranks count as hung."""
+"""The number of looks within the time after which ranks count as hung."""
 
 SAYS_AFTER = 60.0
-"""Seconds between two lines that say that ranks are waited for."""
+"""The seconds between two log lines about waiting for ranks."""
 
 Look = tuple[float, str]
-"""Seconds of processor time that a process has used, and its state in Linux's words."""
+"""The seconds of processor time that a process has used, and its state in Linux's words."""
 
 
 class HungRanks:
-    """What is known of the processes of ranks while a call of theirs lasts."""
+    """The observations of the ranks' processes during a call."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class HungRanks:
         seconds: float,
         told: Callable[..., dict[Host, Any]] = told_by,
     ):
-        """`ranks`: the host and process id of each; `seconds`: after which idle ones count as hung."""
+        """Observe ranks (host, process id), which count as hung after `seconds` without work."""
         self._ranks, self._seconds, self._told = ranks, seconds, told
         self._next_look = time.monotonic() + seconds / LOOKS
         self._before: list[Look] = []
@@ -62,7 +62,7 @@ class HungRanks:
         self._next_look = now + self._seconds / LOOKS
         try:
             looks = self._look()
-        except ConfigError as error:  # a host is being lost, which its ranks' calls will say
+        except ConfigError as error:  # a host is being lost, which the calls of its ranks report
             logger.debug("%s", error)
             return
         if not self._before or self._has_worked(looks, now - self._worked):
@@ -81,7 +81,7 @@ class HungRanks:
         return max(used) > LEAST_SHARE * seconds
 
     def _look(self) -> list[Look]:
-        """Look at each rank, on all hosts."""
+        """Return a look at each rank, on all hosts."""
         found = self._on_each_host(look_at, "what its ranks of the trainer do")
         return [found[host][pid] for host, pid in self._ranks]
 
@@ -109,7 +109,7 @@ class HungRanks:
 
 
 def look_at(pids: Sequence[int]) -> dict[int, Look]:
-    """Return the processor time and the state of processes of this host; of one that is gone none."""
+    """Return processor time and state of processes on this host; (0.0, "gone") for ended ones."""
     found: dict[int, Look] = {}
     for pid in pids:
         try:
@@ -129,16 +129,15 @@ def kill(pids: Sequence[int]) -> None:
 
 
 class NotStarted:
-    """What is known of ranks whose processes have not answered yet."""
+    """The wait for ranks whose processes have not answered yet."""
 
     def __init__(self, seconds: float, logs: str):
-        """`seconds`: that they may take to start; `logs`: where their log files are."""
+        """Start the wait. seconds: the limit on it; logs: the place of the ranks' log files."""
         self._seconds, self._logs, self._began = seconds, logs, time.monotonic()
         self._says_at = self._began + SAYS_AFTER
 
     def require_work(self) -> None:
-        """Raise TrainerLostError if they have taken too long; say from time to time that they are waited
-        for."""
+        """Raise TrainerLostError after too long a wait; log from time to time."""
         now = time.monotonic()
         if now - self._began >= self._seconds:
             raise TrainerLostError(

@@ -1,9 +1,9 @@
-"""A Ray cluster of one host, for one run: it ends with the run, however that ends.
+"""A Ray cluster of one host for one run, which ends whenever the run ends.
 
-`python -m onpolicy.cluster.local_ray` is a guard (system/guard.py) in front of Ray's processes, and so
-in front of all that actors start. Its owner holds its standard input; when that closes, all of them are
-killed, and the directory of the session is removed. They also end with the first of Ray's own processes
-that ends, and then the owner is told: of Ray's C++ it would hear after a minute, by being aborted.
+`python -m onpolicy.cluster.local_ray` is a guard (system/guard.py) over Ray's processes, and so over
+everything that actors start. Its owner holds its standard input; when that closes, it kills all of them
+and removes the session's directory. They also end with the first of Ray's own processes that ends, and
+the owner notices at once; Ray's C++ would abort the owner only a minute later.
 """
 
 from __future__ import annotations
@@ -30,43 +30,43 @@ from onpolicy.system.memory import num_gpus
 logger = logging.getLogger(__name__)
 
 ADDRESS = "address of the cluster: "
-"""What the line begins with that the owner waits for."""
+"""The beginning of the line that the owner waits for."""
 
 LEAST_STORE, MOST_STORE = 80 << 20, 2 << 30
-"""Bytes of Ray's object store, which takes what is used of it; 75 MiB is the least Ray accepts."""
+"""The least and most bytes of Ray's object store, allocated on use; Ray accepts 75 MiB or more."""
 
 SHARED_MEMORY = "/dev/shm"
 
 SYSTEM = {
-    # Ray starts a worker for each core beforehand, and a driver waits until all have come.
+    # Ray starts a worker for each core in advance, and a driver waits for all of them.
     "prestart_worker_first_driver": False,
     "enable_worker_prestart": False,
-    # Ray's workers yield to everything else (15); ranks would yield to the engines beside them.
+    # Ray's workers are nice (15) by default; ranks would then yield to the engines beside them.
     "worker_niceness": 0,
-    # An agent would take them, and here there is none (`start_node`).
+    # Metrics go to an agent, and there is none (`start_node`).
     "enable_metrics_collection": False,
 }
-"""Ray's settings (ray_config_def.h) as a run on one host needs them."""
+"""Ray's settings (ray_config_def.h) for a run on one host."""
 
 
 ATTEMPTS = 3
-"""How often Ray is started in all: on a busy host it gives up after 30 s, by a clock that no setting
-reaches (ray/_private/node.py)."""
+"""The number of attempts to start Ray: on a busy host it gives up after 30 s, a limit that no setting
+changes (ray/_private/node.py)."""
 
 _ATTEMPT_SECONDS = 120.0
-"""Longest that one start of Ray may take if another one may follow; Ray's own clocks end most before."""
+"""The most seconds for one start of Ray before another attempt; Ray's own limits end most earlier."""
 
 _END_SECONDS = 20.0
-"""Longest that a guard may take to end what it guards, before it is killed."""
+"""The most seconds for a guard to end its processes before it is killed."""
 
 
 _begun: subprocess.Popen[str] | None = None
-"""A guard whose Ray is starting, until `local_ray` takes it over."""
+"""The guard whose Ray is starting, until `local_ray` takes it over."""
 
 
 @contextmanager
 def begun() -> Iterator[None]:
-    """Begin to start a cluster on this host, beside what is done in here before `local_ray`."""
+    """Start a cluster on this host in the background, until `local_ray` is called within the context."""
     global _begun
     _begun = _guard()
     try:
@@ -85,11 +85,11 @@ def _taken_over() -> subprocess.Popen[str] | None:
 
 @contextmanager
 def local_ray(seconds: float, on_loss: Callable[[EngineError], None]) -> Iterator[str]:
-    """Start a cluster on this host, and end it afterwards: the address to join it by.
+    """Yield the address of a cluster on this host, which is started before and ended afterwards.
 
-    Its GPUs are those that PyTorch sees; Ray's own count needs a library of the driver's.
-    seconds: longest that the start may take, with all attempts. `on_loss` is called in another thread if
-    the cluster ends meanwhile. Raises EngineError if Ray does not start.
+    Its number of GPUs is PyTorch's; Ray's own count needs a library of the driver. seconds: the limit on
+    the start, with all attempts. `on_loss` is called in another thread if the cluster ends meanwhile.
+    Raises EngineError if Ray does not start.
     """
     process, address = _started(time.monotonic() + seconds)
     has_ended = threading.Event()
@@ -102,7 +102,7 @@ def local_ray(seconds: float, on_loss: Callable[[EngineError], None]) -> Iterato
 
 
 def _started(deadline: float) -> tuple[subprocess.Popen[str], str]:
-    """A guard whose Ray has started, and Ray's address."""
+    """Return a guard whose Ray has started, and Ray's address."""
     for attempt in range(1, ATTEMPTS + 1):
         process = _taken_over() or _guard()
         left = max(deadline - time.monotonic(), 0.1)
@@ -135,7 +135,7 @@ def _guard() -> subprocess.Popen[str]:
 
 
 def _address(process: subprocess.Popen[str], seconds: float) -> tuple[str, str]:
-    """The address that a guard tells within so many seconds, empty if none; and the last line before."""
+    """Return the address that a guard prints within `seconds`, else "", and the last line before it."""
     assert process.stdout is not None
     timer = threading.Timer(seconds, _end, (process,))
     timer.start()
@@ -155,7 +155,7 @@ def _watch(
     has_ended: threading.Event,
     on_loss: Callable[[EngineError], None],
 ) -> None:
-    """Read what a guard says, to its end; that comes before it is asked to if Ray has ended."""
+    """Read a guard's output; if it ends before `has_ended` is set, Ray's processes have ended."""
     assert process.stdout is not None
     for line in process.stdout:
         logger.debug("Ray: %s", line.rstrip())
@@ -169,7 +169,7 @@ def _watch(
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Have a guard end all, and wait until it has; a guard that does not answer is killed."""
+    """Let a guard end all its processes, and wait for it; kill a guard that does not answer."""
     assert process.stdin is not None
     process.stdin.close()
     try:
@@ -184,9 +184,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve(num_gpus: int, directory: Path) -> None:
-    """Start Ray's processes, say where, and wait until one of them ends, or the guard ends us."""
+    """Start Ray's processes, print the address, and wait until one ends, or the guard ends us."""
     guard.end_orphans_after_guard(directory)  # Ray's workers outlive its raylet
-    os.environ["TMPDIR"] = str(directory)  # of all that actors leave, too
+    os.environ["TMPDIR"] = str(directory)  # for files that actors leave, too
     on_memory, store = _object_store()
     node = start_node(
         head=True,
@@ -206,7 +206,7 @@ def _serve(num_gpus: int, directory: Path) -> None:
 
 
 def _object_store() -> tuple[bool, int]:
-    """Whether it lies in shared memory, and its bytes: half of what is free there, if that is enough."""
+    """Return whether the object store fits shared memory, and its bytes: half of the free ones."""
     half = shutil.disk_usage(SHARED_MEMORY).free // 2
     return half >= LEAST_STORE, min(max(half, LEAST_STORE), MOST_STORE)
 

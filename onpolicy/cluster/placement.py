@@ -1,9 +1,9 @@
-"""Where every process of a run is: a slot for each rank of the trainer and for each engine.
+"""The placement of a run's processes: a slot for each trainer rank and for each engine.
 
-Ranks take the first GPUs of the first hosts, engines those after them, or, with --colocate, the first
-ones too; an engine's GPUs are neighbours on one host. Without GPUs a slot is a share of a host's cores:
-an engine goes where the fewest processes are. Trainer and engines compute in turns, so each side shares
-out all cores.
+Ranks take the first GPUs of the first hosts; engines take the next ones, or, with --colocate, the first
+ones again. An engine's GPUs are neighbours on one host. Without GPUs a slot is a share of a host's
+cores, and an engine goes where the fewest processes are. Trainer and engines compute in turn, so each
+side shares all cores.
 """
 
 from __future__ import annotations
@@ -25,56 +25,56 @@ class Slot:
     host: Host
 
     devices: tuple[int, ...]
-    """Numbers of its GPUs among those that the host's node sees; none on a CPU."""
+    """The numbers of its GPUs among those that the host's node sees; none on a CPU."""
 
     cpu_threads: int
-    """Its share of the host's cores, for each of its processes; at least 1."""
+    """The share of the host's cores for each of its processes; at least 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """All slots of a run, by rank and by the engine's number."""
+    """The slots of a run, by rank and by engine number."""
 
     trainer: tuple[Slot, ...]
     engines: tuple[Slot, ...]
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """Those of ranks and of engines."""
+        """Return the slots of ranks and of engines."""
         return *self.trainer, *self.engines
 
     @property
     def hosts(self) -> tuple[Host, ...]:
-        """The hosts that the run takes, that of the trainer's rank 0 first."""
+        """Return the hosts in use, starting with the host of the trainer's rank 0."""
         return tuple(dict.fromkeys(slot.host for slot in self.slots))
 
     @property
     def is_here(self) -> bool:
-        """Whether all of it is on the controller's own host."""
+        """Return whether all slots are on the controller's own host."""
         return all(host.is_here for host in self.hosts)
 
     def gpus(self, host: Host) -> set[int]:
-        """Numbers of the GPUs that it takes on a host."""
+        """Return the numbers of the GPUs in use on a host."""
         return {gpu for slot in self.slots if slot.host == host for gpu in slot.devices}
 
     def shared_gpus(self, host: Host) -> set[int]:
-        """Those of them on which both a rank and an engine are."""
+        """Return the numbers of a host's GPUs that a rank and an engine share."""
         ranks, engines = (Placement(self.trainer, ()), Placement((), self.engines))
         return ranks.gpus(host) & engines.gpus(host)
 
     @property
     def device(self) -> str:
-        """What its processes compute on: `cuda` or `cpu`."""
+        """Return the device of its processes: `cuda` or `cpu`."""
         return "cuda" if any(slot.devices for slot in self.slots) else "cpu"
 
     def counts(self, host: Host) -> tuple[int, int]:
-        """(ranks, engines) on a host."""
+        """Return the numbers of ranks and of engines on a host."""
         sides = (self.trainer, self.engines)
         ranks, engines = (sum(slot.host == host for slot in slots) for slots in sides)
         return ranks, engines
 
     def describe(self) -> list[str]:
-        """Returns what is on each host, in a line for each."""
+        """Return a line about each host's processes."""
         return [f"{host}: {'; '.join(self._on(host))}" for host in self.hosts]
 
     def _on(self, host: Host) -> Iterator[str]:
@@ -87,7 +87,7 @@ class Placement:
 NOTHING = Placement((), ())
 
 Place = tuple[Host, tuple[int, ...]]
-"""A host, and GPUs of it."""
+"""A host, and some of its GPUs."""
 
 
 def _resources(slot: Slot) -> str:
@@ -103,11 +103,11 @@ def place(
     device: str,
     hosts: Sequence[Host],
 ) -> Placement:
-    """Slots on `hosts`, which are taken in their order.
+    """Return slots on `hosts`, which are filled in their order.
 
-    device: `cuda` or `cpu`. gpus_per_engine: tensor-parallel ranks of an engine; on a CPU they are
-    processes too. No engine is placed with --rollout-server-url. Raises ConfigError with the sum that
-    does not fit.
+    device: `cuda` or `cpu`. gpus_per_engine: tensor-parallel ranks of an engine, which are processes on
+    a CPU, too. With --rollout-server-url no engine is placed. Raises ConfigError with the sum that does
+    not fit.
     """
     placement = place_trainer(cluster, device, hosts)
     number, colocate = servers.num_started, servers.colocate
@@ -115,7 +115,7 @@ def place(
 
 
 def place_trainer(cluster: ClusterConfig, device: str, hosts: Sequence[Host]) -> Placement:
-    """Slots of the trainer's ranks. Raises ConfigError as `place` does."""
+    """Return the slots of the trainer's ranks. Raises ConfigError as `place` does."""
     ranks = (_ranks_on_gpus if device == "cuda" else _ranks_on_cores)(cluster, hosts)
     return Placement(ranks, ())
 
@@ -128,7 +128,7 @@ def place_engines(
     placement: Placement = NOTHING,
     colocate: bool = False,
 ) -> Placement:
-    """Returns `placement` and so many engines more, on `hosts`. Raises ConfigError as `place` does."""
+    """Return `placement` with `number` more engines on `hosts`. Raises ConfigError as `place` does."""
     if device == "cuda":
         places = _free_gpus(placement, gpus_per_engine, colocate, hosts)
     else:
@@ -137,6 +137,7 @@ def place_engines(
     if len(found) < number:
         number += len(placement.engines)
         raise ConfigError(_sum(placement, colocate, number, gpus_per_engine, hosts))
+    # New engines share a host's cores with the engines already there.
     there = Counter([slot.host for slot in placement.engines] + [host for host, _ in found])
     engines = [Slot(h, gpus, _share(h, there[h] * gpus_per_engine)) for h, gpus in found]
     return Placement(placement.trainer, (*placement.engines, *engines))
@@ -148,9 +149,10 @@ def place_again(
     hosts: Sequence[Host],
     colocate: bool = False,
 ) -> Placement:
-    """`placement` when `hosts` are left: engines of others take new slots there, and keep their numbers.
+    """Return `placement` on the remaining `hosts`: engines of lost hosts get new slots, and keep their
+    numbers.
 
-    What is on a host that is left stays as it is. Raises ConfigError if the engines do not fit, or if
+    Processes on remaining hosts stay where they are. Raises ConfigError if the engines do not fit, or if
     a host with ranks of the trainer is gone.
     """
     left = {host.name for host in hosts}
@@ -193,13 +195,14 @@ def _free_gpus(
     colocate: bool,
     hosts: Sequence[Host],
 ) -> Iterator[Place]:
-    """GPUs for engines, one after another: neighbours on one host that nobody has."""
+    """Yield GPUs for one engine after another: free neighbours on one host."""
     ranks = () if colocate else placement.trainer
     takers = (*ranks, *placement.engines)
     taken = {(slot.host.name, gpu) for slot in takers for gpu in slot.devices}
     for host in hosts:
         free: list[int] = []
         for gpu in range(host.num_gpus):
+            # A taken GPU interrupts a run of free neighbours.
             free = [] if (host.name, gpu) in taken else [*free, gpu]
             if len(free) == per_engine:
                 yield host, tuple(free)
@@ -207,7 +210,7 @@ def _free_gpus(
 
 
 def _least_used(placement: Placement, per_engine: int, hosts: Sequence[Host]) -> Iterator[Place]:
-    """Hosts for engines, one after another: the first of those with the fewest processes."""
+    """Yield hosts for one engine after another: the first of those with the fewest processes."""
     load = Counter(slot.host.name for slot in placement.trainer)
     for slot in placement.engines:
         load[slot.host.name] += per_engine
@@ -236,7 +239,7 @@ def _sum(
 def _enough(
     cluster: ClusterConfig, hosts: Sequence[Host], suits: Callable[[Host], bool]
 ) -> list[Host]:
-    """The first hosts that suit the trainer, as many as it takes."""
+    """Return the first suitable hosts for the trainer. Raises ConfigError if they are too few."""
     found = [host for host in hosts if suits(host)][: cluster.actor_num_nodes]
     if len(found) < cluster.actor_num_nodes:
         gpus = cluster.actor_num_gpus_per_node

@@ -1,4 +1,4 @@
-"""Ray's processes of one node, and no more of them than a run needs."""
+"""Ray's processes of one node, reduced to those that a run needs."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ AGENT_PORTS = (
     "dashboard_agent_listen_port",
     "runtime_env_agent_port",
 )
-"""Flags of a raylet with its agents' ports. If it is given them, it waits for no agent to tell them."""
+"""The raylet flags for its agents' ports; given these, it does not wait for agents to report them."""
 
 AGENT_COMMANDS = ("dashboard_agent_command", "runtime_env_agent_command")
-"""Flags of a raylet with the programs of its agents. It refuses to start none."""
+"""The raylet flags for its agents' programs; a raylet refuses to start without them."""
 
 WAITS = "sh -c cat"
-"""A program that takes whatever arguments the raylet adds, and ends when its standard input does, which
-the raylet holds; a raylet ends with the first of its agents."""
+"""A program that accepts any arguments, and ends when its standard input closes, which the raylet holds;
+a raylet ends with the first of its agents."""
 
 
 def start_node(*, head: bool, with_agents: bool = True, **parameters: Any) -> Any:
     """Start Ray's processes of a node (`ray._private.node.Node`), which end with this one.
 
-    with_agents: whether the raylet has agents, without which no actor has environment variables of its
-    own (Ray's runtime_env). Each is a Python process that imports Ray for seconds before the raylet
-    serves, and on a busy host the raylet gives up on it. `parameters`: what is its own of `RayParams`.
+    with_agents: whether the raylet has agents, which give actors their own environment variables (Ray's
+    runtime_env). Each is a Python process that imports Ray for seconds before the raylet serves, and on
+    a busy host the raylet gives up on it. parameters: further fields of `RayParams`.
     """
     from ray._private import services
     from ray._private.node import Node
@@ -49,13 +49,13 @@ def start_node(*, head: bool, with_agents: bool = True, **parameters: Any) -> An
         **parameters,
     )
     node = WithoutDashboard(given, head=head, shutdown_at_exit=False, spawn_reaper=True)
-    # Ray's workers end when there is no process with their raylet's number: it must leave no zombie.
+    # Ray's workers end once no process has their raylet's id, so it must not stay as a zombie.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     return node
 
 
 def _without_agents(start: Callable[..., Any]) -> Callable[..., Any]:
-    """What starts Ray's processes, and a raylet with programs that only wait in place of its agents."""
+    """Return a starter of Ray's processes; a raylet gets programs that only wait as its agents."""
 
     def start_ray_process(command: list[str], process_type: str, **options: Any) -> Any:
         if process_type == "raylet":  # the last of equal flags counts
@@ -70,7 +70,7 @@ _closed: list[socket.socket] = []
 
 
 def _closed_port() -> int:
-    """A port of this host on which nobody can listen as long as this process lives."""
+    """Return a port of this host on which no process can listen while this process lives."""
     _closed.append(socket.socket())
     _closed[-1].bind(("127.0.0.1", 0))
     return int(_closed[-1].getsockname()[1])

@@ -1,4 +1,4 @@
-"""A run's time in a Ray cluster: one of its own on this host, or one that others have started."""
+"""A run's membership in a Ray cluster: one of its own on this host, or one that others have started."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 1.0
 
 _ANSWER_SECONDS = 60.0
-"""Longest that a host may take to start a process that answers."""
+"""The most seconds for a host to start a process that answers."""
 
 _SECONDS_AFTER_A_LOSS = 20.0
-"""Longest that a run that has lost a host waits for room: what it held there may yet be given back."""
+"""The most seconds that a run waits for room after a loss: resources may be released late."""
 
 
 _lost: EngineError | None = None
-"""Why the cluster of this process's session is gone, once it is known to be."""
+"""The error about the loss of the session's cluster, once it is lost."""
 
 
 @contextmanager
 def begun(cluster: HostsConfig) -> Iterator[None]:
-    """Begin to start a cluster of this command's own, if it is to have one, beside what is done in here
-    before its session."""
+    """Start a cluster of this command's own in the background, if it needs one, until its session."""
     if cluster.ray_address:
         yield
         return
@@ -49,11 +48,11 @@ def begun(cluster: HostsConfig) -> Iterator[None]:
 
 @contextmanager
 def session(cluster: HostsConfig, start_seconds: float = 600.0) -> Iterator[tuple[Host, ...]]:
-    """Be in a cluster: the hosts that it has now, this one first.
+    """Join a cluster within the context, and yield its present hosts, this one first.
 
-    Actors that are made meanwhile end with it, and so does a cluster that was started for it, which may
-    take `start_seconds` for that. If it is lost, or the head of a joined one, the command ends. Raises
-    ConfigError if there is no cluster at --ray-address, EngineError if none of its own starts.
+    Actors that are made meanwhile end with it. So does a cluster that was started for it, which may take
+    `start_seconds` to start. If the cluster or its head is lost, the command ends. Raises ConfigError if
+    there is no cluster at --ray-address, EngineError if one of its own does not start.
     """
     global _lost
     environment.prepare(local=not cluster.ray_address)
@@ -70,7 +69,7 @@ def session(cluster: HostsConfig, start_seconds: float = 600.0) -> Iterator[tupl
 
 
 def _lose(error: EngineError) -> None:
-    """Let whoever asks for hosts know, and end the command wherever its main thread waits."""
+    """Record the loss for later calls, and end the command wherever its main thread waits."""
     global _lost
     _lost = error
     ending.lose(error)
@@ -90,12 +89,12 @@ def _join(address: str) -> None:
             "cluster on this host (`ray start`), with the same versions of Ray and Python and the same "
             "token (RAY_AUTH_TOKEN), or leave the flag out for a cluster of this host alone."
         ) from error
-    # Ray leaves a handler that writes a stack of addresses (RayLog::InstallFailureSignalHandler).
+    # Restore the handler: Ray's writes a stack of addresses (RayLog::InstallFailureSignalHandler).
     signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def _head() -> str:
-    """The address of the cluster's GCS."""
+    """Return the address of the cluster's GCS."""
     import ray
 
     return str(ray.get_runtime_context().gcs_address)
@@ -108,10 +107,10 @@ def _leave() -> None:
 
 
 def alive_hosts() -> tuple[Host, ...]:
-    """The hosts of the cluster, this one first, the others by label.
+    """Return the hosts of the cluster, this one first, the others by label.
 
-    Raises EngineError if this one has left it: Ray starts nothing for a process without a node of its
-    own, and answers nothing either.
+    Raises EngineError if this one has left it: without a node of its own, Ray neither starts anything
+    for a process nor answers it.
     """
     import ray
 
@@ -142,20 +141,20 @@ def _host(node: dict[str, object], here: str) -> Host:
 
 
 def free_memory_on(hosts: Sequence[Host]) -> dict[Host, int]:
-    """Bytes that new processes may take on each host of the cluster; raises as `told_by` does."""
+    """Return the bytes that new processes may take on each host; raises as `told_by` does."""
     return told_by(hosts, free_memory, "how much memory is free there")
 
 
 def gpus_on(hosts: Sequence[Host]) -> dict[Host, tuple[Gpu, ...]]:
-    """The GPUs that new processes see on each host of the cluster; raises as `told_by` does."""
+    """Return the GPUs that new processes see on each host of the cluster; raises as `told_by` does."""
     return told_by(hosts, gpus, "which GPUs are there")
 
 
 def told_by(hosts: Sequence[Host], ask: Callable[[], T], what: str) -> dict[Host, T]:
-    """What `ask` returns on each host of the cluster, called there in a process that ends then.
+    """Return the result of `ask` on each host of the cluster, called in a process that then ends.
 
-    Raises ConfigError, which says that a host does not say `what`, if one does not answer; EngineError
-    as soon as this host leaves the cluster.
+    Raises ConfigError if a host does not answer, with `what` in the message; EngineError as soon as this
+    host leaves the cluster.
     """
     from ray.exceptions import RayError
 
@@ -173,13 +172,16 @@ def told_by(hosts: Sequence[Host], ask: Callable[[], T], what: str) -> dict[Host
 
 
 def answer_of(call: Any, seconds: float) -> Any:
-    """What a task or an actor's method returned. Raises RayError if it failed, or takes longer than
-    `seconds`; EngineError as soon as this host leaves the cluster."""
+    """Return the result of a task or of an actor's method.
+
+    Raises RayError if it failed, or takes longer than `seconds`; EngineError as soon as this host leaves
+    the cluster.
+    """
     import ray
 
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not ray.wait([call], timeout=_POLL_SECONDS)[0]:
-        alive_hosts()  # without a node here the call would never end
+        alive_hosts()  # raises: without a node here the call would never end
     return ray.get(call, timeout=0)
 
 
@@ -188,7 +190,7 @@ def _asked(host: Host, ask: Callable[[], T]) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     there = NodeAffinitySchedulingStrategy(host.name, soft=False)
-    task = ray.remote(max_calls=1)(ask)  # a process that stayed would keep its CUDA contexts
+    task = ray.remote(max_calls=1)(ask)  # a process that stayed alive would keep its CUDA contexts
     return task.options(
         num_cpus=0, scheduling_strategy=there, runtime_env=environment.of_actors()
     ).remote()
@@ -197,10 +199,10 @@ def _asked(host: Host, ask: Callable[[], T]) -> Any:
 def when_it_fits(
     place: Callable[[Sequence[Host]], T], cluster: HostsConfig, *, after_a_loss: bool = False
 ) -> T:
-    """What `place` makes of the cluster's hosts, as soon as they are enough for it.
+    """Return `place` of the cluster's hosts, as soon as there are enough.
 
-    Raises the ConfigError that `place` raises: at once in a cluster of our own, which nobody joins,
-    else after --placement-timeout; after a loss within seconds, as EngineError.
+    Raises the ConfigError of `place`: at once in a cluster of our own, which no host joins, else after
+    --placement-timeout. After a loss it waits for seconds only, and raises EngineError.
     """
     seconds = cluster.placement_timeout if cluster.ray_address else 0.0
     if after_a_loss:

@@ -1,7 +1,7 @@
-"""One rank of the trainer, in a process that Ray started for it.
+"""A rank of the trainer, in a process that Ray started for it.
 
-The process is prepared before anything heavy is imported, so nothing heavy is imported here. What the
-rank logs goes into a file of its own; the part that a user is to see also goes back with each answer.
+The process is prepared before any heavy import, so this module imports nothing heavy. The rank logs into
+a file of its own; lines for the user also go back with each answer.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ LINE = "[%(asctime)s] %(levelname)s: %(name)s: %(message)s"
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """What came of one call of a rank."""
+    """The outcome of one call of a rank."""
 
     result: Any = None
     error: Exception | None = None
     traceback: str = ""
 
     records: list[logging.LogRecord] = field(default_factory=list)
-    """What the rank logged meanwhile."""
+    """The log records of the rank during the call."""
 
 
 class TrainerRank:
-    """One rank. A call may be collective: then all ranks have to be called alike."""
+    """A rank. A call may be collective: then all ranks have to be called alike."""
 
     trainer: PolicyTrainer
 
@@ -56,12 +56,12 @@ class TrainerRank:
         directory: str,
         variables: Mapping[str, str],
     ):
-        """`directory`: the controller's working directory. `variables`: of the environment, under which
-        the rank computes."""
+        """Prepare the process. directory: the controller's working directory; variables: environment
+        variables that the rank computes under."""
         environment.work_in(directory)
         self.rank, self.num_threads = rank, num_threads
         os.environ.update(variables)
-        os.environ["OMP_NUM_THREADS"] = str(num_threads)  # of one CPU Ray gives an actor one thread
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)  # else Ray gives an actor one thread
         prepare_process()
         _write_into(Path(log_file))
         self._records = _RecordList(logging.WARNING if rank else logging.INFO)
@@ -75,7 +75,7 @@ class TrainerRank:
         return self._answer(lambda: method(self, *args))
 
     def ask(self, method: Callable[..., Any], *args: Any) -> Answer:
-        """Call a method of `PolicyTrainer`, or another function of one, with this rank's trainer."""
+        """Call a method or a function of `PolicyTrainer` with this rank's trainer."""
         return self._answer(lambda: method(self.trainer, *args))
 
     def _answer(self, function: Callable[[], Any]) -> Answer:
@@ -92,7 +92,7 @@ class TrainerRank:
         return os.getpid()
 
     def open_store(self, address: str) -> int:
-        """Let the ranks meet at this address of this host, that of rank 0; the port."""
+        """Open the store at which the ranks meet, on this address of rank 0's host; return its port."""
         from onpolicy.train import distributed
 
         self._store, port = distributed.open_store(address)
@@ -105,8 +105,8 @@ class TrainerRank:
         distributed.join(address, port, rank=self.rank, world_size=world_size)
 
     def make(self, config: TrainConfig, contract: NumericsContract, gpu: int | None) -> int:
-        """Make the trainer, on one of the host's GPUs if there are any; which share of the samples it
-        computes."""
+        """Make the trainer, on one of the host's GPUs if there are any; return this rank's index among
+        the data-parallel shards."""
         import torch
 
         from onpolicy.system.garbage import collect_rarely
@@ -119,11 +119,11 @@ class TrainerRank:
         return distributed.data_rank()
 
     def self_check(self) -> dict[str, str]:
-        """`Trainer.self_check`."""
+        """Return `Trainer.self_check`."""
         return self.trainer.self_check
 
     def leave(self) -> None:
-        """Close the trainer, if there is one, and end this process, which then removes what it made."""
+        """Close the trainer, if there is one, and end this process, which then removes its files."""
         import ray
 
         try:
@@ -134,7 +134,7 @@ class TrainerRank:
 
 
 class _RecordList(logging.Handler):
-    """Keeps records as they can be sent to another process."""
+    """A handler that keeps log records in a form that can be sent to another process."""
 
     def __init__(self, level: int):
         super().__init__(level)
@@ -154,7 +154,7 @@ class _RecordList(logging.Handler):
 
 
 def _write_into(file: Path) -> None:
-    """Let all that this process writes stand in a file, whatever writes it."""
+    """Redirect all output of this process to a file, native libraries' included."""
     file.parent.mkdir(parents=True, exist_ok=True)
     log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (sys.stdout, sys.stderr):
@@ -165,7 +165,7 @@ def _write_into(file: Path) -> None:
 
 
 def _that_travels(error: Exception) -> Exception:
-    """The error, or if it cannot be sent to another process, one of ours with its words."""
+    """Return the error, or an OnPolicyError with its message if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -32,21 +32,22 @@ from onpolicy.weights.push import Engine
 T = TypeVar("T")
 
 GRACE = 5.0
-"""Seconds after a rank's failure in which another one may turn out to be what it failed of."""
+"""The seconds after a rank's failure in which the loss of another rank may turn out to be its cause."""
 
 POLL = 1.0
-"""Seconds between two looks at ranks that do not answer, and at the cluster."""
+"""The seconds between two looks at ranks that do not answer, and at the cluster."""
 
 LEAVE = 5.0
-"""Seconds that the ranks have for removing what they made, before they are killed."""
+"""The seconds that the ranks have to remove their files before they are killed."""
 
 
 class TrainerRanks(Trainer):
-    """Ranks in processes of Ray's, one in each slot; each is given what it computes, and no more.
+    """The trainer's ranks, one Ray process in each slot; each rank gets its own shard of the samples
+    only.
 
-    The first failure of a rank ends a call: the others may wait for that rank for ever. It is raised
-    here as what it was there, with the traceback that it had there. A rank that is gone, or hangs
-    (--rank-timeout), raises TrainerLostError; a cluster that this host has left, EngineError.
+    The first failure of a rank ends a call, since the others may wait for that rank for ever. Its error
+    is raised here with its own class and its traceback. A rank that is gone, or hangs (--rank-timeout),
+    raises TrainerLostError; a cluster that this host has left, EngineError.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class TrainerRanks(Trainer):
         logs: Path,
         slots: Sequence[Slot],
     ):
-        """`logs`: a directory on every host, for a file of each rank."""
+        """Start the ranks. logs: a directory, the same on every host, for a log file of each rank."""
         self.config = config
         self._logs = [(logs / f"trainer_{rank}.log").absolute() for rank in range(len(slots))]
         self._processes: list[tuple[Host, int]] = []
@@ -142,7 +143,7 @@ class TrainerRanks(Trainer):
         self.on_each_rank(PolicyTrainer.release_memory, kind)
 
     def close(self) -> None:
-        """End the ranks; those that do not end by themselves are killed."""
+        """End the ranks; kill those that do not end by themselves."""
         ends = {actor.leave.remote(): actor for actor in self._actors}
         _, stuck = ray.wait(list(ends), num_returns=len(ends), timeout=LEAVE)
         for end in stuck:
@@ -150,23 +151,23 @@ class TrainerRanks(Trainer):
         self._actors = []
 
     def _ask_each(self, method: Callable[..., T], args: Sequence[tuple[Any, ...]]) -> list[T]:
-        """`on_each_rank`, with arguments of each rank's own."""
+        """Call as `on_each_rank` does, with separate arguments for each rank."""
         pairs = zip(self._actors, args, strict=True)
         return self._gathered([actor.ask.remote(method, *own) for actor, own in pairs])
 
     def _call_each(self, method: Callable[..., T], args: Sequence[tuple[Any, ...]]) -> list[T]:
-        """Call a method of `TrainerRank` on the first ranks; what each returned."""
+        """Call a method of `TrainerRank` on the first ranks; return their results."""
         pairs = zip(self._actors, args, strict=False)
         return self._gathered([actor.call.remote(method, *own) for actor, own in pairs])
 
     def _gathered(self, calls: list[Any]) -> list[Any]:
-        """What the calls of the first ranks return; the first failure is raised."""
+        """Return the results of the calls of the first ranks; raise the first failure."""
         results: list[Any] = [None] * len(calls)
         waiting, watch = list(calls), self._watch()
         while waiting:
             done, waiting = ray.wait(waiting, timeout=POLL)
             if not done:
-                alive_hosts()  # without a node here the call would never end
+                alive_hosts()  # raises: without a node here the call would never end
                 watch.require_work()
                 continue
             rank = calls.index(done[0])
@@ -178,7 +179,7 @@ class TrainerRanks(Trainer):
         return results
 
     def _watch(self) -> HungRanks | NotStarted:
-        """What ends the wait for a call that begins now."""
+        """Return the watch that ends the wait for a call that begins now."""
         engine = self.config.engine
         if not self._processes:
             return NotStarted(engine.rollout_start_timeout, str(self._logs[0].parent))
@@ -187,7 +188,7 @@ class TrainerRanks(Trainer):
         return HungRanks(self._processes, seconds)
 
     def _answer(self, rank: int, done: Any) -> Answer:
-        """A rank's answer; what it logged is logged here."""
+        """Return a rank's answer, and log its log records here."""
         try:
             answer: Answer = ray.get(done)
         except RayActorError as error:
@@ -200,7 +201,7 @@ class TrainerRanks(Trainer):
         return answer
 
     def _blame_the_lost(self, calls: list[Any], waiting: list[Any], error: Exception) -> None:
-        """Raise TrainerLostError if a rank is gone: that is what the others fail of first."""
+        """Raise TrainerLostError if a rank is gone, which causes the others' failures."""
         if isinstance(error, OnPolicyError):
             return
         deadline = time.monotonic() + GRACE
@@ -211,7 +212,7 @@ class TrainerRanks(Trainer):
 
 
 class RankTraceback(Exception):
-    """Where in a rank's process its error was raised."""
+    """The traceback of an error in a rank's process."""
 
     def __init__(self, rank: int, text: str):
         super().__init__(f"rank {rank} of the trainer\n{text}")

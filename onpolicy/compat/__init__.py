@@ -1,1 +1,1 @@
-"""What other libraries need before they run here; a process asks for it by name."""
+"""Adaptations of other libraries to this project; each process activates the ones it needs."""

@@ -1,18 +1,17 @@
-"""Lets Megatron-core's CUDA-named calls mean the CPU, on machines that have no CUDA.
+"""A stand-in for CUDA on CPU-only machines, which makes Megatron-core's CUDA calls use the CPU.
 
 Megatron-core 0.16.1 creates small tensors with `device="cuda"` or on `torch.cuda.current_device()`,
-synchronises streams, and recognises parameters by `torch.cuda.*Tensor` type names, also where
-nothing else needs a GPU: in sequence parallelism (tensor_parallel/mappings.py), pipeline schedules
-and their messages (pipeline_parallel/schedules.py, p2p_communication.py), activation recomputation
-(tensor_parallel/random.py), DistributedDataParallel (distributed/param_and_grad_buffer.py),
-optimizers (optimizer/*.py) and checkpoints (dist_checkpointing/strategies). With this in place all
-of that runs as it is, over gloo, so that it can be developed and tested without a GPU.
+synchronises streams, and recognises parameters by `torch.cuda.*Tensor` type names, even where nothing
+else needs a GPU: in sequence parallelism (tensor_parallel/mappings.py), pipeline schedules and their
+messages (pipeline_parallel/schedules.py, p2p_communication.py), activation recomputation
+(tensor_parallel/random.py), DistributedDataParallel (distributed/param_and_grad_buffer.py), optimizers
+(optimizer/*.py) and checkpoints (dist_checkpointing/strategies). With this module all of that runs
+unchanged, over gloo, and can be developed and tested without a GPU.
 
-Megatron's modules get a `torch` of their own for it; what everyone else imports stays as it is. Only
-two methods of tensors are replaced for the whole process, since they have no module: `cuda()`, which
-would raise an error here otherwise, and `type()`, which says `torch.cuda.FloatTensor` of a CPU
-tensor. Nothing of it decides bits of a forward pass. It is never loaded where there is CUDA, and says
-so when it is.
+Only Megatron's modules get a modified `torch`; other importers get the original. Two methods of tensors
+are replaced for the whole process, since they belong to no module: `cuda()`, which would raise an error
+otherwise, and `type()`, which returns `torch.cuda.FloatTensor` for a CPU tensor. None of this affects
+the bits of a forward pass. It refuses to load where there is CUDA, and logs a warning when it loads.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ _MODULES = (
     "optimizer",
     "pipeline_parallel",
 )
-"""Parts of megatron.core that bring along whatever names CUDA."""
+"""The parts of megatron.core that import all modules with CUDA names."""
 
 _active = False
 
 
 def activate() -> None:
-    """Decide that Megatron runs on the CPU in this process, for the rest of it; once is enough.
+    """Make Megatron run on the CPU in this process, for the rest of its life; further calls do nothing.
 
     Raises ContractError where there is CUDA.
     """
@@ -90,7 +89,7 @@ def is_active() -> bool:
 
 
 class _View(ModuleType):
-    """A module with some of its attributes replaced, for whoever is handed this one."""
+    """A module with some of its attributes replaced, for the modules that get this object instead."""
 
     def __init__(self, module: ModuleType, **replaced: Any):
         super().__init__(module.__name__)
@@ -117,7 +116,7 @@ def _torch_on_cpu() -> ModuleType:
 
 
 class _Stream:
-    """On a CPU everything has happened when a call returns."""
+    """A stream on the CPU, where everything is done when a call returns."""
 
     def __init__(self, *_: Any, **__: Any):
         pass
@@ -130,7 +129,7 @@ class _Stream:
 
 
 def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function that creates tensors, with the device `cuda` understood as `cpu`."""
+    """Return a function that creates tensors, on `cpu` if the device is `cuda`."""
 
     def create(*args: Any, **kwargs: Any) -> Tensor:
         if "cuda" in str(kwargs.get("device", "")):
@@ -150,7 +149,7 @@ def _type_name(type_of: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_random_state() -> None:
-    """The CPU's generator stands in for the GPU's, which recomputation puts back."""
+    """Save and restore the CPU's generator instead of the GPU's, for recomputation."""
     from megatron.core.tensor_parallel import random
 
     def get_state(*_: Any, **__: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a process that computes asks of its libraries, most of which read a variable once."""
+"""Settings that a computing process needs from its libraries, most of which read a variable once."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from onpolicy.errors import ConfigError
 from onpolicy.system.network import proxy_exceptions
 
 STRICT_SUMS = ("MKL_CBWR", "AUTO,STRICT")
-"""Without its strict mode MKL sums in another order for few rows on Intel CPUs (from AVX2 on)."""
+"""The strict mode of MKL, else it sums in another order for few rows on Intel CPUs (from AVX2 on)."""
 
 PATIENT_THREADS = ("OMP_WAIT_POLICY", "PASSIVE")
-"""Threads that wait by spinning take the cores from the engines: 7 times slower on a busy machine."""
+"""The sleeping mode of waiting threads; spinning ones take the engines' cores (7 times slower)."""
 
 
 NCCL_MEMORY = ("NCCL_CUMEM_ENABLE", "0")
-"""What SGLang sets in its processes, and a group of NCCL's wants alike in all of its members; read when
-the group is made (sglang/srt/entrypoints/engine.py, _set_envs_and_config)."""
+"""The NCCL setting that SGLang uses in its processes and that all members of a group must share; read
+when the group is made (sglang/srt/entrypoints/engine.py, _set_envs_and_config)."""
 
 OWN_FUNCTIONS = ("USE_HUB_KERNELS", "NO")
-"""With the package `kernels`, which SGLang requires, transformers wraps functions that a kernel of the
-Hub may replace; both engines run transformers' own. Read when transformers is imported."""
+"""The switch that keeps transformers' own functions: with the package `kernels`, which SGLang requires,
+it wraps functions that a Hub kernel may replace. Read when transformers is imported."""
 
 KERNEL_CACHES = ("SGLANG_DG_CACHE_DIR", "DG_JIT_CACHE_DIR")
-"""Where DeepGEMM keeps the kernels that it compiled. SGLang gives its processes the first one's value
-for the second; the trainer is to find what an engine compiled, and an engine what the trainer did."""
+"""The directories of DeepGEMM's compiled kernels. SGLang sets the second to the first in its processes;
+trainer and engines share one so that each finds kernels that the other compiled."""
 
 COMPILED = ("TORCHINDUCTOR_CACHE_DIR", "~/.cache/onpolicy/torchinductor")
-"""Where PyTorch keeps what it compiles. It would be in the temporary directory, under a name that
-others can foresee, whose code it would load; and importing PyTorch would leave it there, empty."""
+"""The directory of code that PyTorch compiles. Its default is in the temporary directory, under a
+predictable name from which it would load code; an import of PyTorch would also leave it there, empty."""
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
-"""Parameters of glibc's mallopt (malloc.h)."""
+"""The parameters of glibc's mallopt (malloc.h)."""
 
 KEPT_BUFFERS = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_ARENA_MAX, 1))
-"""As it comes, malloc maps a large block and gives it back to the system when it is freed, so the next
-one costs a page fault, and zeros, for every 4 KiB. So blocks of all sizes are kept, for all threads."""
+"""The malloc settings that keep freed blocks of all sizes, for all threads. By default malloc returns a
+large block to the system, and the next one costs a page fault and zeros for every 4 KiB."""
 
 HAS_GLIBC = "CS_GNU_LIBC_VERSION" in os.confstr_names and bool(os.confstr("CS_GNU_LIBC_VERSION"))
 
 
 def prepare_process() -> None:
-    """Ask for these where the environment asks for nothing else; children inherit it. No request to
-    this host takes a proxy, of whatever library.
+    """Set these variables unless the environment sets them; children inherit them. Exempt this host from
+    proxies, for all libraries.
 
-    To be called first where a process starts: OpenMP reads its variable when torch is imported, MKL
-    before its first product.
+    Call it first in a process: OpenMP reads its variable when torch is imported, MKL before its first
+    product.
     """
     for name, value in (STRICT_SUMS, PATIENT_THREADS, NCCL_MEMORY, OWN_FUNCTIONS):
         os.environ.setdefault(name, value)
@@ -61,10 +61,10 @@ def prepare_process() -> None:
 
 
 def use_portable_kernels() -> None:
-    """Ask for PORTABLE_KERNELS; children inherit it. To be called before torch is imported.
+    """Set PORTABLE_KERNELS; children inherit it. Call it before torch is imported.
 
-    Raises ConfigError if the environment asks for others. (STRICT_SUMS, which `prepare_process` asks for
-    where nobody else does, gives way.)
+    Raises ConfigError if the environment sets others. (STRICT_SUMS, the default of `prepare_process`,
+    may be replaced.)
     """
     for name, value in PORTABLE_KERNELS.items():
         asked = os.environ.get(name, value)
@@ -77,7 +77,7 @@ def use_portable_kernels() -> None:
 
 
 def _compile_at_home() -> None:
-    """Ask for COMPILED, where this user has a home to write to."""
+    """Set COMPILED, if this user has a home to write to."""
     name, place = COMPILED
     with suppress(OSError):
         os.makedirs(os.path.expanduser(place), mode=0o700, exist_ok=True)
@@ -85,18 +85,18 @@ def _compile_at_home() -> None:
 
 
 def _keep_buffers() -> None:
-    """Tell glibc's malloc; another C library keeps its own ways, which cost time and change no bit."""
+    """Set KEPT_BUFFERS in glibc's malloc; other C libraries' defaults only cost time."""
     if HAS_GLIBC:
         for parameter, value in KEPT_BUFFERS:
             ctypes.CDLL(None).mallopt(parameter, value)
 
 
 WORTH_GIVING_BACK = 256 << 20
-"""Bytes. Pages that come back are zeros: of a small model they would take a seventh of each step."""
+"""The least bytes to return; zeroing pages again would take a seventh of a small model's step."""
 
 
 class _Malloc(ctypes.Structure):
-    """What mallinfo2 tells of glibc's malloc (malloc.h)."""
+    """The result of glibc's mallinfo2 (malloc.h)."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -108,10 +108,10 @@ class _Malloc(ctypes.Structure):
 
 
 def give_back_buffers() -> None:
-    """Give the system the memory of KEPT_BUFFERS that nothing lies in now, if it is worth it.
+    """Return unused memory of KEPT_BUFFERS to the system, if there is enough of it.
 
-    Between two that are in use it fits no larger one, so without this the first steps of a large model
-    each take some more.
+    A gap between two used blocks fits no larger block, so without this the memory of a large model's
+    first steps would grow.
     """
     if not HAS_GLIBC:
         return
@@ -124,7 +124,7 @@ def give_back_buffers() -> None:
 
 
 def strict_sums_remedy() -> str:
-    """What to do about MKL's mode in a process whose sums depend on the number of rows."""
+    """Return the remedy for MKL's mode if sums depend on the number of rows; "" if it is strict."""
     name, strict = STRICT_SUMS
     asked = os.environ.get(name)
     if asked is None:

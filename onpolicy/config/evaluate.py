@@ -1,4 +1,4 @@
-"""The flags of `onpolicy eval`. What `onpolicy train` has too comes from its groups."""
+"""The flags of `onpolicy eval`. Flags shared with `onpolicy train` come from its groups."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -63,8 +63,7 @@ class EvaluateConfig:
     """SGLang's own flags, collected from --sglang-*."""
 
     def train_config(self, hf_checkpoint: str) -> TrainConfig:
-        """Returns a run of no rollouts, whose evaluations are these. Raises ConfigError if there is no
-        set."""
+        """Return a run of no rollouts with these evaluations. Raises ConfigError if there is no set."""
         if not (self.sets.eval_prompt_data or self.sets.eval_config):
             raise ConfigError(
                 "--eval-prompt-data, --eval-config: neither is given, so there is nothing to evaluate. "

@@ -1,4 +1,4 @@
-"""The flags of `onpolicy explain`: those of `onpolicy verify`, and what is to be found out."""
+"""The flags of `onpolicy explain`: the flags of `onpolicy verify`, and the case to explain."""
 
 from dataclasses import dataclass
 

@@ -1,11 +1,11 @@
-"""A configuration seen as its flags: names, types, defaults and values, without the groups they are in.
+"""A configuration as a list of flags: names, types, defaults and values, without their groups.
 
-A field is a flag of its own name. A record inside a group gives its fields as flags under the prefix
-that stands beside it, `dc: Annotated[DiscrepancyConfig, Prefix("dc_")]`, and so do the records inside
-it. An underscore at a field's end, as in `lambda_`, is no part of its flag.
+A field is a flag of the same name. A record inside a group contributes its fields as flags, with the
+prefix in its annotation, `dc: Annotated[DiscrepancyConfig, Prefix("dc_")]`, and so do records inside it.
+A trailing underscore of a field, as in `lambda_`, is no part of its flag.
 
-What else there is to say of a field stands beside its type too (`config.rules`). Notes beside a record
-are on all its flags; those on flags of a base class, or in a record, are given to `also`.
+Other notes about a field are in its annotation, too (`config.rules`). Notes on a record apply to all its
+flags; notes on flags of a base class, or of a record, are passed to `also`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ SGLANG_ARGS = "sglang_args"
 
 @dataclass(frozen=True)
 class Prefix:
-    """What the flags of a record begin with; they belong to the group that holds it."""
+    """The prefix of a record's flags, which belong to the group that holds the record."""
 
     text: str
 
 
 def also(**notes: Sequence[Any]) -> Callable[[Class], Class]:
-    """Add notes, by the name of the flag, to flags of a class that are declared elsewhere."""
+    """Add notes, by flag name, to flags of a class that are declared elsewhere."""
 
     def add(owner: Class) -> Class:
         owner._also = {**getattr(owner, "_also", {}), **notes}  # type: ignore[attr-defined]
@@ -69,31 +69,31 @@ class Flag:
 
     @cached_property
     def name(self) -> str:
-        """With _ for -."""
+        """Return the name, with _ for -."""
         return self.spell(self.path[-1])
 
     def spell(self, field: str) -> str:
-        """The name of the flag that another field of the same record is."""
+        """Return the name of the flag for another field of the same record."""
         return self.prefix + field.rstrip("_")
 
     def record(self, config: Any) -> Any:
-        """What has the field: a group, a record in it, or the configuration itself."""
+        """Return the object with the field: a group, a record in it, or the configuration itself."""
         return reduce(getattr, self.path[:-1], config)
 
     @cached_property
     def value(self) -> Callable[[Any], Any]:
-        """What reads it from a configuration."""
+        """Return the function that reads its value from a configuration."""
         return attrgetter(".".join(self.path))
 
     @property
     def help(self) -> str:
-        """The docstring under the field."""
+        """Return the docstring under the field."""
         found = [_docs(owner).get(self.path[-1], "") for owner in self.owner.__mro__]
         return next(filter(None, found), "")
 
 
 def flags_of(config_class: type) -> tuple[Flag, ...]:
-    """The flags of a command, or of a group of them, in their order."""
+    """Return the flags of a command, or of a group of them, in their order."""
     return _flags_of(config_class)
 
 
@@ -121,22 +121,22 @@ def _walk(owner: type, path: tuple[str, ...] = (), prefix: str = "") -> Iterator
 
 
 def is_record(kind: Any) -> bool:
-    """Whether a type is a class of fields."""
+    """Return whether a type is a dataclass."""
     return isinstance(kind, type) and dataclasses.is_dataclass(kind)
 
 
 def flag_types(config_class: type) -> dict[str, Any]:
-    """The type of every flag, by its name with _ for -."""
+    """Return the type of every flag, by name with _ for -."""
     return {flag.name: flag.kind for flag in flags_of(config_class)}
 
 
 def flag_values(config: Any) -> dict[str, Any]:
-    """The value of every flag."""
+    """Return the value of every flag, by name."""
     return {flag.name: flag.value(config) for flag in flags_of(type(config))}
 
 
 def flag_defaults(config_class: type) -> dict[str, Any]:
-    """The default of every flag that has one."""
+    """Return the default of every flag that has one."""
     return {**_flag_defaults(config_class)}
 
 
@@ -153,9 +153,9 @@ def _flag_defaults(config_class: type) -> Mapping[str, Any]:
 
 
 def with_flags(record: Record, values: Mapping[str, Any]) -> Record:
-    """The configuration, or group, with these values of its flags.
+    """Return the configuration, or group, with these values of its flags.
 
-    Raises ConfigError for values that one of the records in it refuses, KeyError for no flag.
+    Raises ConfigError for a value that one of its records refuses, KeyError for an unknown flag.
     """
     flags = flags_of(type(record))
     paths = {flag.name: flag.path for flag in flags}
@@ -168,7 +168,7 @@ def _replaced(
     flags: Sequence[Flag],
     place: tuple[str, ...] = (),
 ) -> Record:
-    """values: by paths from this part of the configuration, whose own path is `place`."""
+    """Return a configuration's part at `place` with new values, keyed by paths from there."""
     changes: dict[str, Any] = {}
     for name in dict.fromkeys(path[0] for path in values):
         inner = {path[1:]: value for path, value in values.items() if path[0] == name}
@@ -184,18 +184,18 @@ def _replaced(
 
 
 def refusal(flag: Flag, error: FieldError) -> str:
-    """What is said of a value that a record refuses: its flag, the rule, the remedy."""
+    """Return the message about a value that a record refuses: its flag, the rule, the remedy."""
     return f"{spelled(flag.name)}={error.value}: {error.said(lambda x: spelled(flag.spell(x)))}"
 
 
 def spelled(name: str) -> str:
-    """The flag as it is given: `rollout_host` -> `--rollout-host`."""
+    """Return the flag as it is given: `rollout_host` -> `--rollout-host`."""
     return f"--{name.replace('_', '-')}"
 
 
 @cache
 def _docs(owner: type) -> Mapping[str, str]:
-    """The docstrings under the fields that a class adds to its bases, each in one line."""
+    """Return the docstrings under the fields that a class adds to its bases, each in one line."""
     if not dataclasses.is_dataclass(owner):
         return {}
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body

@@ -1,4 +1,4 @@
-"""The kinds of numbers that flags take: a type and its range, written beside every flag of the kind."""
+"""The kinds of values that flags take: a type with its range, for the annotations of flags."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ Directory = Annotated[
 
 
 class Unasked(int):
-    """A default, which gives way where it does not fit (`run/launch/lengths.py`)."""
+    """A default that is lowered where it does not fit (`run/launch/lengths.py`)."""
 
 
 def json_object(text: str, flag: str, example: str) -> dict[str, Any]:
-    """Return the JSON object that a flag holds as text. Raises ConfigError for anything else."""
+    """Return the JSON object in a flag's text. Raises ConfigError for anything else."""
     try:
         value = json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a run is, resolved once from its flags, under names that no flag has."""
+"""The plan of a run: its properties, resolved once from its flags, under names that no flag has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ corrected, the log says so, or the metrics do."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """What a run of any command is; `TrainConfig.plan`, and that of the other commands."""
+    """The properties of a run of any command (`TrainConfig.plan`, and `plan` of other commands)."""
 
     starts_aligned: bool = False
     """Whether the first rollout runs on aligned operators."""
@@ -63,22 +63,22 @@ class RunPlan:
 
     @property
     def is_always_on_policy(self) -> bool:
-        """Whether every rollout runs on aligned operators and the newest weights, uncorrected."""
+        """Return whether every rollout runs on aligned operators and the newest weights, uncorrected."""
         falls_back = self.on_aligned_mismatch == "fall back"
         return self.starts_aligned and not (self.is_governed or falls_back or self.may_lag)
 
     @property
     def row_parallel_blocks(self) -> int:
-        """Blocks of every sum that ranks share."""
+        """Return the number of blocks of every sum that ranks share."""
         return self.blocks or max(self.degrees.values())
 
     def on_mismatch(self, *, is_aligned: bool) -> OnMismatch:
-        """What a mismatched token leads to under a contract that is aligned, or is not."""
+        """Return the reaction to a mismatched token under an aligned or another contract."""
         return self.on_aligned_mismatch if is_aligned else self.on_stock_mismatch
 
 
 def tool_plan(config: Any, *, mode: bool, **more: Any) -> RunPlan:
-    """The plan of a command with one kind of engines; `mode`: whether operators are aligned."""
+    """Return the plan of a command with one kind of engines. mode: whether operators are aligned."""
     return RunPlan(
         starts_aligned=mode,
         may_align=mode,

@@ -1,10 +1,10 @@
-"""The rules of flags, each of which stands beside its field, and the one place that applies them all.
+"""The rules of flags, each in its field's annotation, and the functions that apply them.
 
     keep_checkpoints: Annotated[CountOrZero, ReadBy("--save", lambda run: run.save)] = 0
 
-Beside a type stand its range (`Rule`, `NotAbove`), what reads it (`ReadBy`), what it contradicts
-(`Against`, `Together`), what a text is `Parsed` by, and whether it `DecidesResults`. A rule is asked of
-what all flags of a run say (`Facts`); one in a record with a prefix, of that record.
+An annotation holds the range (`Rule`, `NotAbove`), the reader (`ReadBy`), contradictions (`Against`,
+`Together`), the parser of a text (`Parsed`), and whether the flag `DecidesResults`. A rule gets the
+values of all flags of a run (`Facts`); a rule in a record with a prefix gets that record.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from onpolicy.errors import ConfigError
 
 
 class Facts(SimpleNamespace):
-    """What rules ask of a run: each flag by its name, `sglang_args`, the `plan`, and its `config`."""
+    """The view of a run for rules: each flag by name, `sglang_args`, the `plan`, and the `config`."""
 
     @classmethod
     def of(cls, config: Any) -> Facts:
@@ -31,7 +31,7 @@ class Facts(SimpleNamespace):
 
 @dataclass(frozen=True)
 class Together:
-    """Flags that contradict each other, whether they are given or not."""
+    """A contradiction between flags, whether they are given or not."""
 
     when: Callable[[Facts], object]
     """What is found where they do; nothing where they do not."""
@@ -42,7 +42,7 @@ class Together:
 
 @dataclass(frozen=True)
 class Against:
-    """Something that a value other than the default contradicts."""
+    """A contradiction of a value other than the default."""
 
     when: Callable[[Facts], object]
     rule: str
@@ -52,7 +52,7 @@ class Against:
 
 @dataclass(frozen=True)
 class Parsed:
-    """What takes the value apart, and raises ConfigError for one that it cannot."""
+    """The parser of a value, which raises ConfigError if it cannot parse it."""
 
     by: Callable[[Any], object]
 
@@ -72,14 +72,14 @@ NO_RESULT = DecidesResults(False)
 
 @dataclass(frozen=True)
 class ByContent:
-    """A note beside a path of which settings are compared by what it holds, wherever that lies."""
+    """A note on a path that is compared by its content, wherever the content is."""
 
 
 BY_CONTENT = ByContent()
 
 
 def decides_results(flag: Flag) -> bool:
-    """Whether runs that differ in this flag are two experiments."""
+    """Return whether runs that differ in this flag are two experiments."""
     notes = (*flag.notes, *flag.outer)
     return next((note.value for note in notes if isinstance(note, DecidesResults)), True)
 
@@ -99,7 +99,7 @@ def require_sense(config: Any) -> None:
 
 
 def require_ranges(config: Any) -> None:
-    """Raise ConfigError for the first number, or text, that is beyond what its flag can take."""
+    """Raise ConfigError for the first number or text outside its flag's range."""
     flags = flags_of(type(config))
     for flag in flags:
         value = flag.value(config)
@@ -116,7 +116,7 @@ def require_ranges(config: Any) -> None:
 
 
 def _refused(flag: Flag, item: object, rule: str) -> str:
-    """Numbers of many digits by their ends, and a key not at all."""
+    """Return the message about a refused value; long values are shortened, and keys are hidden."""
     text = "..." if secrets.is_key(flag.name) else repr(item)
     short = f"{text[:12]}...{text[-12:]} ({len(text)} characters)"
     return f"{spelled(flag.name)}={text if len(text) <= 60 else short}: {rule}"
@@ -139,7 +139,7 @@ def _contradictions(config: Any) -> Iterator[str]:
 def refuse_unread(config: Any) -> None:
     """Raise ConfigError for the first flag that is set and that nothing would read.
 
-    A flag counts as set if it differs from its default. Corrections that may come on in the run's course
+    A flag counts as set if it differs from its default. Corrections that may be turned on during the run
     count as on.
     """
     run, defaults = Facts.of(config), flag_defaults(type(config))
@@ -160,7 +160,7 @@ def refuse_unread(config: Any) -> None:
 
 
 def rule_against(config: Any, name: str) -> str:
-    """The first rule by which others contradict the value of a flag, without the remedy; "" for none."""
+    """Return the first rule by which other flags contradict a flag, without the remedy; else ""."""
     (flag,) = (each for each in flags_of(type(config)) if each.name == name)
     run = Facts.of(config)
     for note in (*flag.notes, *flag.outer):

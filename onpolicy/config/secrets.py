@@ -1,4 +1,4 @@
-"""Values that are for nobody else to read: API keys and passwords, ours and SGLang's."""
+"""Secret values: API keys and passwords, ours and SGLang's."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ADMIN_KEY = "--admin-api-key"
 
 
 def reveal(flag: str, value: str) -> str:
-    """The secret that a flag was given: the value itself, or what the file after an @ holds.
+    """Return the secret that a flag was given: the value itself, or the content of the file after an @.
 
-    Raises ConfigError if the file cannot be read or holds nothing.
+    Raises ConfigError if the file cannot be read or is empty.
     """
     if not value.startswith("@"):
         return value
@@ -33,12 +33,12 @@ def reveal(flag: str, value: str) -> str:
 
 
 def is_key(name: str) -> bool:
-    """Whether a flag of ours, by its name with _, is an API key."""
+    """Return whether a flag of ours, by its name with _, is an API key."""
     return name.endswith("_api_key")
 
 
 def is_secret(argument: str) -> bool:
-    """Whether a flag's value is a secret, as its name tells: --admin-api-key, --x-password=y."""
+    """Return whether a flag's value is secret, by its name: --admin-api-key, --x-password=y."""
     return argument.startswith("--") and argument.split("=")[0].endswith(
         ("key", "password", "secret")
     )
@@ -59,12 +59,12 @@ def split(sglang_args: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def control_key(sglang_args: Sequence[str], api_key: str) -> str:
-    """Return the key of control calls: that of SGLang's own flag, else `api_key`."""
+    """Return the key of control calls: the value of SGLang's own flag, else `api_key`."""
     given = split(sglang_args)[1].get(ADMIN_KEY)
     return reveal(ADMIN_KEY, given) if given else api_key
 
 
 def hide(sglang_args: Sequence[str]) -> tuple[str, ...]:
-    """The arguments with `...` for secrets, to show and to write down."""
+    """Return the arguments with `...` for secrets, for display and records."""
     others, secrets = split(sglang_args)
     return (*others, *(f"{flag}={HIDDEN}" for flag in secrets))

@@ -1,4 +1,4 @@
-"""What a setting decides: results, or only where things are and how they run."""
+"""The effect of settings: whether they decide results, or only places and execution."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LENGTHS = {"num_rollout", "num_epoch", "max_steps"}
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A setting that a checkpoint was made under, and what it is now."""
+    """A setting with its value in a checkpoint and its present value."""
 
     name: str
     recorded: Any
@@ -49,10 +49,9 @@ class Change:
 
 
 def changes(recorded: Mapping[str, Any], config: AnyRun) -> list[Change]:
-    """Return the settings that decide results and are others than those of an earlier `to_dict`, but for
-    BY_CONTENT.
+    """Return the settings that decide results and differ from an earlier `to_dict`, except BY_CONTENT.
 
-    A flag that the record lacks was added since, and meant its default.
+    A flag that the record lacks was added later and counts as its default.
     """
     was, now = type(config)().to_dict() | dict(recorded), config.to_dict()
     gone = [Change(name=n, recorded=was[n], now="removed") for n in _GONE if was.get(n)]
@@ -66,25 +65,28 @@ def changes(recorded: Mapping[str, Any], config: AnyRun) -> list[Change]:
 
 
 def same_run(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether two `to_dict`s may be of one run, which may have been made longer on the way."""
+    """Return whether two `to_dict`s may belong to one run, which may have been extended meanwhile."""
     deciding = (a.keys() & b.keys()) - DECIDE_NO_RESULT - _LENGTHS
     return all(_is_same(a[name], b[name]) for name in deciding)
 
 
 def _only_goes_on(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """A longer run is the same run, unless its learning rate goes by its length, or what it would have
-    drawn ahead at that end is not there."""
+    """Return whether a changed length only extends the run.
+
+    It does not if the learning rate depends on the length, or if samples beyond the old end, which a run
+    with --rollout-lag draws ahead, are missing.
+    """
     longer: bool = now[name] > was[name] and now["lr_decay_style"] == "constant"
     return longer and not now.get("rollout_lag")
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Whether two values are; one may be the text of a flag that takes several by now."""
+    """Return whether two values are equal; a single text equals a list of it."""
     if isinstance(a, (list, tuple)) or isinstance(b, (list, tuple)):
         a, b = ([x] if isinstance(x, str) else x for x in (a, b))
     return _text(a) == _text(b)
 
 
 def _text(value: Any) -> str:
-    """As the record holds it: a list for a tuple, and NaN equal to itself."""
+    """Return a value as in the record: a list for a tuple, and NaN equal to itself."""
     return json.dumps(value)

@@ -1,4 +1,4 @@
-"""The flags of `onpolicy sft`. What `onpolicy train` has too comes from its groups."""
+"""The flags of `onpolicy sft`. Flags shared with `onpolicy train` come from its groups."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -58,7 +58,7 @@ class AnswersConfig:
 
     @property
     def sources(self) -> str:
-        """What --prompt-data was given, for messages."""
+        """Return the value of --prompt-data, for messages."""
         return self.prompt_data
 
 
@@ -143,7 +143,7 @@ class SftConfig:
 
     @property
     def sglang_args(self) -> tuple[str, ...]:
-        """No server is started."""
+        """Return no arguments, since no server is started."""
         return ()
 
     @property
@@ -152,7 +152,7 @@ class SftConfig:
 
     @property
     def samples_per_rollout(self) -> int:
-        """Rows of a step."""
+        """Return the rows of a step."""
         return self.trainer.global_batch_size
 
     @property
@@ -162,11 +162,11 @@ class SftConfig:
         return tool_plan(self, mode=mode, degrees=degrees, starts_servers=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """The values under their flags' names, for the run directory."""
+        """Return the values under their flags' names, for the run directory."""
         return flag_values(self)
 
     def train_config(self, num_steps: int) -> TrainConfig:
-        """What the trainer is told: a run of so many rollouts, each of one optimizer step."""
+        """Return the trainer's configuration: a run of `num_steps` rollouts with a step each."""
         return TrainConfig(
             model=self.model,
             rollout=groups.RolloutConfig(

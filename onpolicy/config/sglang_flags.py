@@ -1,4 +1,4 @@
-"""Flags given as --sglang-*: SGLang's own, passed through, less those that a contract decides."""
+"""The flags --sglang-*: SGLang's own flags, passed through, except those that a contract decides."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ _COMPILED_GRAPH = "tc_piecewise"
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separate --sglang-* flags and their values from the rest: (rest, SGLang's arguments).
 
-    Like our own flags, they may be written with _ for -.
+    They may be written with _ for -, as our own flags.
     """
     rest: list[str] = []
     sglang: list[str] = []
@@ -101,28 +101,30 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def tensor_parallel_size(sglang_args: Sequence[str]) -> int:
-    """Devices of one server, 1 if --sglang-tp-size is not given. Raises ConfigError as all of these do:
-    for a value that is no such number."""
+    """Return the devices of one server, 1 if --sglang-tp-size is not given.
+
+    Raises ConfigError for an invalid number, as the functions below do.
+    """
     return given_tensor_parallel_size(sglang_args) or 1
 
 
 def given_tensor_parallel_size(sglang_args: Sequence[str]) -> int | None:
-    """The degree that is among SGLang's arguments, under any of its names."""
+    """Return the tensor-parallel degree in SGLang's arguments, under any of its names, or None."""
     return _count(sglang_args, TENSOR_PARALLEL, "Give a number of devices, such as 2.")
 
 
 def max_total_tokens(sglang_args: Sequence[str]) -> int | None:
-    """Tokens of the key/value cache, if --sglang-max-total-tokens is given."""
+    """Return the tokens of the KV cache, if --sglang-max-total-tokens is given."""
     return _count(sglang_args, ("--max-total-tokens",), "Give a number of tokens, such as 16384.")
 
 
 def context_length(sglang_args: Sequence[str]) -> int | None:
-    """Tokens that the engine serves at most, if --sglang-context-length is given."""
+    """Return the most tokens of a sequence, if --sglang-context-length is given."""
     return _count(sglang_args, ("--context-length",), "Give a number of tokens, such as 4096.")
 
 
 def memory_fraction(sglang_args: Sequence[str]) -> float | None:
-    """The share of a GPU's memory that a server takes, if --sglang-mem-fraction-static is given."""
+    """Return the fraction of a GPU's memory for a server, if --sglang-mem-fraction-static is given."""
     remedy = "Give a share of a GPU, such as 0.4."
     flag, fraction = _value(sglang_args, ("--mem-fraction-static",), float, remedy)
     if fraction is not None and not 0 < fraction < 1:
@@ -132,9 +134,8 @@ def memory_fraction(sglang_args: Sequence[str]) -> float | None:
 
 
 def chunked_prefill_size(sglang_args: Sequence[str]) -> int | None:
-    """Tokens of a prefill chunk: the value of --sglang-chunked-prefill-size, if it is given; below 1,
-    prompts are not cut. Raises ConfigError for a value that is no number.
-    """
+    """Return the tokens of a prefill chunk, if --sglang-chunked-prefill-size is given; below 1 there are
+    no chunks. Raises ConfigError for an invalid number."""
     names, remedy = ("--chunked-prefill-size",), "Give a number of tokens, such as 8192."
     return _value(sglang_args, names, int, remedy)[1]
 
@@ -149,7 +150,7 @@ def _count(sglang_args: Sequence[str], names: tuple[str, ...], remedy: str) -> i
 def _value(
     sglang_args: Sequence[str], names: tuple[str, ...], kind: type[N], remedy: str
 ) -> tuple[str, N | None]:
-    """The flag as a user writes it, and what is given for it under any of its names in SGLang."""
+    """Return a flag as a user writes it, and its value under any of its names in SGLang."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument(*names, type=kind, dest="value")
     flag = PREFIX + names[0].removeprefix("--")
@@ -160,10 +161,10 @@ def _value(
 
 
 def validate(sglang_args: Sequence[str], aligned_by: str) -> None:
-    """Refuse flags that onpolicy sets itself, those that break a contract of aligned operators, and
-    secrets in files that cannot be read.
+    """Raise ConfigError for flags that onpolicy sets itself, flags that break an aligned contract, and
+    secrets in unreadable files.
 
-    aligned_by: what asks for such a contract; empty: there is none.
+    aligned_by: the flag that requests aligned operators, for messages; "" if there are none.
     """
     memory_fraction(sglang_args)
     for flag, value in secrets.split(sglang_args)[1].items():

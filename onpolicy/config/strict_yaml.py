@@ -1,7 +1,7 @@
-"""YAML files that hold settings: read strictly, each value of its setting's own kind.
+"""The strict reading of YAML files with settings: each value must have its setting's type.
 
-So `shuffle: "no"` or `save:` (null) is an error that names the file and the key, and not a text that a
-setting happens to take.
+So `shuffle: "no"` or `save:` (null) is an error that names the file and the key, rather than a text that
+a setting happens to accept.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from onpolicy.system.reading import read_text
 
 
 def read_mapping(path: str, name: str) -> dict[Any, Any]:
-    """The mapping in a file, empty for an empty file; `name` stands for the file in messages.
+    """Return the mapping in a file, empty for an empty file; `name` stands for the file in messages.
 
-    Raises ConfigError for what is no mapping, or has a key twice.
+    Raises ConfigError for a file that is no mapping, or has a key twice.
     """
     text = read_text(Path(path), name)
     try:
@@ -38,14 +38,14 @@ def read_mapping(path: str, name: str) -> dict[Any, Any]:
 
 
 def require_mapping(value: object, name: str, of: str) -> dict[Any, Any]:
-    """The value, if it is a mapping. Raises ConfigError if it is not."""
+    """Return the value if it is a mapping. Raises ConfigError if it is not."""
     if not isinstance(value, dict):
         raise ConfigError(f"{name}: must be a mapping of {of}.")
     return value
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice, of which YAML's own loader keeps the last."""
+    """A loader that refuses a duplicate key, of which YAML's own loader keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -66,7 +66,7 @@ def require_known(key: object, keys: Collection[str], name: str) -> None:
 
 
 def broken_kind(value: object, kind: Any) -> str | None:
-    """What `value` should be to stand for a setting of type `kind`; None if it is."""
+    """Return the rule that `value` breaks as a setting of type `kind`, or None if it fits."""
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         if value is None:
@@ -91,7 +91,7 @@ _NUMBERS = {int: "whole number", float: "number"}
 
 
 def _is_number(value: object, kind: type) -> bool:
-    """Texts that are numbers count too: YAML takes 1e-6, which has no dot, for one."""
+    """Return whether a value is a number, or its text: YAML reads 1e-6, without a dot, as text."""
     allowed = (int, str) if kind is int else (int, float, str)
     if isinstance(value, bool) or not isinstance(value, allowed):
         return False

@@ -1,6 +1,6 @@
 """The flags of `onpolicy verify`, `onpolicy bench` and `onpolicy serve`.
 
-What `onpolicy train` has too comes from its groups.
+Flags shared with `onpolicy train` come from its groups.
 """
 
 from dataclasses import dataclass, field
@@ -86,7 +86,7 @@ class VerifyConfig:
 
 
 def of_bench(*names: str) -> ReadBy:
-    """A flag that some of the benchmarks read."""
+    """Return the note on a flag that only some of the benchmarks read."""
     return ReadBy(f"bench {' or '.join(names)}", lambda run: run.what in names)
 
 
@@ -181,7 +181,7 @@ class BenchConfig:
 
     @property
     def plan(self) -> RunPlan:
-        """What is measured: aligned operators beside stock ones."""
+        """Return the plan of both sides: aligned operators beside stock ones."""
         return RunPlan(
             may_align=True,
             aligned_by="aligned operators",
@@ -230,7 +230,7 @@ class ServeConfig:
 
     @property
     def serves_text(self) -> bool:
-        """Whether clients may send text, or tokens alone."""
+        """Return whether clients may send text, or only tokens."""
         return "--skip-tokenizer-init" not in self.sglang_args
 
     @property

@@ -67,7 +67,7 @@ class TrainConfig:
 
     @cached_property
     def plan(self) -> RunPlan:
-        """What the run is, whichever flags say so."""
+        """Return the properties of the run, resolved from its flags."""
         return _plan_of(self)
 
     @property
@@ -76,27 +76,27 @@ class TrainConfig:
 
     @property
     def compares_with_greedy(self) -> bool:
-        """Whether the samples of a prompt are compared with a greedy answer to it."""
+        """Return whether the samples of a prompt are compared with a greedy answer to it."""
         return ESTIMATORS[self.algorithm.advantage_estimator].baseline == "greedy"
 
     @property
     def answers_per_prompt(self) -> int:
-        """Those that are drawn: the samples, and maybe a greedy one."""
+        """Return the number of sampled answers to a prompt, with the greedy one, if any."""
         return self.rollout.n_samples_per_prompt + self.compares_with_greedy
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per optimizer step."""
+        """Return the number of samples per optimizer step."""
         return self.trainer.global_batch_size or self.samples_per_rollout
 
     @property
     def steps_per_rollout(self) -> int:
-        """Optimizer steps per rollout."""
+        """Return the number of optimizer steps per rollout."""
         return self.samples_per_rollout // self.global_batch_size
 
     @property
     def has_ratio(self) -> bool:
-        """Whether the objective has a ratio to an old policy that may differ from 1."""
+        """Return whether the objective has a ratio to an old policy that may differ from 1."""
         algorithm = self.algorithm
         return (
             OBJECTIVES[algorithm.policy_loss].ratio != "none"
@@ -110,26 +110,26 @@ class TrainConfig:
 
     @property
     def loss_aggregation(self) -> groups.LossAggregation:
-        """That of the objective's paper if none is asked for: GSPO's is a mean over sequences."""
+        """Return the loss aggregation; by default from the objective's paper (GSPO: over sequences)."""
         own = OBJECTIVES[self.algorithm.policy_loss].aggregation
         return self.algorithm.loss_aggregation or own
 
     @property
     def loads_reference(self) -> bool:
-        """Whether a reference policy has weights of its own; what adapters are beside has none."""
+        """Return whether the reference policy has weights of its own (not if it is the adapters'
+        base)."""
         is_base = self.lora.lora_rank and not self.algorithm.ref_checkpoint
         return self.algorithm.reads_reference and not is_base
 
     @property
     def critic_checkpoint(self) -> str:
-        """What the second model begins with that learns what is still to come; "" without one."""
+        """Return the initial checkpoint of the critic; "" without one."""
         own = self.critic.critic_load or self.model.hf_checkpoint
         return own if self.algorithm.advantage_estimator == "gae" else ""
 
     @property
     def gdpo_rewards(self) -> dict[str, float]:
-        """The named rewards that gdpo learns from, and the weight of each: those of --rewards, if it is
-        not told others."""
+        """Return the named rewards that gdpo learns from, with weights; by default all --rewards."""
         keys, weights = self.algorithm.gdpo_reward_keys, self.algorithm.gdpo_reward_weights
         if not keys:
             sources = self.reward.sources if self.reward.rewards else {}
@@ -138,21 +138,21 @@ class TrainConfig:
 
     @property
     def open_groups(self) -> int:
-        """Groups that are drawn at a time."""
+        """Return the number of groups that are sampled at a time."""
         return self.rollout.over_sampling_batch_size or self.rollout.rollout_batch_size
 
     @cached_property
     def eval_sets(self) -> dict[str, groups.EvalSet]:
-        """The evaluation sets by their names; the name of a single path is empty."""
+        """Return the evaluation sets by name; the name of a single path is empty."""
         return groups.sets_of(self.eval, self.rollout, self.data)
 
     @property
     def takes_steps(self) -> bool:
-        """Whether the trainer is to change weights, or to score alone."""
+        """Return whether the trainer changes weights, or only scores."""
         return self.rollout.num_rollout > 0
 
     def batch_equation(self) -> str:
-        """The four sizes of a rollout as one equation."""
+        """Return the four sizes of a rollout as one equation."""
         return (
             f"rollout_batch_size {self.rollout.rollout_batch_size} prompts x n_samples_per_prompt "
             f"{self.rollout.n_samples_per_prompt} = {self.samples_per_rollout} samples = "
@@ -160,14 +160,14 @@ class TrainConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The values under their flags' names, for the run directory; secrets are left out."""
+        """Return the values under their flags' names, for the run directory; secrets are left out."""
         values = flag_values(self)
         values |= {name: secrets.HIDDEN for name, x in values.items() if x and secrets.is_key(name)}
         return {**values, SGLANG_ARGS: secrets.hide(self.sglang_args)}
 
 
 def _plan_of(config: TrainConfig) -> RunPlan:
-    """The plan of a run with these flags, whether or not they keep all rules.
+    """Return the plan of a run with these flags, valid or not.
 
     Raises ConfigError if --sglang-tp-size is no number.
     """
@@ -179,8 +179,8 @@ def _plan_of(config: TrainConfig) -> RunPlan:
     may_lag = bool(lags) or rollout.rollout_schedule == "free"
     is_alone = governed or not (corrections or fallback.use_rollout_logprobs)
     corrects_lag = may_lag and fallback.correct_lag and is_alone
-    # Only aligned engines say what the trainer's own earlier weights gave a token. In the one step of a
-    # rollout a ratio to the newest weights would be 1, and bound nothing.
+    # Only aligned engines give the bits that the trainer's own earlier weights gave. With one step per
+    # rollout a ratio to the newest weights would be 1, and clip nothing.
     always_aligned = aligned and not governed
     bypasses_lag = (
         corrects_lag and always_aligned and config.steps_per_rollout == 1 and config.has_ratio

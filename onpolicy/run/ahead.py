@@ -1,8 +1,9 @@
-"""Rollouts as the schedule has them: a step's own, and beside training on it those of later steps.
+"""Rollouts by a fixed schedule: of a step itself, and, while the trainer works, of later steps.
 
-A thread drives the engines while the loop's thread is in the trainer. It calls no trainer: where engines
-were started again, it asks the loop for the weights of its version, and goes on when they hold them. The
-loop answers while it waits for the thread: before it pushes the next version, and in `take`.
+A thread drives the engines while the loop's thread is in the trainer. The thread never calls the
+trainer: after engines were restarted, it asks the loop for the weights of its version and continues once
+they are pushed. The loop serves such requests whenever it waits for the thread: before it pushes the
+next version, and in `take`.
 """
 
 from __future__ import annotations
@@ -27,17 +28,18 @@ from onpolicy.run.sampler import Rollout, Work
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Which rollouts are drawn under which weights: a rule, so that no clock decides what is learnt.
+    """The schedule of rollouts and weights: a fixed rule, so that results do not depend on timing.
 
-    Version v of the weights is pushed when v rollouts have been trained on. With a lag of K the samples
-    of step k are drawn under version max(0, k - K), all of them before the next version is pushed:
+    Version v of the weights is pushed after v rollouts have been trained on. With a lag of K, step k is
+    sampled under version max(0, k - K), and all samples of a version are complete before the next one is
+    pushed:
 
-        lag 0    push 0 | draw 0 | train 0 | push 1 | draw 1 | train 1 | push 2 ...
+            lag 0    push 0 | draw 0 | train 0 | push 1 | draw 1 | train 1 | push 2 ...
 
-        lag 1    push 0 | draw 0 | train 0 | push 1 | train 1 | push 2 | train 2 | push 3 ...
-                                 | draw 1  |        | draw 2  |        | draw 3  |
+            lag 1    push 0 | draw 0 | train 0 | push 1 | train 1 | push 2 | train 2 | push 3 ...
+                                     | draw 1  |        | draw 2  |        | draw 3  |
 
-    The run goes from rollout `first` to `last`.
+    The run goes from rollout `first` to `last` (exclusive).
     """
 
     lag: int
@@ -45,11 +47,11 @@ class Schedule:
     last: int
 
     def version_of(self, step: int) -> int:
-        """The version that the rollout of a step is drawn under."""
+        """Return the weight version that a step's rollout is sampled under."""
         return max(self.first, step - self.lag)
 
     def drawn_under(self, version: int) -> range:
-        """The steps whose rollouts are drawn under a version, in their order."""
+        """Return the steps whose rollouts are sampled under a version, in order."""
         begins = version if version == self.first else version + self.lag
         return range(begins, min(version + self.lag + 1, self.last))
 
@@ -57,16 +59,16 @@ class Schedule:
 logger = logging.getLogger(__name__)
 
 RollOut = Callable[[int, int, Work], Rollout]
-"""(step, version, what samples) -> the step's rollout; to be called in the order of the steps."""
+"""A function (step, version, what samples) -> the step's rollout, called in the order of the steps."""
 
 
 class Drawing(ABC):
-    """A thread that draws, and what its owner does for it meanwhile."""
+    """A thread that samples rollouts, and the requests that its owner serves meanwhile."""
 
     def __init__(self, engines: EnginePair):
         self._engines = engines
         self.drawn: dict[int, Rollout] = {}
-        """Rollouts that are not taken yet, by their steps."""
+        """The finished rollouts that are not taken yet, by step."""
 
         self._thread: threading.Thread | None = None
         self._messages: SimpleQueue[Future[None] | Literal["news", "ended"]] = SimpleQueue()
@@ -75,27 +77,27 @@ class Drawing(ABC):
 
     @abstractmethod
     def take(self, step: int) -> Rollout:
-        """The rollout of a step."""
+        """Return the rollout of a step."""
 
     def draw_ahead(self, step: int) -> None:
-        """Begin to draw what the weights of `step` are to draw for later steps, if anything."""
+        """Start sampling for later steps under the weights of `step`, if the schedule has any."""
 
     def settle(self) -> float:
-        """Wait until nothing is being drawn: the seconds that took drawing since the last time.
+        """Wait until sampling is idle; return the seconds spent on it since the last call.
 
-        Raises what drawing raised.
+        Raises what the sampling thread raised.
         """
         self.drain()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     def drain(self) -> None:
-        """Wait until nothing is being drawn. Raises what drawing raised."""
+        """Wait until sampling is idle. Raises what the sampling thread raised."""
         while self._thread is not None:
             self._hear()
 
     def _hear(self) -> None:
-        """Wait for a message of the thread: push its version again if it asks for that."""
+        """Wait for a message of the thread; push the weights again if it asks for that."""
         message = self._messages.get()
         if message == "ended":
             self._end()
@@ -113,7 +115,7 @@ class Drawing(ABC):
             message.set_result(None)
 
     def close(self) -> None:
-        """End what is being drawn, and the engines with it."""
+        """Stop the sampling in progress, and the engines with it."""
         if self._thread is None:
             return
         self._engines.rollout.stop()
@@ -128,7 +130,7 @@ class Drawing(ABC):
         self._thread = None
 
     def _begin(self, draw: Callable[[], object]) -> None:
-        """Let the thread draw."""
+        """Run `draw` in the thread."""
 
         def run() -> None:
             try:
@@ -151,14 +153,14 @@ class Drawing(ABC):
         self._seconds += time.perf_counter() - started
 
     def _push_again(self) -> None:
-        """In the thread: have it done."""
+        """Ask the loop's thread (from the sampling thread) to push the weights again; wait for it."""
         done: Future[None] = Future()
         self._messages.put(done)
         done.result()
 
 
 class Rollouts(Drawing):
-    """Draws each step's rollout once, under the version that the schedule says."""
+    """A schedule's rollouts: each is sampled once, under its version."""
 
     def __init__(self, schedule: Schedule, roll_out: RollOut, engines: EnginePair):
         super().__init__(engines)

@@ -1,4 +1,4 @@
-"""A mismatch of a run as a file: what is needed to look at it again."""
+"""A mismatch of a run as a file, with everything needed to reproduce it."""
 
 from __future__ import annotations
 
@@ -44,30 +44,30 @@ def _known(contract: NumericsContract) -> NumericsContract:
 @with_config(ConfigDict(extra="forbid", ser_json_inf_nan="constants"))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A sample whose log-probabilities differ, as it is in a file."""
+    """A sample whose log-probabilities differ, in the form of its file."""
 
     step: Count
     sample: str
     trajectory: TrajectoryRecord
 
     train_log_probs: list[float]
-    """What the trainer gives the sampled tokens."""
+    """The trainer's log-probabilities of the sampled tokens."""
 
     prompt_len: Count
-    """The tokens before the answer that has the first token that differs."""
+    """The number of tokens before the answer that holds the first differing token."""
 
     num_begun: Count
     sampling_seed: int
 
     params: SamplingParams
-    """How that answer was sampled, as many tokens as it has."""
+    """The sampling parameters of that answer, with its length as the limit."""
 
     weight_digest: str
     contract: Annotated[NumericsContract, AfterValidator(_known)]
 
     @property
     def request(self) -> Request:
-        """What that answer was sampled by."""
+        """Return the request that sampled that answer."""
         return Request(
             prompt_ids=self.trajectory["token_ids"][: self.prompt_len],
             sampling_seed=self.sampling_seed,
@@ -86,13 +86,14 @@ def make_case(
     step: int,
     engines: EnginePair,
 ) -> Case:
-    """A sample of rollout `step` whose log-probabilities differ, and what both engines were then.
+    """Return the case of a sample of rollout `step` whose log-probabilities differ.
 
-    request: what its episode began with.
+    It records the weights and the contract of both engines. `request` is the first request of the
+    sample's episode.
     """
     place = first_apart(sample.trajectory, train_log_probs)
     asked = asked_at(request, sample.trajectory, place)
-    if sample.seeds:  # an episode that was begun anew has another seed than its request
+    if sample.seeds:  # an episode that was restarted has another seed than its request
         seeds = [seed for seed, tokens in sample.seeds for _ in range(tokens)]
         asked = replace(asked, sampling_seed=seeds[sum(sample.trajectory.sampled[:place])])
     return Case(
@@ -110,18 +111,19 @@ def make_case(
 
 
 def first_apart(trajectory: Trajectory, train_log_probs: Sequence[float]) -> int:
-    """Return the place in the trajectory of the first sampled token with other bits in training, or
-    with a number that is not finite."""
+    """Return the index in the trajectory of the first sampled token whose log-probability differs in
+    training, or is not finite."""
     places = list(compress(count(), trajectory.sampled))
     rollout, train = (torch.tensor(x) for x in (trajectory.rollout_log_probs, train_log_probs))
     return places[int(mismatches(train, rollout).nonzero()[0])]
 
 
 def asked_at(request: Request, trajectory: Trajectory, place: int) -> Request:
-    """What the sampled token at `place` of a trajectory was part of an answer to: a request that gives
-    the tokens of that answer again, and no more.
+    """Return the request that samples the answer around the token at `place` of a trajectory again, up
+    to the answer's end.
 
-    request: what its episode began with. Answers that follow each other alike count as one.
+    `request` is the first request of the episode. Adjacent answers with equal sampling parameters count
+    as one answer.
     """
     branch, start, end = next(s for s in trajectory.stretches if s[1] <= place < s[2])
     numbers = [*accumulate(trajectory.sampled, initial=0)]
@@ -135,6 +137,7 @@ def asked_at(request: Request, trajectory: Trajectory, place: int) -> Request:
     sampled = way(place)
     assert sampled is not None
     temperature, span = sampled
+    # Widen from this token to all adjacent tokens that were sampled in the same way.
     first = next(at for at in count(place, -1) if way(at - 1) != sampled)
     last = next(at for at in count(place) if way(at + 1) != sampled)
     return Request(
@@ -151,14 +154,14 @@ def asked_at(request: Request, trajectory: Trajectory, place: int) -> Request:
 
 
 def write_case(case: Case, file: Path) -> None:
-    """Write the file, whole or not at all."""
+    """Write the file atomically."""
     file.parent.mkdir(exist_ok=True)
     files.write(file, _SHAPE.dump_json(case).decode() + "\n")
     logger.info("the first sample with a mismatch is in %s", file)
 
 
 def read_case(file: Path) -> Case:
-    """Raises ConfigError for a file that is none."""
+    """Read a case. Raises ConfigError for a file that is none."""
     try:
         case = checked_text(_SHAPE, file.read_bytes())
         read(case.trajectory)

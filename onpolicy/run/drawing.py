@@ -1,4 +1,4 @@
-"""What draws a run's rollouts: a rule, the clock, or what the clock decided in an earlier run."""
+"""The sources of a run's rollouts: a fixed schedule, the order of completion, or a recorded order."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from onpolicy.run.sampler import Rollout, Sampler
 from onpolicy.types import BranchKey
 
 PATIENCE = 300.0
-"""Seconds, besides --episode-time-limit, that a replay waits for functions that ask for nothing."""
+"""The seconds, besides --episode-time-limit, that a replay waits for functions that request nothing."""
 
 
 class Replayed(Drawing):
-    """Draws what a journal says, and nothing else: each span under its version.
+    """A replay of a journal's rollouts, each span under its weight version.
 
-    When a version was pushed, what it had drawn in the run is drawn: as many tokens of each branch as
-    the journal says, continued from those of earlier versions. The functions of episodes are called
-    anew, and observe what is written beside the journal. Every rollout is compared with its
-    record. It draws for rollouts beyond --num-rollout too, so that a checkpoint at its end holds what
-    the run had drawn for them.
+    After each push it samples what the recorded run sampled under that version: as many tokens of each
+    branch as the journal says, continued from earlier versions. The episodes' functions are called anew,
+    with the observations written beside the journal. Every rollout is compared with its record. Spans
+    for rollouts beyond --num-rollout are sampled, too, so that a checkpoint at the end holds the same
+    open episodes as the recorded run.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class Replayed(Drawing):
         return rollout
 
     def _begin_groups(self) -> None:
-        """All that the run had begun."""
+        """Open all groups that the recorded run had opened."""
         end = 1 + max(number for number, _ in self._spans)
         for number in range(self._open.next_number, end):
             self._open.groups.append(self._sampler.open_group(number))
             self._open.next_number = number + 1
 
     def _draw(self, version: int) -> int:
-        """How many tokens were."""
+        """Sample the spans of a version; return their number of tokens."""
         drawn = dict(self._drawn_under(version))
         self._sampler.on_requests(len(drawn))
         limit = self._sampler.config.agent.episode_time_limit or 0.0
@@ -78,7 +78,8 @@ class Replayed(Drawing):
     def _drawn_under(
         self, version: int
     ) -> Iterator[tuple[OpenEpisode, dict[BranchKey, int] | None]]:
-        """What was, and by how many tokens its branches went on: with its last span it ends itself."""
+        """Yield the episodes that go on under a version, with the tokens for each branch; None with the
+        last version, in which the episode ends by itself."""
         for group in self._open.groups:
             for i, episode in enumerate(group.episodes):
                 spans = self._spans.get((group.number, i), {})
@@ -122,7 +123,7 @@ class Replayed(Drawing):
                     )
 
     def _require_as_many(self, step: int, recorded: Record, now: Record) -> None:
-        """Raise OtherTokensError where functions returned more trajectories, or fewer, than before."""
+        """Raise OtherTokensError if functions returned more or fewer trajectories than recorded."""
         counts = len(now["samples"]), len(recorded["samples"])
         if counts[0] != counts[1]:
             prompt = self._sampler.inputs.prompts.at(recorded["number"]).index
@@ -134,9 +135,12 @@ class Replayed(Drawing):
 
 
 class FreeRollouts(Drawing):
-    """Engines always draw, a push interrupts them, and a step takes the groups that are complete first;
-    `open_groups` says which that may be. What the clock has decided is in the run's journal of rollouts,
-    from which `Replayed` repeats the run."""
+    """Asynchronous rollouts: engines always sample, a push interrupts them, and a step takes the first
+    groups to complete.
+
+    `open_groups` decides which groups may be taken. The order of completion is written to the run's
+    journal of rollouts, from which `Replayed` repeats the run.
+    """
 
     def __init__(self, sampler: Sampler, open_groups: FreeGroups, engines: EnginePair):
         super().__init__(engines)
@@ -147,7 +151,7 @@ class FreeRollouts(Drawing):
 
     def take(self, step: int) -> Rollout:
         with self._lock:
-            if self._job.error is not None:  # of an episode that ended between the jobs
+            if self._job.error is not None:  # from an episode that ended between the jobs
                 raise self._job.error
             self._num_drawn += self._job.num_tokens
             self._job = FreeJob(step, self._on_end)
@@ -156,6 +160,7 @@ class FreeRollouts(Drawing):
         self._job.begin(episodes)
         self._begin(partial(self._engines.work, self._job, self._push_again))
         started = time.perf_counter()
+        # Wait for a batch of complete groups; meanwhile serve pushes to restarted servers.
         while (groups := self._batch()) is None:
             self._hear()
         self._waited = time.perf_counter() - started
@@ -164,7 +169,7 @@ class FreeRollouts(Drawing):
         )
 
     def _drawn_since_last(self) -> int:
-        """Tokens of answers since the last rollout was taken."""
+        """Return the number of tokens sampled since the last rollout was taken."""
         before, self._num_counted = self._num_counted, self._num_drawn + self._job.num_tokens
         return self._num_counted - before
 
@@ -173,17 +178,18 @@ class FreeRollouts(Drawing):
             return self._open.batch()
 
     def settle(self) -> float:
-        """Interrupt what is being drawn; what there is of it goes on under the next weights."""
-        with self._lock:  # what an episode's end begins, the job has begun, or the next one will
+        """Interrupt sampling; unfinished responses are continued under the next weights."""
+        # A new episode belongs to the running job or to the next one, never to both.
+        with self._lock:
             self._job.interrupt()
         seconds = super().settle()
         self._drew_before = max(seconds - self._waited, 0.0)
         return seconds
 
     def _on_end(self, episode: OpenEpisode) -> None:
-        """In the episodes' thread: begin what is drawn in the place of one that is complete.
+        """Start the next episodes after one is complete (called in the episodes' thread).
 
-        The present job draws it, even if the one before was told: that was interrupted meanwhile.
+        They go to the present job, even if an interrupted earlier job reports the end.
         """
         with self._lock:
             job, begun = self._job, self._open.end(episode)
@@ -195,7 +201,7 @@ class FreeRollouts(Drawing):
 
 
 def make_drawing(sampler: Sampler, engines: EnginePair, first: int) -> Drawing:
-    """What draws the rollouts of a run that begins, or goes on, after `first` of them."""
+    """Return the source of rollouts for a run that starts or resumes after `first` rollouts."""
     if sampler.inputs.replayed is not None:
         return Replayed(sampler.inputs.replayed, sampler, engines, first)
     if isinstance(sampler.open, FreeGroups):

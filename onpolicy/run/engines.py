@@ -1,4 +1,4 @@
-"""The two engines of a run, and the weights between them."""
+"""The two engines of a run, and the weight pushes between them."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ MakeTrainer = Callable[[TrainConfig, NumericsContract, Path], Trainer]
 LogProbs = Callable[
     [Sequence[list[int]], Sequence[int], float, Sequence[list[bytes]]], list[Tensor]
 ]
-"""`Trainer.log_probs`."""
+"""The signature of `Trainer.log_probs`."""
 
 
 def trainer_here(config: TrainConfig, contract: NumericsContract, logs: Path) -> Trainer:
-    """A trainer in this process, on all cores."""
+    """Return a trainer in this process, on all cores."""
     return make_trainer(config, contract, config.engine.cpu_threads or share_of_cores(1))
 
 
 class EnginePair:
-    """A trainer and a rollout group that keep one contract."""
+    """A trainer and a rollout group under one contract."""
 
     trainer: Trainer
 
@@ -76,18 +76,19 @@ class EnginePair:
         self.rollout.connect(self.trainer.self_check)
 
     def _launch(self) -> None:
-        """Start the servers; those that share GPUs measure them while nobody else has memory there, and
-        leave them to the trainer until the first push."""
+        """Start the servers; colocated ones measure the GPUs while they are empty, and then release
+        their memory to the trainer until the first push."""
         self.rollout.launch()
         self.make_room()
 
     def use(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
-        """Change contract and correction between rollouts; new servers need a push afterwards."""
+        """Change contract and corrections between rollouts; new servers need a push afterwards."""
         changes = contract != self.contract
         self.contract = contract
         if changes:
             self.rollout.stop()
             self.rollout = self._new_rollout()
+            # Free the shared GPUs before new servers measure them.
             if self.config.engine.colocate:
                 self.trainer.release_memory("weights")
             self._launch()
@@ -97,18 +98,20 @@ class EnginePair:
 
     @property
     def replays_routing(self) -> bool:
-        """Whether the trainer takes the experts that the rollout took."""
+        """Return whether the trainer replays the rollout's expert choices."""
         return replays_routing(self.config, self.contract)
 
     @property
     def tells_entropy(self) -> bool:
-        """Whether the trainer takes the entropies that the rollout tells: those of its own functions."""
+        """Return whether the trainer uses the entropies that the engine reported, which aligned
+        operators make equal to its own."""
         return self.config.algorithm.compares_entropies and self.contract.is_aligned
 
     def push_weights(self, version: int) -> None:
-        """Give the servers the trainer's weights, and have them prove that they hold them.
+        """Push the trainer's weights to the servers, and check the digests that they return.
 
-        Servers that die on the way are started again, and all get the weights once more.
+        Servers that die meanwhile are restarted, and all servers get the weights once more. Raises
+        CheckpointError if a resumed trainer has other weights than at the save.
         """
         self.weight_version = version
         self._push_by(self.trainer.push)
@@ -122,7 +125,7 @@ class EnginePair:
             )
 
     def push_again(self) -> None:
-        """Give servers that were started again the weights of the last push, in the same way."""
+        """Push the weights of the last push again, to servers that were restarted."""
         self._push_by(self.trainer.push_again)
 
     def _push_by(self, way: Callable[[Sequence[Engine], int], str]) -> None:
@@ -133,36 +136,37 @@ class EnginePair:
         colocate = self.config.engine.colocate
         if colocate:
             self.trainer.release_memory("state")
-            self.rollout.release_memory()  # of those that were started again since
+            self.rollout.release_memory()  # memory of servers that were restarted meanwhile
         try:
             self.rollout.resume_memory("weights")
             self.weight_digest = way(self.rollout.clients, self.weight_version)
         finally:
-            if colocate:  # also for a server that died, which measures what is free when it starts
+            # Also if a server died, since its successor measures free memory at its start.
+            if colocate:
                 self.trainer.release_memory("weights")
         self.rollout.resume_memory("kv_cache")
 
     @contextmanager
     def room(self) -> Iterator[None]:
-        """Let the trainer write what it holds beside servers that share its GPUs; they get it again."""
+        """Release colocated servers' memory while the trainer writes its state; push again after."""
         self.make_room()
         yield
         if self.config.engine.colocate:
             self.push_again()
 
     def make_room(self) -> None:
-        """Let servers that share GPUs with the trainer give back memory until the next push."""
+        """Release the memory of colocated servers until the next push."""
         if self.config.engine.colocate:
             self._through_deaths(self.rollout.release_memory, "taking memory back from the servers")
 
     def _through_deaths(self, call: Callable[[], None], what: str) -> None:
-        """Call it until no server dies on the way; those that did are started again."""
+        """Repeat a call until no server dies during it; restart servers that did."""
         while True:
             try:
                 call()
                 return
             except Exception:
-                if not self.rollout.revive():  # else it failed because an engine died
+                if not self.rollout.revive():  # no server has died
                     raise
             logger.warning("%s again", what)
 
@@ -175,9 +179,9 @@ class EnginePair:
     def work(
         self, job: SamplingJob, push_again: Callable[[], None] | None = None
     ) -> list[Completion]:
-        """Have a job done; servers that die on the way get the current weights again.
+        """Run a job; servers that die meanwhile are restarted and get the current weights again.
 
-        `push_again`: has that done, where the caller's thread is not the one that calls the trainer.
+        `push_again`: does that push, if the caller's thread may not call the trainer.
         """
         while True:
             self.rollout.on_progress = self.on_progress
@@ -193,10 +197,10 @@ class EnginePair:
         temperature: float,
         log_probs: LogProbs | None = None,
     ) -> list[Tensor]:
-        """The trainer's log-probabilities of what was answered: float32 [R] of each response.
+        """Return the trainer's log-probabilities of the completions: float32 [R] for each response.
 
-        Packed in the opposite order, so that no row has the neighbours that it was sampled beside.
-        `log_probs`: in place of the trainer's.
+        The sequences are packed in reverse order, so that no row has the neighbours that it was sampled
+        beside. `log_probs`: a function to use instead of the trainer's.
         """
         self.make_room()
         asked = _asked(requests, completions, temperature)
@@ -205,15 +209,15 @@ class EnginePair:
     def rescore(
         self, requests: Sequence[Request], completions: Sequence[Completion], temperature: float
     ) -> list[Rescored]:
-        """Return what the trainer says of each response, packed as in `score`; under an aligned contract
-        it draws every token again."""
+        """Return the trainer's log-probabilities and tokens for each response, packed as in `score`;
+        under an aligned contract it samples every token again."""
         self.make_room()
         seeds = [request.sampling_seed for request in requests] if self.contract.is_aligned else []
         asked = _asked(requests, completions, temperature)
         return self.trainer.rescore(*asked, seeds[::-1])[::-1]
 
     def stop(self) -> None:
-        """End the servers, and the ranks of the trainer."""
+        """Stop the servers and the trainer's ranks."""
         self.rollout.stop()
         self._on_stop.close()
 
@@ -221,7 +225,7 @@ class EnginePair:
 def _asked(
     requests: Sequence[Request], completions: Sequence[Completion], temperature: float
 ) -> tuple[list[list[int]], list[int], float, list[list[bytes]]]:
-    """Return what `Trainer.log_probs` takes, in the opposite order."""
+    """Return the arguments of `Trainer.log_probs`, in reverse order."""
     answers = list(zip(requests, completions, strict=True))[::-1]
     return (
         [request.prompt_ids + completion.response_ids for request, completion in answers],

@@ -1,4 +1,4 @@
-"""One evaluation of a run: drawn, scored, and written down however it ends."""
+"""An evaluation of a run, logged even if it fails."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from onpolicy.run.sampler import Sampler
 
 
 def evaluate(sampler: Sampler, journal: Journal, name: str, step: int) -> dict[str, float]:
-    """Sample and score a set after `step` rollouts; its metrics."""
+    """Sample and score an evaluation set after `step` rollouts; return its metrics."""
     with journal.failing(step, sampler.failed_so_far, name):
         groups, metrics, failed = sampler.evaluate(name)
     journal.on_evaluation(step, name, groups, metrics, failed)

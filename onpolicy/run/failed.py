@@ -1,4 +1,4 @@
-"""Attempts at episodes that came to nothing: what is counted, and what people are shown of them."""
+"""Failed attempts at episodes: their metrics, and their records for the sample log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onpolicy.rollout.open_groups import OpenGroup
 
 
 def failed_attempts(groups: Sequence[OpenGroup]) -> list[FailedAttempt]:
-    """Those of some groups, whether these are complete or not."""
+    """Return the failed attempts of groups, complete or not."""
     return [
         FailedAttempt(
             prompt=group.prompt,
@@ -28,7 +28,7 @@ def failed_attempts(groups: Sequence[OpenGroup]) -> list[FailedAttempt]:
 
 
 def failure_metrics(failed: Sequence[FailedAttempt]) -> dict[str, float]:
-    """How many there are, and of which reasons."""
+    """Return the number of failed attempts, in total and by reason."""
     reasons = Counter(f"rollout/failed_episodes/{each.reason}" for each in failed)
     return {"rollout/num_failed_episodes": float(len(failed))} | {
         name: float(count) for name, count in sorted(reasons.items())

@@ -1,4 +1,4 @@
-"""A run's journal: it is told what happens and knows where that is written and shown."""
+"""A run's journal, which writes down and shows its events."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Metrics = dict[str, float]
 
 
 class Journal:
-    """Writes into the run's directory, to the trackers that were asked for, and on the console."""
+    """The writer of a run's events: into its directory, to the trackers given, and on the console."""
 
     def __init__(
         self,
@@ -50,8 +50,11 @@ class Journal:
         first_step: int,
         console: Console | None = None,
     ) -> Iterator[Journal]:
-        """The journal of a run that starts with `first_step`; `decode` shows tokens, special ones too,
-        and progress is shown on `console`, if it is not standard output."""
+        """Open the journal of a run that starts with `first_step`.
+
+        `decode` turns tokens into text, special tokens included. Progress is shown on `console`, or on
+        standard output.
+        """
         output, num_rollout = config.output, config.rollout.num_rollout
         with directory.opened_sinks(config, first_step) as sinks:
             samples = SampleLog(directory.samples, decode, output.log_samples, first_step)
@@ -60,11 +63,11 @@ class Journal:
                 yield cls(directory, sinks, samples, progress, first_step, interval)
 
     def on_requests(self, count: int) -> None:
-        """`count` responses are about to be sampled."""
+        """Show that `count` responses are about to be sampled."""
         self._progress.on_requests(count)
 
     def on_response(self, num_done: int, num_tokens: int) -> None:
-        """`num_done` of them are there; the latest has `num_tokens`."""
+        """Show that `num_done` of them are complete, the latest with `num_tokens` tokens."""
         self._progress.on_response(num_done, num_tokens)
 
     def on_rollout(
@@ -74,8 +77,11 @@ class Journal:
         failed: Sequence[FailedAttempt],
         weights: str = "",
     ) -> None:
-        """A rollout is sampled and scored, and some attempts at its episodes failed. `weights`: the
-        digest of those that are to learn from it, where the clock has decided what it is."""
+        """Record a rollout that was sampled and scored, and the failed attempts at its episodes.
+
+        `weights`: the digest of the weights that will learn from it, for an asynchronous run's journal
+        of rollouts.
+        """
         self._write_failed("rollout", step, failed)
         if weights:
             with self._directory.writing():
@@ -93,7 +99,7 @@ class Journal:
         metrics: Metrics,
         failed: Sequence[FailedAttempt],
     ) -> None:
-        """After `step` rollouts, an evaluation set is sampled and scored; some attempts failed."""
+        """Record an evaluation set that was scored after `step` rollouts, and its failed attempts."""
         self._log(step, metrics)
         self._write_samples(_eval_file(name), step, groups)
         self._write_failed(_eval_file(name), step, failed)
@@ -101,13 +107,13 @@ class Journal:
         logger.info("after %d rollouts, %s: %s", step, name or "evaluation", numbers)
 
     def on_training(self, step: int, groups: Sequence[SampleGroup]) -> None:
-        """A rollout is about to be trained on, which tells of the samples that are shown."""
+        """Mark the shown samples before a rollout is trained on, so that the trainer reports on them."""
         if step % self._log_samples_interval == 0:
             for sample in self._samples.shown(groups):
                 sample.is_shown = True
 
     def on_trained(self, step: int, groups: Sequence[SampleGroup]) -> None:
-        """A rollout was trained on, or training on it failed."""
+        """Record the shown samples after training, failed or not."""
         if step % self._log_samples_interval == 0:
             self._write_samples("rollout", step, groups)
 
@@ -118,8 +124,7 @@ class Journal:
         failed: Callable[[], Sequence[FailedAttempt]],
         eval_set: str | None = None,
     ) -> Iterator[None]:
-        """Around what draws a rollout or an evaluation set: if it ends with an error, what failed in
-        it until then is written."""
+        """Write the attempts that failed so far if the body, which samples, raises."""
         try:
             yield
         except OnPolicyError:
@@ -128,17 +133,17 @@ class Journal:
             raise
 
     def on_move(self, step: int, move: Move) -> None:
-        """The governor changes what the engines run on."""
+        """Record a move of the governor to another rung."""
         logger.warning("governor: %s -> %s (%s)", move.before, move.after, move.reason)
         self._directory.record_move(step, move.before, move.after, move.reason)
 
     def on_step(self, step: int, metrics: Metrics) -> None:
-        """A step is done."""
+        """Record the metrics of a finished step."""
         self._log(step, metrics)
         self._progress.on_step(step, metrics)
 
     def on_end(self) -> None:
-        """The run is done."""
+        """Draw the plot of the finished run."""
         try:
             plot_run(self._directory.metrics_file, self._directory.plots / "training.png")
         except OSError as error:  # no reason to lose a finished run's summary
@@ -159,5 +164,5 @@ class Journal:
 
 
 def _eval_file(name: str) -> str:
-    """What the files of samples of an evaluation set are called."""
+    """Return the name of an evaluation set's sample files."""
     return f"eval_{name}" if name else "eval"

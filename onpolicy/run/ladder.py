@@ -1,4 +1,4 @@
-"""The governor's rungs as what the engines run on: contract, corrections, learning rate."""
+"""The governor's rungs as settings of the engines: contract, corrections, learning rate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from onpolicy.system.records import checked
 
 
 class _Governor(TypedDict):
-    """`Governor.state_dict`."""
+    """The fields of `Governor.state_dict`."""
 
     rung: str
     bad: Annotated[int, Ge(0)]
@@ -32,7 +32,7 @@ _GOVERNOR = TypeAdapter(_Governor)
 
 
 class Ladder:
-    """Where a run stands between stock and aligned. Without a governor it stays where it started."""
+    """A run's position between stock and aligned; without a governor it stays where it started."""
 
     def __init__(
         self, config: TrainConfig, stock: NumericsContract, aligned: NumericsContract | None
@@ -43,7 +43,7 @@ class Ladder:
 
     @property
     def contract(self) -> NumericsContract:
-        """What both engines keep now."""
+        """Return the contract of both engines at present."""
         rung = first_rung(self.config) if self._governor is None else self._governor.rung
         if rung != "aligned":
             return self._stock
@@ -52,11 +52,11 @@ class Ladder:
 
     @property
     def fallback(self) -> FallbackConfig:
-        """The corrections in force now.
+        """Return the corrections in force at present.
 
-        With a governor: on stock none; from tis on weights, the discrepancy penalty, and the user's
-        own; from mis on rejection, the veto and M2PO. Samples of earlier weights are weighed on stock
-        too.
+        With a governor, stock has none; from tis on there are importance weights, the discrepancy
+        penalty, and the user's own function; from mis on rejection, the veto and M2PO. Stale samples get
+        importance weights on stock, too.
         """
         flags, plan = self.config.fallback, self.config.plan
         if plan.bypasses_lag:
@@ -74,13 +74,15 @@ class Ladder:
 
     @property
     def lr_scale(self) -> float:
-        """What the learning rate is multiplied by now."""
+        """Return the factor on the learning rate at present."""
         return 1.0 if self._governor is None else self._governor.lr_scale
 
     def update(self, metrics: Mapping[str, float]) -> Move | None:
-        """Take in a rollout's metrics, equal on all ranks; returns the move they lead to, if any.
+        """Take in a rollout's metrics, which must be equal on all ranks; return the move that follows,
+        if any.
 
-        Where tokens may lag these would measure staleness, so that the readings are the probe's.
+        Where tokens may be stale, these metrics would measure staleness, so the probe's readings are
+        used.
         """
         if self._governor is None or "parity/num_compared_tokens" not in metrics:
             return None
@@ -93,17 +95,17 @@ class Ladder:
         )
 
     def metrics(self) -> dict[str, float]:
-        """The rung's number, for the log."""
+        """Return the rung's number, for the log."""
         if self._governor is None:
             return {}
         return {"governor/rung": float(RUNGS.index(self._governor.rung))}
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next moves depend on."""
+        """Return everything that later moves depend on."""
         return {} if self._governor is None else self._governor.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned. Raises ConfigError if a governor has no such state."""
+        """Restore a state of `state_dict`. Raises ConfigError if it is no state of a governor."""
         if self._governor is None or not state:
             return
         try:
@@ -117,7 +119,7 @@ class Ladder:
 
 
 def first_rung(config: TrainConfig) -> Rung:
-    """The rung that the other flags describe."""
+    """Return the rung that the flags describe."""
     plan = config.plan
     if plan.starts_aligned:
         return "aligned"

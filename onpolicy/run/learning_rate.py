@@ -18,7 +18,7 @@ Count = Annotated[int, Ge(0)]
 
 
 class _Decay(TypedDict, total=False):
-    """`LengthDecay.state_dict`, less what its detector reads itself."""
+    """The fields of `LengthDecay.state_dict`, less the detector's own."""
 
     num_rollout_steps: Count
     num_decays: Count
@@ -35,7 +35,7 @@ _SHAPE = TypeAdapter(_State)
 
 
 class LearningRate:
-    """What a run's optimizer steps are taken with; trainers are told, and know of no schedule."""
+    """The learning rates of a run's optimizer steps, which trainers get as numbers."""
 
     def __init__(self, config: TrainConfig):
         self.config = config.trainer
@@ -47,22 +47,23 @@ class LearningRate:
             self.decay = LengthDecay(self.config.length_decay)
 
     def observe(self, mean_response_length: float, truncated_ratio: float) -> None:
-        """Take in a rollout, before its optimizer steps; equal numbers on all ranks.
+        """Take in a rollout before its optimizer steps; the numbers must be equal on all ranks.
 
-        Mean tokens of all sampled responses, before any filter, and the share that was cut off.
+        mean_response_length: mean tokens of all sampled responses, before any filter. truncated_ratio:
+        the fraction that was cut off.
         """
         if self.decay is not None:
             self.decay.step(mean_response_length, truncated_ratio)
 
     def next_rates(self, num_steps: int, governor: float) -> list[float]:
-        """The rates of the next optimizer steps, which count as taken.
+        """Return the rates of the next optimizer steps, and count these as taken.
 
-        `governor` is what the governor leaves of a rate; with it length decay's floor still holds.
+        governor: its factor on the rate; length decay's floor still holds.
         """
         first = self.steps_taken - self.without
         steps = [max(first + i, 0) for i in range(num_steps)]
         self.steps_taken += num_steps
-        # Factors are multiplied in this order: another one rounds otherwise.
+        # Another order of the factors would round otherwise.
         rates = [self.config.lr * base_factor(s, self.config, self.total_steps) for s in steps]
         if self.decay is not None:
             rates = [rate * self.decay.scale for rate in rates]
@@ -70,16 +71,16 @@ class LearningRate:
         return [rate * governor for rate in rates]
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of length decay, if there is one."""
+        """Return the metrics of length decay, if there is one."""
         return {} if self.decay is None else self.decay.metrics()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next rates depend on besides settings, as JSON can hold it."""
+        """Return everything that the next rates depend on besides settings, as JSON values."""
         decay = {} if self.decay is None else self.decay.state_dict()
         return {"steps_taken": self.steps_taken, "length_decay": decay}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned. Raises ConfigError if it is another schedule's."""
+        """Restore a state of `state_dict`. Raises ConfigError if it belongs to another schedule."""
         try:
             checked(_SHAPE, state)
             if bool(state["length_decay"]) != (self.decay is not None):

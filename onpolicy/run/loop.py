@@ -1,4 +1,4 @@
-"""The reinforcement-learning step, and what repeats it."""
+"""The reinforcement-learning step, and the loop over it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onpolicy.run.run import Run
 def train(
     config: TrainConfig, inputs: Inputs, make_run: Callable[[TrainConfig, Inputs], Run] = Run
 ) -> RunSummary:
-    """Run the configured reinforcement learning; see `Run` for each verb."""
+    """Run the configured reinforcement learning; see `Run` for each step's parts."""
     with make_run(config, inputs) as run:
         begin(run)
         for step in range(run.first_step, config.rollout.num_rollout):
@@ -24,13 +24,13 @@ def train(
 
 
 def begin(run: Run) -> None:
-    """Give the engines the first weights."""
+    """Push the first weights to the engines."""
     run.push_weights()
     run.probe_engines()
 
 
 def take_step(run: Run, step: int) -> None:
-    """One step of reinforcement learning: a rollout, training on it, and a push."""
+    """Take one step of reinforcement learning: a rollout, training on it, and a push."""
     run.evaluate_if_due(step)
     started = time.perf_counter()
     groups, rollout = run.roll_out(step)

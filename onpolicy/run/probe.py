@@ -1,8 +1,9 @@
-"""Whether engines and trainer agree after a push, where samples are too old to be compared in training.
+"""The comparison of engines and trainer after a push, for runs whose samples are too stale to compare in
+training.
 
-Each engine answers the same few requests; the trainer, which holds the pushed weights then, scores the
-answers, and every log-probability is compared bit by bit. How far they are apart is what the governor
-goes by.
+Each engine answers the same few requests. The trainer, which holds the pushed weights at that time,
+scores the answers, and every log-probability is compared bit by bit. The governor decides by their
+distances.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from onpolicy.types import SamplingParams
 logger = logging.getLogger(__name__)
 
 PROMPTS = 4
-"""The probe asks so many of the training prompts, the first ones."""
+"""The number of training prompts that the probe uses, the first ones."""
 
 LONGEST = 16
-"""Tokens of an answer."""
+"""The most tokens of an answer."""
 
 _NONE = ParityCounts()
 
 
 class Probe:
-    """Fixed requests, the same for every engine after every push."""
+    """Fixed requests, equal for every engine after every push."""
 
     def __init__(self, config: TrainConfig, inputs: Inputs, engines: EnginePair):
         self.config, self._engines = config, engines
@@ -53,8 +54,8 @@ class Probe:
         self._requests = make_requests(prompts, 1, params, config.seed, "probe")
 
     def compare(self) -> dict[str, float]:
-        """Metrics of the comparison. Raises ParityError if tokens differ that must not."""
-        # Every engine takes as many requests at once as its share of them: so each answers all of ours.
+        """Compare, and return metrics. Raises ParityError if tokens differ that must not."""
+        # Requests are shared equally among the engines, so each engine answers all prompts once.
         requests = self._requests * len(self._engines.rollout.clients)
         completions = self._engines.generate(requests)
         for completion in completions:
@@ -97,7 +98,7 @@ class Probe:
 
 
 def _distances(train: Sequence[Tensor], rollout: Sequence[Tensor]) -> dict[str, float]:
-    """`probe/*` of READINGS, over float32 [R] of each answer."""
+    """Return the metrics `probe/*` of READINGS; train, rollout: float32 [R] of each answer."""
     lengths = [len(scores) for scores in train]
     found = mismatch_metrics(TokenBatch.packed(torch.cat([*train]), torch.cat([*rollout]), lengths))
     return {f"probe/{name}": found[f"mismatch/{name}"] for name in READINGS}

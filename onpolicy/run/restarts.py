@@ -1,4 +1,4 @@
-"""A run that has lost a rank of its trainer, or a host, goes on from its last checkpoint."""
+"""The restart of a run from its last checkpoint after a lost trainer rank or host."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 def train_through_losses(
     config: TrainConfig, inputs: Inputs, make_run: Callable[[TrainConfig, Inputs], Run] = Run
 ) -> RunSummary:
-    """`train`, begun again after each loss, up to --max-rank-restarts times.
+    """Call `train`, and again after each loss, up to --max-rank-restarts times.
 
-    All engines and ranks start again, where they fit what the cluster has by then. The hash is that of
-    the undisturbed run.
+    All engines and ranks are restarted, wherever they fit the cluster at that time. The run hash equals
+    an undisturbed run's.
     """
     left = config.output.max_rank_restarts
     while True:
@@ -45,13 +45,13 @@ def train_through_losses(
 
 
 def _say_where_it_goes_on(save: str) -> None:
-    """Log from which checkpoint a run that was ended can be resumed, if it has written one."""
+    """Log the checkpoint from which an interrupted run can be resumed, if it has written one."""
     if save and (saved := checkpoints(Path(save))):
         logger.warning("the run was ended; --load %s goes on from %s", save, saved[max(saved)].name)
 
 
 def _resumed(config: TrainConfig) -> TrainConfig:
-    """The run that goes on from its own last checkpoint, if it has written one."""
+    """Return the run that resumes from its own last checkpoint, if it has written one."""
     save = config.output.save
     if not checkpoints(Path(save)):
         return config

@@ -1,4 +1,4 @@
-"""The verbs of the loop: what one training run does with its engines, data and files."""
+"""The parts of a training step, as methods of a run with its engines, data and files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Metrics = dict[str, float]
 
 
 class Run:
-    """One training run: its engines, its data and its files."""
+    """A training run: its engines, its data and its files."""
 
     engines: EnginePair
     journal: Journal
@@ -107,7 +107,8 @@ class Run:
         self._begin_rollouts(resumed)
 
     def _find_checkpoint(self) -> saving.Checkpoint | None:
-        """With --save this run's alone from here on, and known to have room."""
+        """Return the checkpoint to resume from, if any. With --save, lock that directory for this run
+        and check the room on its disk."""
         self._hold_save()
         found = saving.find(self.config, self.inputs.prompts.prompts, self.inputs.evaluations)
         if self.config.output.save:
@@ -127,14 +128,14 @@ class Run:
     def _open_directory(self, resumed: saving.Checkpoint | None) -> None:
         self._directory = RunDirectory.of(self.config, resumed.config if resumed else None)
         self._on_exit.callback(self._directory.close)
-        self._hold_save()  # an empty one in an earlier run's directory has gone aside with it
+        self._hold_save()  # an empty directory inside an earlier run's was moved away with it
         remove_leftovers(self._directory.path)
         self._on_exit.callback(remove_leftovers, self._directory.path)
         self._directory.write_records(self.config, self.ladder.contract, self.first_step)
         self._on_exit.enter_context(self._directory.log_file())
 
     def _open_outputs(self) -> None:
-        """The journal, and what asks the engines for samples."""
+        """Open the journal, and make the sampler and the probe."""
         config = self.config
         text: Any = self.inputs.tokenizer.decode  # special tokens can be seen in it
         opened = Journal.opened(config, self._directory, text, self.first_step, self._console)
@@ -146,7 +147,7 @@ class Run:
         self.probe = Probe(config, self.inputs, self.engines)
 
     def _begin_rollouts(self, resumed: saving.Checkpoint | None) -> None:
-        """What a checkpoint holds of rollouts is taken over, unless the run goes on as another."""
+        """Make the source of rollouts; restore a checkpoint's rollouts if it is of the same run."""
         self.sampler.open.next_number = self.first_step * self.config.rollout.rollout_batch_size
         prompts = saving.digest_prompts(self.inputs.prompts.prompts)
         if self._is_free:
@@ -159,7 +160,7 @@ class Run:
             read_rollouts(resumed.directory, self.sampler, self.rollouts)
 
     def push_weights(self) -> Metrics:
-        """Give the rollout the trainer's weights, and have it prove that it holds them."""
+        """Push the trainer's weights to the rollout, which checks their digest."""
         started = time.perf_counter()
         if self.engines.weight_version == UNPUSHED:
             logger.info("pushing the trainer's weights to the servers")
@@ -167,13 +168,13 @@ class Run:
         return {"perf/weight_sync_time": time.perf_counter() - started}
 
     def probe_engines(self) -> Metrics:
-        """Compare the engines after a push, where samples will be too old to be compared in training."""
+        """Compare engines and trainer after a push, if samples may be stale in training."""
         started = time.perf_counter()
         self._probed = self.probe.compare() if self.config.plan.may_lag else {}
         return {**self._probed, "perf/probe_time": time.perf_counter() - started}
 
     def roll_out(self, step: int) -> tuple[list[SampleGroup], Metrics]:
-        """The sampled and scored prompts of a step."""
+        """Return a step's samples, scored, and the rollout's metrics."""
         with self.journal.failing(step, self.sampler.failed_so_far):
             rollout = self.rollouts.take(step)
         weights = self.engines.weight_digest if self._is_free else ""
@@ -181,28 +182,25 @@ class Run:
         return rollout.groups, rollout.metrics
 
     def draw_ahead(self, step: int) -> None:
-        """Begin what the schedule has the same weights draw for later steps, beside the trainer."""
+        """Start to sample for later steps under the same weights, beside the trainer."""
         self.rollouts.draw_ahead(step)
 
     def settle_drawing(self) -> Metrics:
-        """Wait until nothing is drawn under these weights."""
+        """Wait until nothing is being sampled under these weights."""
         started = time.perf_counter()
         rollout_time = self.rollouts.settle()
         waited = time.perf_counter() - started
         return {"perf/rollout_time": rollout_time, "perf/rollout_wait_time": waited}
 
     def evaluate_if_due(self, step: int) -> None:
-        """Sample and score the evaluation sets that are due after `step` rollouts, 0 among them."""
+        """Sample and score the evaluation sets that are due after `step` rollouts, 0 included."""
         for name, each in self.inputs.eval_sets.items():
             if each.settings.is_due(step):
                 metrics = evaluate(self.sampler, self.journal, name, step)
                 self.best = saving.better(self.config.output, self.best, step, metrics)
 
     def train(self, groups: Sequence[SampleGroup], step: int) -> Metrics:
-        """Take the optimizer steps of a rollout.
-
-        However that ends, some of its samples are in the run directory then.
-        """
+        """Take the optimizer steps of a rollout. Some samples are written even if training fails."""
         try:
             metrics = self._train(groups, step)
         finally:
@@ -239,7 +237,7 @@ class Run:
         groups: Sequence[SampleGroup],
         step: int,
     ) -> None:
-        """Put findings beside the samples; the first that differs becomes a case."""
+        """Store the findings in the samples; write the first that differs as a case."""
         apart = train_samples.note_findings(findings, trained)
         if apart is not None:
             sample = trained[apart[0]].sample
@@ -248,10 +246,8 @@ class Run:
                 write_case(make_case(*given), Path(self.config.output.case_file(step)))
 
     def govern(self, step: int, metrics: Metrics) -> Metrics:
-        """Let the governor, if there is one, change what the engines run on, when they draw nothing.
-
-        Where samples lag it goes by the probe of the weights that they are drawn under.
-        """
+        """Let the governor, if there is one, change contract and corrections, after sampling is idle.
+        Where samples are stale, it decides by the probe of the weights that they are sampled under."""
         move = self.ladder.update({**metrics, **self._probed})
         if move is not None:
             self.rollouts.drain()
@@ -289,7 +285,7 @@ class Run:
             saving.save(self.config, self.engines, state, write)
 
     def summary(self) -> RunSummary:
-        """The run in a few numbers; draws the plot."""
+        """Draw the plot, and return the run's summary."""
         self.journal.on_end()
         return RunSummary(
             run_dir=self.config.output.run_dir,

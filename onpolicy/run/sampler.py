@@ -1,4 +1,4 @@
-"""Samples and scores prompts, those of a rollout and those of the evaluation sets."""
+"""Sampling and scoring of prompts, for rollouts and for evaluation sets."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from onpolicy.types import Request, Sample, SampleGroup, SamplingParams
 Metrics = dict[str, float]
 
 Work = Callable[[SamplingJob], object]
-"""Has a job done."""
+"""A function that runs a sampling job."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Rollout:
-    """What a step is to train on."""
+    """The training data of a step."""
 
     groups: list[SampleGroup]
     metrics: Metrics
 
     failed: list[FailedAttempt] = field(default_factory=list)
-    """Attempts that came to nothing since the last rollout."""
+    """The attempts at episodes that failed since the last rollout."""
 
 
 def _rollout_of(
@@ -58,7 +58,8 @@ def _rollout_of(
     tokens: float,
     seconds: float,
 ) -> Rollout:
-    """With `metrics` and those of the groups; `tokens` were drawn in `seconds`."""
+    """Return the rollout of groups, with `metrics` and their own; `tokens` were sampled in `seconds`.
+    Raises AgentError if all episodes have failed."""
     if not any(group.samples for group in groups):
         first = f" (the first {failed[0].message:.200})" if failed else ""
         raise AgentError(
@@ -74,7 +75,7 @@ def _rollout_of(
 
 
 class Sampler:
-    """Asks the engines for samples, and the scorer for their rewards."""
+    """The maker of samples, which asks the engines for responses and the scorer for rewards."""
 
     def __init__(
         self,
@@ -105,16 +106,17 @@ class Sampler:
         self.curriculum = Curriculum(inputs.prompts, config.data)
         self.open = self._open_groups()
         self.ready: list[SampleGroup] = []
-        """Complete, scored, and not trained on; the oldest first."""
+        """The groups that are complete and scored, but not trained on, the oldest first."""
 
         self._failed: list[FailedAttempt] = []
-        """Attempts at episodes of groups that were complete since the last rollout."""
+        """The failed attempts in groups that were completed since the last rollout."""
 
         self._evaluated: list[OpenGroup] = []
-        """The groups of an evaluation that is under way."""
+        """The groups of an evaluation in progress."""
 
     def _tokens_of(self, more: Any, so_far: Trajectory) -> list[int]:
-        """What is given to an episode, as tokens."""
+        """Return the tokens of a text, of token ids or of chat messages that are appended to an episode.
+        Raises ValueError for anything else, and for messages that do not follow an answer."""
         if isinstance(more, str):
             encode = self.inputs.tokenizer.encode
             return list(encode(more, add_special_tokens=False))
@@ -143,30 +145,27 @@ class Sampler:
         return FreeGroups(self.open_group, width, staleness, rollout.num_rollout * size)
 
     def finish(self, complete: Sequence[OpenGroup], tokens: int, seconds: float) -> Rollout:
-        """The rollout of complete groups, in their order: scored, and nothing left out.
-
-        `tokens`, `seconds`: what was drawn since the last rollout, and how long that took.
-        """
+        """Return the rollout of complete groups, in their order: scored, and nothing left out. tokens,
+        seconds: the number of tokens sampled since the last rollout, and the time for them."""
         groups, metrics = self._scored(complete)
         self._failed = failed_attempts(complete)
         return _rollout_of(groups, metrics, self._failed, tokens, seconds)
 
     def roll_out(self, step: int, version: int, work: Work) -> Rollout:
-        """Draw the groups of a step: the oldest that are complete, in rounds until there are enough.
-
+        """Sample the groups of a step, in rounds until enough are complete; the oldest ones are taken.
         Raises EngineError for a token that was not sampled from the weights of `version`, and
-        TrainingError if too many groups in a row are without a signal.
-        """
+        TrainingError if too many groups in a row are without a signal."""
         self.curriculum.begin(step, version)
         self._failed = []
         wanted, found = self.config.rollout.rollout_batch_size, defaultdict[str, float](float)
+        # Each round samples every open group further; complete ones are scored and kept.
         while len(self.ready) < wanted:
             self._draw_round(version, work, found)
             self._require_signal(step, found["rollout/num_resampled_groups"])
         groups, self.ready = self.ready[:wanted], self.ready[wanted:]
         if self.ready and not self.config.rollout.rollout_segment_tokens:
             found["rollout/num_surplus_groups"] += len(self.ready)
-            self.ready = []  # a step's samples are all of one version
+            self.ready = []  # a step's samples all have one version
         tokens, seconds = found.pop("tokens", 0.0), found.pop("seconds", 0.0)
         return _rollout_of(groups, found, self._failed, tokens, seconds)
 
@@ -184,7 +183,7 @@ class Sampler:
             found[name] += value
 
     def _make_ready(self, complete: Sequence[OpenGroup]) -> Metrics:
-        """Score groups, and keep those that are worth it."""
+        """Score groups, and keep those whose rewards differ (--dynamic-sampling)."""
         if not complete:
             return {}
         groups, metrics = self._scored(complete)
@@ -221,7 +220,7 @@ class Sampler:
             )
 
     def open_group(self, number: int) -> OpenGroup:
-        """The group of the prompt that comes after `number` others; nothing of it is drawn."""
+        """Return the group for the prompt at position `number`; nothing of it is sampled yet."""
         rollout, prompt = self.config.rollout, self.curriculum.at(number)
         params = self._params(rollout.rollout_temperature, rollout.rollout_max_response_len)
         params = replace(
@@ -237,13 +236,13 @@ class Sampler:
         return replace(group, has_greedy=self.config.compares_with_greedy)
 
     def request_of(self, sample: Sample, groups: Sequence[SampleGroup]) -> Request:
-        """What a sample of some groups was an answer to."""
+        """Return the first request of the episode that a sample of some groups belongs to."""
         group = next(g for g in groups if any(s is sample for s in g.samples))
         return self.open_group(group.number).episodes[sample.sample_index].turns.request
 
     def evaluate(self, name: str) -> tuple[list[SampleGroup], Metrics, list[FailedAttempt]]:
-        """Sample and score one evaluation set; another set beside it changes nothing. What failed in
-        it comes too."""
+        """Sample and score one evaluation set; return its groups, metrics and failed attempts. Other
+        sets do not change its samples."""
         settings, prompts = self.inputs.eval_sets[name]
         params = self._params(settings.temperature, settings.max_response_len)
         params = replace(params, top_p=settings.top_p, top_k=settings.top_k)
@@ -272,13 +271,13 @@ class Sampler:
         return groups, eval_metrics(groups, count, name, num_failed), failed
 
     def failed_so_far(self) -> list[FailedAttempt]:
-        """For a run that ends: attempts that failed in its evaluation, or since its last rollout."""
+        """Return failed attempts of the evaluation in progress, else since the last rollout."""
         if self._evaluated:
             return failed_attempts(self._evaluated)
         return [*self._failed, *failed_attempts(self.open.groups)]
 
     def close(self) -> None:
-        """End the episodes that are under way, and who rolls them out."""
+        """End the episodes in progress, and close the rollouter."""
         _end(self.open.groups)
         self._rollouter.close()
 

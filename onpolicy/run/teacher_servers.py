@@ -1,5 +1,4 @@
-"""Teachers that are SGLang servers of somebody else's. They are asked for the log-probabilities of what
-the policy sampled, before it is trained on."""
+"""Teachers that are external SGLang servers, which score samples before these are trained on."""
 
 from __future__ import annotations
 
@@ -21,19 +20,19 @@ from onpolicy.types import Sample, TrainSample
 FLAG = "--teacher-url"
 
 _TOKENS_AT_ONCE = 8192
-"""Tokens of a vocabulary in one request."""
+"""The number of vocabulary tokens in one request."""
 
 
 class Said(NamedTuple):
-    """What a teacher says of R tokens."""
+    """A teacher's scores of R tokens."""
 
     log_probs: list[float]
 
     likeliest: list[list[tuple[float, int]]]
-    """[R, k]: of its likeliest tokens, with these; k may be 0."""
+    """The (log-probability, token) pairs of the k likeliest tokens at each place, [R, k]; k may be 0."""
 
     def beside(self, one: TrainSample) -> TrainSample:
-        """The sample with it."""
+        """Return the sample with these scores."""
         tops = [[*zip(*row, strict=True)] for row in self.likeliest]
         top = (
             ([[*ids] for _, ids in tops], [[*values] for values, _ in tops]) if all(tops) else None
@@ -42,7 +41,7 @@ class Said(NamedTuple):
 
 
 class TeacherServers:
-    """Those of a run, by their names; none without --teacher-url."""
+    """A run's teacher servers by name; none without --teacher-url."""
 
     def __init__(self, config: TrainConfig):
         self.flags = config.distillation
@@ -54,10 +53,11 @@ class TeacherServers:
         }
 
     def score(self, samples: Sequence[TrainSample]) -> Sequence[TrainSample]:
-        """The samples with their `teacher_log_probs`, each by its own teacher, and for a loss with their
-        `teacher_top`; a request a sample.
+        """Return the samples with `teacher_log_probs` from their own teachers, and `teacher_top` if the
+        loss needs it; one request a sample.
 
-        Raises TrainingError for one that no teacher scored, since nothing stands for what it would say.
+        Raises TrainingError for a sample that its teacher did not score, since nothing can stand in for
+        a score.
         """
         if not self._endpoints:
             return samples
@@ -101,11 +101,11 @@ def _body(sample: Sample, top_k: int) -> dict[str, Any]:
 
 
 def _question(token_ids: Sequence[int], first: int, top_k: int) -> dict[str, Any]:
-    """What is asked for the log-probabilities of tokens from position `first` on, which is not 0, and of
-    the `top_k` likeliest there.
+    """Return the request for the log-probabilities of tokens from position `first` (> 0) on, and of the
+    `top_k` likeliest tokens there.
 
-    Source: GenerateReqInput, sglang/srt/managers/io_struct.py. The first of the answers is null, of the
-    token before. Stock SGLang scores a prompt at temperature 1 whatever is asked.
+    Source: GenerateReqInput, sglang/srt/managers/io_struct.py. The first entry of the answer is null: it
+    belongs to the token before. Stock SGLang scores a prompt at temperature 1 and ignores the request's.
     """
     return {
         "input_ids": [*token_ids],
@@ -117,7 +117,7 @@ def _question(token_ids: Sequence[int], first: int, top_k: int) -> dict[str, Any
 
 
 def _said(answer: Any, sample: Sample, top_k: int) -> Said | Failure:
-    """The answers to the sampled tokens among those that were scored."""
+    """Return the scores of the sampled tokens, out of all scored tokens."""
     sampled = sample.trajectory.sampled
     first = sampled.index(True)
     said = _answered(answer, len(sampled) - first, top_k)
@@ -171,7 +171,7 @@ def require_teacher_servers(config: TrainConfig, tokenizer: PreTrainedTokenizerB
 
 
 def _require_tokenizer(config: TrainConfig, url: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError for the first token that is another text to the teacher."""
+    """Raise ConfigError for the first token that the teacher decodes to another text."""
     tokens = [[token] for token in sorted(tokenizer.get_vocab().values())]
     parts = [tokens[i : i + _TOKENS_AT_ONCE] for i in range(0, len(tokens), _TOKENS_AT_ONCE)]
     bodies = [{"tokens": part, "skip_special_tokens": False} for part in parts]
@@ -193,7 +193,7 @@ def _require_tokenizer(config: TrainConfig, url: str, tokenizer: PreTrainedToken
 
 
 def _ask(config: TrainConfig, url: str, path: str, bodies: Sequence[Any]) -> list[Any]:
-    """What the teacher answers. Raises ConfigError if it does not."""
+    """Return the teacher's answers. Raises ConfigError if it does not answer."""
     api_key = reveal("--teacher-api-key", config.distillation.teacher_api_key)
     answers = Endpoint(url.rstrip("/") + path, config.reward, api_key).begin(bodies)()
     for answer in answers:

@@ -1,4 +1,4 @@
-"""What training takes of a rollout, the samples of groups with a signal; and what it says of them."""
+"""The training samples of a rollout, from groups with a signal; the trainer's findings about them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from onpolicy.types import ParityFindings, Sample, SampleGroup, TrainOutcome, Tr
 
 
 def worth_training(groups: Sequence[SampleGroup], config: TrainConfig) -> Sequence[SampleGroup]:
-    """Return the groups that have something to learn from, or with --filter-equal-rewards those whose
-    rewards differ.
+    """Return the groups to learn from; with --filter-equal-rewards, those whose rewards differ.
 
-    Raises ConfigError for weights of a term that the loss does not have.
+    Raises ConfigError for token weights of a term that the loss does not have.
     """
     for sample in (sample for group in groups for sample in group.samples):
         require_terms(config, sample.token_weights, sample.name)
@@ -23,8 +22,7 @@ def worth_training(groups: Sequence[SampleGroup], config: TrainConfig) -> Sequen
 
 
 def has_signal(group: SampleGroup) -> bool:
-    """Return whether the rewards of the episodes that are learnt from differ, from that of the greedy
-    answer if there is one."""
+    """Return whether the rewards of a group's scored episodes (and greedy answer) differ."""
     if not _learnt(group):
         return False
     greedy = [] if group.greedy is None else [group.greedy.reward]
@@ -32,24 +30,24 @@ def has_signal(group: SampleGroup) -> bool:
 
 
 def why_nothing_is_learnt(groups: Sequence[SampleGroup]) -> str:
-    """Return what is wrong with groups of which none is worth training."""
+    """Return the reason why none of these groups is worth training."""
     scored = any(group.rewards for group in groups)
     why = "all groups have equal rewards" if scored else "no sample could be scored"
     return f"{why}; nothing to learn from"
 
 
 def _learnt(group: SampleGroup) -> list[list[Sample]]:
-    """Return the episodes of a group that are learnt from: those that could be scored, and none if the
-    greedy answer that they are compared with could not."""
+    """Return the episodes of a group to learn from: all that could be scored, or none if the greedy
+    answer that they are compared with could not."""
     return [] if group.greedy and group.greedy.has_failed else group.scored_episodes
 
 
 def make_train_samples(
     groups: Sequence[SampleGroup], policy_version: int | None = None
 ) -> list[TrainSample]:
-    """Return the groups' samples that are learnt from, in their order.
+    """Return the training samples of groups, in their order.
 
-    `policy_version`: of the policy that is to learn from them, if that may be a later one.
+    policy_version: the version of the policy that will learn from them, if it may be later than theirs.
     """
     episodes = [
         (number, episode) for number, group in enumerate(groups) for episode in _learnt(group)
@@ -68,7 +66,7 @@ def make_train_samples(
 
 
 def note_learnt(outcome: TrainOutcome, samples: Sequence[TrainSample]) -> None:
-    """Put what was learnt of the samples that are shown beside them."""
+    """Store in the shown samples what the trainer learnt from them."""
     for number, learnt in outcome.learnt.items():
         samples[number].sample.learnt = learnt
 
@@ -76,8 +74,8 @@ def note_learnt(outcome: TrainOutcome, samples: Sequence[TrainSample]) -> None:
 def note_findings(
     findings: ParityFindings | None, samples: Sequence[TrainSample]
 ) -> tuple[int, Sequence[float]] | None:
-    """Put beside the samples how many of their tokens differed; where the comparison failed, if it did
-    (`ParityFindings.apart`)."""
+    """Store in the samples the number of mismatched tokens; return the first difference
+    (`ParityFindings.apart`), if any."""
     if findings is None:
         return None
     for one, count in zip(samples, findings.mismatched_tokens, strict=True):

@@ -1,1 +1,1 @@
-"""What a process asks of the system it runs on: files, sockets, memory, its place among others."""
+"""The operating system's services for a process: files, sockets, memory, signals, guards."""

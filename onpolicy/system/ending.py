@@ -1,8 +1,7 @@
-"""How a command ends that is asked to, or that has lost what it cannot go on without.
+"""The end of a command on SIGTERM, or after the loss of something that it needs.
 
-Both come as SIGTERM, also the loss, which another thread notices: it reaches the main thread
-wherever that waits. The main thread then leaves all its contexts, which end servers and remove what
-was made.
+Another thread notices a loss and sends SIGTERM, too, which reaches the main thread wherever it waits.
+The main thread then leaves all its contexts, which end servers and remove temporary files.
 """
 
 from __future__ import annotations
@@ -17,12 +16,11 @@ from types import FrameType
 from onpolicy.errors import OnPolicyError
 
 SECONDS = 20.0
-"""Longest that a command may take to end. SLURM and Kubernetes kill 30 s after SIGTERM; the guards of
-servers clean up after a process that is killed."""
+"""The most seconds that a command may take to end. SLURM and Kubernetes kill 30 s after SIGTERM; after a
+kill the servers' guards clean up."""
 
 HEARD_SECONDS = 3.0
-"""Longest that the main thread may take to hear of a loss. One that waits in C++ for what is lost,
-as in a call of Ray's, hears nothing."""
+"""The most seconds for the main thread to notice a loss; in C++, as in a Ray call, it does not."""
 
 ASKED = (
     "SIGTERM: this command was asked to end, by somebody or by a scheduler of jobs, and ends now. A run "
@@ -35,14 +33,14 @@ _is_ending = threading.Event()
 
 
 class Ended(SystemExit):
-    """The end of a command before its work was done, of which it has told; with its exit code."""
+    """The early end of a command, which has been reported, with its exit code."""
 
 
 @contextmanager
 def heard() -> Iterator[None]:
-    """Say so at once, and raise Ended in the main thread, when SIGTERM comes or something is lost.
+    """Report at once, and raise Ended in the main thread, when SIGTERM comes or something is lost.
 
-    Changes nothing in another thread than the main one, which hears no signals.
+    Do nothing in other threads than the main one, which get no signals.
     """
     global _loss, _is_heard
     if threading.current_thread() is not threading.main_thread():
@@ -60,7 +58,7 @@ def heard() -> Iterator[None]:
         _is_ending.set()
         _end_by_then(SECONDS, number)
         code, words = _told(number)
-        os.write(2, f"\n{words}\n".encode())  # what the signal interrupted may hold sys.stderr
+        os.write(2, f"\n{words}\n".encode())  # the interrupted code may hold sys.stderr's lock
         ended = Ended(code)
         raise ended
 
@@ -69,7 +67,7 @@ def heard() -> Iterator[None]:
     _is_ending.clear()
     try:
         yield
-    except BaseException as error:  # Ray raises a SystemExit of its own in its place
+    except BaseException as error:  # Ray may raise a SystemExit of its own instead
         if ended is not None and error is not ended:
             raise ended from error
         raise
@@ -79,9 +77,10 @@ def heard() -> Iterator[None]:
 
 
 def lose(error: OnPolicyError) -> None:
-    """End this command with an error, from another thread than the main one. Does nothing where
-    nobody hears it (`heard`). A main thread that does not hear it is not waited for: guards clean
-    up then."""
+    """End this command with an error, from another thread than the main one.
+
+    Do nothing outside `heard`. If the main thread does not react, exit without it; guards clean up.
+    """
     global _loss
     if not _is_heard:
         return
@@ -100,7 +99,7 @@ def _told(number: int) -> tuple[int, str]:
 
 
 def _end_by_then(seconds: float, number: int) -> None:
-    """Let the signal end this process if it is still there after so many seconds."""
+    """Let the signal kill this process if it still runs after so many seconds."""
     timer = threading.Timer(seconds, os.kill, (os.getpid(), number))
     timer.daemon = True
     timer.start()

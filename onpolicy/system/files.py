@@ -1,4 +1,4 @@
-"""Files that a kill, a crash or a full disk leaves as they were, or as they should be."""
+"""File operations that survive a kill, a crash or a full disk: a file is old or new, never partial."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 OWNER_ALONE, GROUP_TOO = 0o700, 0o750
-"""Modes of directories that their owner alone can enter, and that the group can read."""
+"""The modes of directories that only the owner can enter, and that the group can read, too."""
 
 
 def make_private(directory: Path) -> None:
-    """Make a directory that its owner alone can enter, and its parents.
+    """Make a directory that only its owner can enter, and its parents.
 
-    One that is there stays as it is. Raises OSError.
+    An existing one stays as it is. Raises OSError.
     """
     directory.mkdir(mode=OWNER_ALONE, parents=True, exist_ok=True)
 
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """A path to write to; what it holds at the end takes the place of `file`, durably.
+    """Yield a path to write to, whose content replaces `file` durably at the end.
 
-    Raises OSError with `file` as it was. A link, a pipe or a device, which nothing may take the
-    place of, is written to as it is.
+    Raises OSError, with `file` unchanged. A link, a pipe or a device is written to directly, since it
+    must not be replaced.
     """
     if file.is_symlink() or (file.exists() and not file.is_file()):
         yield file
@@ -49,12 +49,12 @@ def write(file: Path, content: str | bytes) -> None:
 
 
 def append(file: Path, line: bytes) -> None:
-    """Add a line and its end. Raises OSError with the file as it was."""
+    """Append a line with its end. Raises OSError, with the file unchanged."""
     data = line + b"\n"
     with file.open("ab", buffering=0) as end:
         size = os.fstat(end.fileno()).st_size
         try:
-            while data:  # a disk that runs full takes a part, and then refuses the rest
+            while data:  # a disk that fills up accepts a part, and then refuses the rest
                 data = data[end.write(data) :]
         except OSError as error:
             end.truncate(size)
@@ -63,7 +63,7 @@ def append(file: Path, line: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the list of names in a directory, is on disk (fsync)."""
+    """Wait until a file, or a directory's list of names, is on disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Python's garbage collector, in a process whose imports make a million objects that stay."""
+"""A setting of Python's garbage collector, for imports that make a million long-lived objects."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ _NEW_OBJECTS = 50_000
 
 
 def collect_rarely() -> None:
-    """Look for garbage once in 50,000 new objects instead of 700: a fifth of the time of importing
-    SGLang, or PyTorch and transformers, goes into looking in vain."""
+    """Collect garbage every 50,000 new objects instead of 700: a fifth of the import time of SGLang, or
+    of PyTorch and transformers, goes into futile collections."""
     gc.set_threshold(_NEW_OBJECTS)

@@ -1,8 +1,8 @@
-"""The process in front of a server, SGLang's or Ray's: ends it with its owner, removes what it leaves.
+"""A guard process over a server (SGLang or Ray), which ends it with its owner and removes its leftovers.
 
-It is small and does nothing but wait, so it works when the server hangs. The owner holds its standard
-input, which closes however the owner ends. Linux hands it the server's orphans (a child subreaper), so
-it knows when the last process is gone; and it passes the server's output on, less the secrets.
+It is small and only waits, so it works when the server hangs. The owner holds its standard input, which
+closes however the owner ends. As a child subreaper it adopts the server's orphans, so it knows when the
+last process is gone. It passes on the server's output without the secrets.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def run(
     shared_memory: Sequence[str] = (),
     when_told: Callable[[], Sequence[str]] | None = None,
 ) -> int:
-    """Call `serve` in a process of its own, until that ends or standard input closes.
+    """Call `serve` in a process of its own, until it ends or standard input closes.
 
-    `serve` is given a private directory, which is removed in the end, as are files in /dev/shm with
-    names like `shared_memory` (`PrivateDirectory`). `secrets` are kept out of its output.
-    when_told: called when there is something to read from standard input, or that has closed; what the
-    server says waits until then for the secrets that it returns.
-    Returns its exit code, 128 + n after signal n.
+    `serve` gets a private directory, which is removed at the end, as are files in /dev/shm with names
+    like `shared_memory` (`PrivateDirectory`). `secrets` are removed from its output.
+    when_told: called once standard input has data or has closed. The server's output waits until then,
+    for the secrets that it returns.
+    Returns the exit code, 128 + n after signal n.
     """
     _prctl(_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -66,11 +66,11 @@ def run(
             if when_told is not None and _STANDARD_INPUT in connection.wait(ends):
                 hidden += when_told()
             copier.start()
-            # Both are readable when they end. The server's sentinel would be only when its children,
-            # which it forks and which inherit the other end, have ended too.
+            # Both are readable at their end. The server's sentinel would not be, since its children
+            # inherit the other end when it forks them, and may outlive it.
             connection.wait(ends)
         finally:
-            server.kill()  # no more than a signal to nobody if it has ended
+            server.kill()  # does nothing if it has ended
             server.join()
             _end_orphans()
             if copier.ident is not None:
@@ -80,7 +80,7 @@ def run(
 
 
 def _serve(serve: Callable[[Path], None], directory: Path, log: int, guard: int) -> None:
-    """The server's process: ends with the guard."""
+    """Run the server in its process, which ends with the guard."""
     _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != guard:
         sys.exit(1)
@@ -91,12 +91,15 @@ def _serve(serve: Callable[[Path], None], directory: Path, log: int, guard: int)
 
 
 def end_orphans_after_guard(directory: Path) -> None:
-    """Let this process, the server's, take its guard's place if that is killed: it kills all below it,
-    removes the directory, and ends. For servers whose own processes do not end with it."""
+    """Let the server's own process replace its guard if that is killed, for servers whose child
+    processes do not end with them.
+
+    It then kills all processes below it, removes the directory, and ends.
+    """
     server = os.getpid()
 
     def end(number: int, _: object) -> None:
-        if os.getpid() == server:  # no process that was forked
+        if os.getpid() == server:  # not in a forked process
             _end_orphans()
             shutil.rmtree(directory, ignore_errors=True)
         os._exit(128 + number)
@@ -110,7 +113,7 @@ def end_orphans_after_guard(directory: Path) -> None:
 
 
 def _copy(output: BinaryIO, secrets: Sequence[str]) -> None:
-    """Copy lines to standard output until all writers are gone; each secret becomes `...`."""
+    """Copy lines to standard output until all writers are gone; replace each secret by `...`."""
     hidden = [form.encode() for secret in secrets for form in _forms(secret)]
     for line in output:
         for secret in hidden:
@@ -121,7 +124,7 @@ def _copy(output: BinaryIO, secrets: Sequence[str]) -> None:
 
 
 def _forms(secret: str) -> set[str]:
-    """How a secret looks in output: as it is, and inside Python's and JSON's quotation marks."""
+    """Return the forms of a secret in output: as it is, and escaped as in Python and JSON strings."""
     return {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1]}
 
 

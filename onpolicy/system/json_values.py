@@ -1,4 +1,4 @@
-"""Values of data files, and of functions of the user's own, as JSON can say them (RFC 8259)."""
+"""The conversion of values from data files and user functions to JSON (RFC 8259)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ _NAMES = ("nan", "inf", "-inf")
 
 
 def json_value(value: Any) -> Any:
-    """Return the value as what every strict reader of JSON takes: None, truths, numbers, text, lists and
-    objects whose keys are text.
+    """Return a value as strict JSON: None, booleans, numbers, text, lists, and objects with text keys.
 
-    Arrays and numbers of NumPy are lists and numbers, sets are sorted lists. Times are text of ISO
-    8601, decimals their digits, bytes base64 (RFC 4648, section 4). NaN is null: it stands for no
-    number, as in the gaps of a column of pandas. Raises ValueError for infinity, half of a surrogate
-    pair, two keys that are one text, and whatever else JSON has no word for.
+    NumPy arrays and numbers become lists and numbers, sets become sorted lists, times ISO 8601 text,
+    decimals their digits, bytes base64 (RFC 4648, section 4). NaN becomes null, since it means a missing
+    number, as in a pandas column. Raises ValueError for infinity, half of a surrogate pair, two keys
+    with the same text, and anything else that JSON cannot represent.
     """
     if isinstance(value, Mapping):
         said = {_key(key): json_value(each) for key, each in value.items()}
@@ -54,7 +53,7 @@ def json_value(value: Any) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """Return a result with the name of each number that JSON has no word for: "nan", "inf" or "-inf"."""
+    """Return a result with "nan", "inf" or "-inf" for numbers that JSON cannot represent."""
     if isinstance(value, Mapping):
         return {key: finite(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -63,15 +62,15 @@ def finite(value: Any) -> Any:
 
 
 def number(value: Any) -> Any:
-    """Return the number that `finite` has named; anything else as it is."""
+    """Return the number that `finite` replaced by its name; anything else unchanged."""
     return float(value) if value in _NAMES else value
 
 
 def default(value: Any) -> Any:
-    """Return what `json.dumps` is to write of a value that it does not know, as its argument `default`.
+    """Return the JSON value of an object that `json.dumps` does not know, as its argument `default`.
 
-    It leaves NaN as it is, for whoever refuses it. Raises TypeError where `json_value` raises
-    ValueError, as JSON encoders do.
+    NaN stays as it is, for the caller to refuse. Raises TypeError where `json_value` raises ValueError,
+    as JSON encoders do.
     """
     try:
         return value.tolist() if hasattr(value, "tolist") else json_value(value)
@@ -80,6 +79,6 @@ def default(value: Any) -> Any:
 
 
 def _key(key: Any) -> str:
-    """Return the text of an object's key: that of the JSON of what is no text."""
+    """Return an object's key as text; a key that is no text becomes its JSON."""
     said = json_value(key)
     return said if isinstance(said, str) else json.dumps(said)

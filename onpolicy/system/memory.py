@@ -1,4 +1,4 @@
-"""What memory this host and its GPUs have for new processes, and how such a number is said."""
+"""The memory of this host and its GPUs that is free for new processes, and its unit in messages."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Bytes: what Linux calls available, or what a limit of this process's control group leaves.
+    """Return the bytes that Linux calls available, or that the limits of this process's control groups
+    leave.
 
-    Pages of files that can be read again count as free. `root` has proc and sys in it.
+    File pages that can be read again count as free. root: the directory that contains proc and sys.
     """
     return min([_available(root / "proc/meminfo"), *_left_in_groups(root)])
 
@@ -21,7 +22,7 @@ def _available(meminfo: Path) -> int:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """For every limit on this process: its group's, and those of the groups around it."""
+    """Yield the bytes left under every limit on this process: its control group's, and all parents'."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -53,35 +54,35 @@ def _text(file: Path) -> str:
 
 
 def gib(size: int) -> str:
-    """Bytes as a number of GiB. Example: '2.22'"""
+    """Return bytes as a number of GiB. Example: '2.22'"""
     return f"{size / 2**30:.2f}"
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU, at the number that processes of its host know it by."""
+    """A GPU, whose number is its index for processes of its host."""
 
     name: str
 
     capability: tuple[int, int]
-    """Compute capability. Example: (9, 0)"""
+    """The compute capability. Example: (9, 0)"""
 
     free: int
-    """Bytes that new processes may take."""
+    """The bytes that new processes may take."""
 
     size: int
-    """Bytes that it has."""
+    """The total bytes."""
 
 
 def num_gpus() -> int:
-    """How many PyTorch sees; begins no CUDA context."""
+    """Return the number of GPUs that PyTorch sees, without a CUDA context."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Those that PyTorch sees, by number; none without CUDA. Begins a CUDA context on each."""
+    """Return the GPUs that PyTorch sees, by number; create a CUDA context on each."""
     import torch
 
     if not torch.cuda.is_available():

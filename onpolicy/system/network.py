@@ -1,4 +1,4 @@
-"""Where sockets listen: on this host alone, unless a run is told otherwise with --rollout-host."""
+"""Addresses and ports to listen at: on this host alone, unless --rollout-host names another."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Mapping
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Gloo's variable; without it gloo listens where the host's name points to."""
+"""The variable that names gloo's interface; without it gloo listens where the host's name points to."""
 
 LOOPBACK_INTERFACE = "lo"
 
 
 PROXY_EXCEPTIONS = ("no_proxy", "NO_PROXY")
-"""Programs read one of the two, or prefer one to the other."""
+"""The two variables with exceptions from a proxy; programs read one, or prefer one to the other."""
 
 EVERYTHING = "*"
 
@@ -28,8 +28,8 @@ def is_loopback(host: str) -> bool:
 def proxy_exceptions(environment: Mapping[str, str], *hosts: str) -> dict[str, str]:
     """Return the variables that keep requests to this host, and to `hosts`, from a proxy.
 
-    Hosts that the environment already names stay in them. They are names and addresses, not ranges:
-    Python's urllib knows no ranges.
+    Hosts that the environment already names stay in them. They are names and addresses, not ranges,
+    which Python's urllib does not know.
     """
     given = [environment.get(name, "").strip() for name in PROXY_EXCEPTIONS]
     if EVERYTHING in given:
@@ -40,7 +40,7 @@ def proxy_exceptions(environment: Mapping[str, str], *hosts: str) -> dict[str, s
 
 
 def is_of_this_host(host: str) -> bool:
-    """Whether an address, or a name of one, is one of this host's."""
+    """Return whether an address, or a name of one, belongs to this host."""
     try:
         listen(host, 0).close()
     except OSError:
@@ -49,9 +49,9 @@ def is_of_this_host(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises OSError.
+    """Return a listening socket. Raises OSError.
 
-    A port whose last connections have just ended can be taken again (SO_REUSEADDR), as servers do.
+    A port whose last connections have just ended can be taken again (SO_REUSEADDR).
     """
     listener = socket.socket()
     try:
@@ -65,10 +65,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def free_port(host: str) -> int:
-    """A free port below those that systems give to outgoing connections (Linux: from 32768 on).
+    """Return a free port below the range of outgoing connections (Linux: from 32768 on).
 
-    A server listens on it seconds after it was chosen; by then a connection could have taken another.
-    Raises OSError for a host where nothing can listen, UnicodeError for what is no name of one.
+    A server listens on it some seconds later, when an outgoing connection could have taken a higher
+    port. Raises OSError for a host where nothing can listen, UnicodeError for an invalid host name.
     """
     while True:
         try:

@@ -1,9 +1,9 @@
-"""One name for everything a process makes outside its memory, so that others can remove it.
+"""A directory for everything that a process makes outside its memory, so that others can remove it.
 
-A process that is killed removes nothing. So its temporary files lie in a directory of its own, and what
-it makes in /dev/shm has names that the directory records. The directory is locked as long as its owner,
-or a process that the owner forked, lives; what no lock protects any more is removed by the next owner
-that begins or ends: when a run is killed, by the guards of its servers.
+A killed process removes nothing. So its temporary files are in a directory of its own, which also
+records the names of its files in /dev/shm. The directory is locked while its owner, or a process that
+the owner forked, lives. The next owner that starts or ends removes all directories without a lock; after
+a kill of a run, these are the guards of its servers.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ SOCKETS = Path("/proc/net/unix")
 LOCK = ".onpolicy-lock"
 
 MAX_SOCKET_PATH = 107
-"""Longest address of a Unix socket on Linux, in bytes (sys/un.h)."""
+"""The longest address of a Unix socket on Linux, in bytes (sys/un.h)."""
 
 
 class PrivateDirectory:
-    """A new directory under the temporary one; a context that removes it at the end."""
+    """A new directory below the temporary one, and a context that removes it at the end."""
 
     def __init__(self, shared_memory: Sequence[str] = ()):
-        """`shared_memory`: patterns of our files in /dev/shm; `NAME` becomes the directory's name."""
+        """Make and lock it. shared_memory: patterns of its files in /dev/shm (`NAME`: its name)."""
         sweep()
         # Locked and complete before it has a name that a sweep looks for.
         hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}"))
@@ -46,11 +46,11 @@ class PrivateDirectory:
         hidden.rename(self.path)
 
     def fits_socket(self, name: str) -> bool:
-        """Whether a socket can have this name, or one of the same length, in the directory."""
+        """Return whether a socket with this name, or another one as long, fits in the directory."""
         return len(os.fsencode(self.path / name)) <= MAX_SOCKET_PATH
 
     def record_socket(self, socket: Path) -> None:
-        """Have the socket's own directory removed too, unless a process that listens there does that."""
+        """Record a socket, whose own directory is removed, too, unless a process still listens there."""
         self._record(str(socket))
 
     def _record(self, line: str) -> None:
@@ -63,9 +63,10 @@ class PrivateDirectory:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the directory and the shared memory, and those whose owners were killed meanwhile.
+        """Remove the directory and its shared memory, and the directories of owners that were killed
+        meanwhile.
 
-        A forked process removes nothing.
+        Do nothing in a forked process.
         """
         if os.getpid() == self._owner:
             _remove(self.path)
@@ -75,7 +76,7 @@ class PrivateDirectory:
 
 @functools.cache
 def of_this_process() -> PrivateDirectory:
-    """This process's directory until it exits; its semaphores and what torch shares go with it."""
+    """Return this process's directory, which is removed at its exit, with its shared memory."""
     directory = PrivateDirectory(("sem.NAME*", f"torch_{os.getpid()}_*"))
     atexit.register(directory.remove)
     name_semaphores_after(directory.path.name)
@@ -84,9 +85,11 @@ def of_this_process() -> PrivateDirectory:
 
 
 def _start_tracker_without_words() -> None:
-    """Start CPython's process that knows of semaphores so that it writes nowhere: of those of a
-    process that was killed it says that they leaked, and that they are not there, once the
-    directory's guard has removed them."""
+    """Start CPython's resource tracker without an output.
+
+    After a kill it would warn about leaked semaphores, and about missing ones that the directory's guard
+    has removed.
+    """
     nowhere, standard_error = os.open(os.devnull, os.O_WRONLY), os.dup(2)
     os.dup2(nowhere, 2)
     try:
@@ -98,16 +101,16 @@ def _start_tracker_without_words() -> None:
 
 
 def name_semaphores_after(directory: str) -> None:
-    """Let the semaphores that this process and its children make from now on begin with a directory's
-    name: in /dev/shm they match `sem.NAME*`."""
-    # CPython's own record of it (multiprocessing/process.py), handed on to child processes.
+    """Let the names of future semaphores of this process and its children begin with a directory's name,
+    so that they match `sem.NAME*` in /dev/shm."""
+    # CPython's own prefix (multiprocessing/process.py), inherited by child processes.
     multiprocessing.current_process()._config["semprefix"] = f"/{directory}"  # type: ignore[attr-defined]
 
 
 def sweep() -> None:
     """Remove the directories whose owners were killed."""
     for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError):  # in use, or none of ours
+        with suppress(OSError):  # in use, or not one of ours
             if directory.lstat().st_uid == os.geteuid():
                 lock = _take_lock(directory, os.O_RDWR)
                 _remove(directory)
@@ -125,10 +128,10 @@ def _take_lock(directory: Path, flags: int) -> int:
 
 
 def _remove(directory: Path) -> None:
-    """Remove a directory and what it records; those inside it, of processes that had it for their
-    temporary one, go with their own."""
+    """Remove a directory and everything that it records; directories inside it, of processes that used
+    it as their temporary one, are removed with their records."""
     for lock in [*directory.glob(f"**/{PREFIX}*/{LOCK}"), directory / LOCK]:
-        with suppress(FileNotFoundError):  # of one whose owner removes it just now
+        with suppress(FileNotFoundError):  # its owner is removing it right now
             _remove_recorded(lock.read_text().splitlines())
     shutil.rmtree(directory, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""Which proxy a request to a service of others takes. Those between processes of a run take none."""
+"""The choice of a proxy for requests to external services; a run's processes use none."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from onpolicy.errors import ConfigError
 
 
 def proxy_of(url: str, flag: str) -> str | None:
-    """Return the proxy that the environment names for a service; None if it is asked directly.
+    """Return the proxy that the environment names for a service, or None for a direct connection.
 
-    `https_proxy` or `http_proxy` counts by the scheme of a service, else `all_proxy`. A service on this
-    host or in a private network, or one that `no_proxy` names, is asked directly. Raises ConfigError for
-    a proxy of another kind than HTTP.
+    `https_proxy` or `http_proxy` applies by the service's scheme, else `all_proxy`. A service on this
+    host, in a private network, or named by `no_proxy` is connected to directly. Raises ConfigError for a
+    proxy of another kind than HTTP.
     """
     parts = urlsplit(url)
     host, proxies = parts.hostname or "", getproxies()
@@ -33,8 +33,11 @@ def proxy_of(url: str, flag: str) -> str | None:
 
 
 def is_outside(host: str) -> bool:
-    """Return whether a host may be in the internet: not by an address of a private network (RFC 1918,
-    loopback, and the like), nor by a name of one word, which only a resolver of the network knows."""
+    """Return whether a host may be on the internet.
+
+    Addresses of private networks (RFC 1918, loopback, and the like) are not, nor names of one word,
+    which only a local resolver knows.
+    """
     try:
         return ipaddress.ip_address(host).is_global
     except ValueError:

@@ -1,4 +1,4 @@
-"""Reads the text files that users write: errors name the file and the line, never a traceback."""
+"""The reading of users' text files: errors name the file and the line, without a traceback."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from onpolicy.errors import ConfigError
 
 
 def read_text(file: Path, name: str) -> str:
-    """The file as UTF-8, with or without a byte order mark. `name` stands for it in messages."""
+    """Return the text of a UTF-8 file, with or without a byte order mark. `name` stands for it in
+    messages.
+
+    Raises ConfigError if it cannot be read or is not UTF-8.
+    """
     require_file(file, name)
     try:
         data = file.read_bytes()
@@ -37,7 +41,7 @@ def require_file(file: Path, name: str) -> None:
 
 
 def parse_json(text: str) -> Any:
-    """JSON as its standard has it: no name twice in an object, no NaN. Raises ValueError."""
+    """Return the value of standard JSON: no name twice in an object, no NaN. Raises ValueError."""
     try:
         return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
     except RecursionError as error:
@@ -45,7 +49,7 @@ def parse_json(text: str) -> Any:
 
 
 def read_json_object(file: Path, name: str) -> dict[str, Any]:
-    """The object in a JSON file."""
+    """Return the object in a JSON file. Raises ConfigError if there is none."""
     text = read_text(file, name)
     try:
         value = parse_json(text)

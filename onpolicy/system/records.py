@@ -1,4 +1,4 @@
-"""Records that a run wrote and reads back: nothing is taken from one whose shape is another."""
+"""The validation of records that a run wrote and reads back; one of another shape is refused."""
 
 from __future__ import annotations
 
@@ -11,28 +11,26 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 Shape = TypeVar("Shape")
 
 CLOSED = ConfigDict(extra="forbid")
-"""The shape of a TypedDict (`with_config`) in which a field that nobody reads is another shape too."""
+"""The configuration of a TypedDict (`with_config`) that refuses unknown fields."""
 
 OPEN = ConfigDict(extra="allow")
-"""The shape of a TypedDict inside a closed one, whose rule it would have otherwise: others read more of
-it."""
+"""The configuration of a TypedDict inside a closed one that allows fields for other readers."""
 
 SHOWN = 60
-"""Characters of a value in a message."""
+"""The most characters of a value in a message."""
 
 
 def checked(shape: TypeAdapter[Shape], value: Any) -> Shape:
-    """Return `value`, as JSON was read, if it has the shape: no text for a number, no whole one for a
-    truth.
+    """Return `value`, read from JSON, if it has the shape, without coercion of types.
 
-    Raises ValueError that names the first field which is missing, too many or of another type.
+    Raises a ValueError that names the first field which is missing, unknown or of another type.
     """
     with _first_fault_named():
         return shape.validate_python(value, strict=True)
 
 
 def checked_text(shape: TypeAdapter[Shape], text: bytes) -> Shape:
-    """Return what JSON says, if it has the shape; as `checked`, whose shapes are no dataclasses."""
+    """Return the value of JSON text if it has the shape; it may be a dataclass (not in `checked`)."""
     with _first_fault_named():
         return shape.validate_json(text, strict=True)
 

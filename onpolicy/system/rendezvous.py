@@ -1,4 +1,4 @@
-"""Where processes that are to form a group meet: torch's store, on one address of this host."""
+"""The meeting point of processes that form a group: torch's store, on one address of this host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onpolicy.system.network import listen
 
 
 def open_store(address: str, timeout: timedelta) -> tuple[dist.TCPStore, int]:
-    """A store, and its port. It listens on that address only; torch's own would on all."""
+    """Return a store and its port. It listens on that address only, where torch would use all."""
     with listen(address, 0) as listener:
         port = listener.getsockname()[1]
         store = dist.TCPStore(

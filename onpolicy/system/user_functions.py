@@ -1,4 +1,4 @@
-"""Functions of the user's own, named by dotted path or by file."""
+"""The user's own functions, named by dotted path or by file."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ FORMS = "Give package.module.function or path/to/file.py:function."
 
 
 def load_function(path: str, flag: str) -> Callable[..., Any]:
-    """The function at `package.module.function` or `path/to/file.py:function`.
+    """Return the function at `package.module.function` or `path/to/file.py:function`.
 
-    Modules are looked for in the current directory too, after all others; a file finds the modules
-    beside it. Raises ConfigError that names `flag`, whatever importing the module does.
+    Modules are also searched in the current directory, after all other places; a file can import modules
+    beside it. Raises a ConfigError that names `flag`, also for any error in the import of the module.
     """
     file, colon, name = path.rpartition(":")
     if not colon:
@@ -39,7 +39,7 @@ def load_function(path: str, flag: str) -> Callable[..., Any]:
 
 
 def source_of(path: str) -> Path | None:
-    """Return the file with the function that `load_function` finds; None if nothing tells."""
+    """Return the file of the function that `load_function` finds, or None if it is unknown."""
     file, colon, _ = path.rpartition(":")
     if colon:
         return found if (found := Path(file)).is_file() else None
@@ -51,7 +51,7 @@ def source_of(path: str) -> Path | None:
 def _import(load: Callable[[], ModuleType], path: str, flag: str) -> ModuleType:
     try:
         return load()
-    except (Exception, SystemExit) as error:  # a module is a program of the user's
+    except (Exception, SystemExit) as error:  # the module is user code
         raise ConfigError(
             f"{flag}={path}: cannot be imported: {describe(error)}. {FORMS} Modules are looked for "
             "among the installed ones, in PYTHONPATH and in the current directory."
@@ -65,7 +65,7 @@ def _load_module(name: str) -> ModuleType:
 
 def _load_file(file: Path) -> ModuleType:
     _search(str(file.resolve().parent))
-    # Under a name of its own: a file called math.py must not become everybody's math.
+    # A unique name: a file called math.py must not replace the module math.
     name = f"onpolicy_plugin_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
@@ -80,7 +80,7 @@ def _search(directory: str) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """An error of the user's code in one line, with the place where it was raised."""
+    """Return an error of the user's code in one line, with the place where it was raised."""
     try:
         text = f"{type(error).__name__}: {in_one_line(error)}"
     except Exception:  # its own __str__ raises

@@ -1,4 +1,4 @@
-"""The trainer: what a run asks of it (`base.py`), and the engines that hold its models (`engine.py`)."""
+"""The trainer: its interface (`base.py`), and the engines that hold its models (`engine.py`)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def make_trainer(
     num_threads: int,
     estimator: Estimator | None = None,
 ) -> PolicyTrainer:
-    """A trainer on the engine that `--train-backend` names, as a rank of the group that this process is
-    in, or alone.
+    """Make a trainer on the engine that `--train-backend` names, as a rank of this process's group or
+    alone.
 
-    estimator: of advantages; by default the one that --advantage-estimator names. Raises ConfigError
-    if the engine cannot hold the model.
+    estimator: the advantage estimator; by default the one that --advantage-estimator names. Raises
+    ConfigError if the engine cannot hold the model.
     """
     from onpolicy.train.policy_trainer import PolicyTrainer
 

@@ -1,6 +1,5 @@
-"""How much better each sampled token did than was to be expected: what a rollout came to, and what the
-models say of its tokens, as advantages. Every rank makes those of its samples, once they are scored.
-"""
+"""Advantages of sampled tokens, from the rewards of a rollout and the models' scores of its tokens.
+Every rank computes the advantages of its own samples after scoring."""
 
 from __future__ import annotations
 
@@ -28,36 +27,37 @@ from onpolicy.train.shares import Outcomes
 from onpolicy.trajectory import Trajectory
 
 ScoresByRole = Mapping[Role, Sequence[Any]]
-"""What each model that was asked says of the tokens of each micro-batch."""
+"""Scores of the tokens of each micro-batch, by the role of the model that computed them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredTrajectory:
-    """A trajectory, and its scores before the first optimizer step on its rollout."""
+    """A trajectory and its scores before the first optimizer step on its rollout."""
 
     trajectory: Trajectory
 
     scores: Mapping[Role, Any]
-    """What each model that was asked says of the R sampled tokens, `Values` of the critic and `Scores`
-    of the others; at least the estimator's `roles`."""
+    """Scores of the R sampled tokens by each model that was asked: `Values` of the critic, `Scores` of
+    the others; at least the estimator's `roles`."""
 
     reward: float = 0.0
-    """That of its sample, before any penalty."""
+    """Reward of its sample, before any penalty."""
 
     baseline: float = 0.0
-    """The reward of its group's greedy answer; 0 without one."""
+    """Reward of its group's greedy answer; 0 without one."""
 
     token_rewards: Sequence[float] | None = None
-    """[R]: the rewards of its sampled tokens, if its episode said them."""
+    """Rewards of its sampled tokens, [R], if its episode gave them."""
 
     penalties: Sequence[float] | None = None
-    """[R]: what each token pays, in units of the reward; None: nothing."""
+    """Penalty of each token, [R], in units of the reward; None: no penalty."""
 
 
 def shaped_rewards(scored: ScoredTrajectory) -> list[float]:
-    """[R]: what each sampled token is rewarded with, in float64.
+    """Return the reward of each sampled token, [R], in float64.
 
-    That is what its episode said, or the sample's reward at the last token; less what the token pays.
+    It is the episode's token reward, or the sample's reward at the last token and 0 before, minus the
+    penalty.
     """
     count = scored.trajectory.num_sampled
     rewards = scored.token_rewards
@@ -67,39 +67,40 @@ def shaped_rewards(scored: ScoredTrajectory) -> list[float]:
 
 
 class Estimator(ABC):
-    """Makes the advantages of a rollout."""
+    """Base of estimators of a rollout's advantages."""
 
     roles: frozenset[Role] = frozenset()
-    """The models whose scores it reads, and that therefore score every rollout."""
+    """Models whose scores it reads, and which therefore score every rollout."""
 
     @abstractmethod
     def advantages(
         self, outcomes: Outcomes, ours: Mapping[int, ScoredTrajectory]
     ) -> dict[int, Tensor]:
-        """The advantages of this rank's samples, float32 [R] of each; collective.
+        """Return the advantages of this rank's samples, float32 [R] of each; collective.
 
-        outcomes: of all samples, on every rank the same. ours: this rank's trajectories, by the numbers
-        that their samples have in the rollout. Whoever centres or whitens scores over the whole rollout
-        takes `distributed.gather_by_number`, and adds up in the order of the numbers, so that the bits
-        do not depend on the ranks.
+        outcomes: of all samples, the same on every rank. ours: this rank's trajectories, by their
+        samples' numbers in the rollout. An estimator that centres or whitens over the whole rollout
+        must gather with `distributed.gather_by_number` and add in the order of the numbers, so that the
+        bits do not depend on the ranks.
         """
 
     def returns(self, ours: Mapping[int, ScoredTrajectory]) -> dict[int, Tensor]:
-        """What the critic is to say of this rank's sampled tokens, float32 [R] of each sample; asked of
-        those that read the critic."""
+        """Return the critic's targets for this rank's sampled tokens, float32 [R] of each sample;
+        called for estimators that read the critic."""
         raise NotImplementedError
 
     def metrics(self) -> dict[str, float]:
-        """What it found in the last rollout, the same on every rank."""
+        """Return metrics of the last rollout, the same on every rank."""
         return {}
 
 
 class RewardEstimator(Estimator):
-    """Gives all tokens of a sample what its reward comes to (`algorithm/advantages.py`).
+    """An estimator that gives all tokens of a sample one advantage from its reward
+    (`algorithm/advantages.py`).
 
-    Where tokens have rewards, or pay, reinforce gives each those from it to the end of its trajectory,
-    remax these less the baseline, and reinforce_plus_plus these whitened. The others compare episodes,
-    by what comes to one in all.
+    With token rewards or penalties, reinforce gives each token the sum of rewards from it to the end of
+    its trajectory, remax subtracts the baseline from that, and reinforce_plus_plus whitens it. The
+    other estimators compare episodes by their total rewards.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class RewardEstimator(Estimator):
         gamma: float = 1.0,
         named_weights: Mapping[str, float] | None = None,
     ):
-        """gamma: the worth of a reward a token later. named_weights: those of gdpo's rewards."""
+        """Take a discount `gamma` per token, and the weights of gdpo's named rewards."""
         self.kind, self.gamma, self.named_weights = kind, gamma, named_weights or {}
 
     def advantages(
@@ -140,6 +141,7 @@ class RewardEstimator(Estimator):
             for number, scored in ours.items()
         }
         if ESTIMATORS[self.kind].whitens:
+            # Runs of equal values are counted, since whitening sums (count, value) pairs.
             runs = [[(len([*same]), a) for a, same in groupby(each)] for each in found.values()]
             whitened = whitening(runs, gather_vectors)
             found = {number: [whitened(a) for a in each] for number, each in found.items()}
@@ -153,10 +155,11 @@ def token_advantages(
     scores: ScoresByRole,
     penalties: Mapping[int, Sequence[float]] | None = None,
 ) -> list[Tensor]:
-    """The advantages of all tokens of each micro-batch of a rollout, float32 [R] of each; collective.
+    """Return the advantages of all tokens of each micro-batch of a rollout, float32 [R] of each;
+    collective.
 
-    penalties: what the tokens of this rank's samples pay, by their numbers, if there are any. Raises
-    ValueError if the estimator gives a sample anything else than float32 [R] of its own.
+    penalties: penalties of this rank's tokens, by their samples' numbers, if there are any. Raises
+    ValueError if the estimator returns anything but float32 [R] for a sample.
     """
     ours = _ours(batches, scores, penalties)
     if penalties is not None:
@@ -179,7 +182,7 @@ def token_returns(
     scores: ScoresByRole,
     penalties: Mapping[int, Sequence[float]] | None = None,
 ) -> list[Tensor]:
-    """What the critic is to say of the tokens of each micro-batch, float32 [R] of each."""
+    """Return the critic's targets for the tokens of each micro-batch, float32 [R] of each."""
     return _by_batch(batches, estimator.returns(_ours(batches, scores, penalties)))
 
 
@@ -188,7 +191,7 @@ def _ours(
     scores: ScoresByRole,
     penalties: Mapping[int, Sequence[float]] | None,
 ) -> dict[int, ScoredTrajectory]:
-    """This rank's trajectories, by the numbers that their samples have in the rollout."""
+    """Return this rank's trajectories, by their samples' numbers in the rollout."""
     ours: dict[int, ScoredTrajectory] = {}
     for i, batch in enumerate(batches):
         ours |= _scored_trajectories(batch, {role: each[i] for role, each in scores.items()})
@@ -198,7 +201,7 @@ def _ours(
 
 
 def _by_batch(batches: Sequence[PackedBatch], found: Mapping[int, Tensor]) -> list[Tensor]:
-    """Vectors of samples as those of micro-batches; zeros of a filler."""
+    """Concatenate vectors of samples into vectors of micro-batches; zeros for a filler."""
     return [
         torch.cat([found[n].to(batch.mask.device) for n in batch.numbers])
         if batch.numbers

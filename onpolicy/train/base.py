@@ -1,4 +1,4 @@
-"""What a training engine offers. Nothing outside `onpolicy/train` knows which one runs."""
+"""The trainer's interface. Code outside `onpolicy/train` does not know which training engine runs."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from onpolicy.weights.push import Engine
 T = TypeVar("T")
 
 TrainerMemory = Literal["state", "weights"]
-"""Optimizer state, gradients' memory and other models; and the policy's weights."""
+"""Kind of GPU memory: optimizer state, gradient buffers and other models ("state"), or the policy's
+weights ("weights")."""
 
 
 class Rescored(NamedTuple):
-    """What a trainer says of the R tokens after the prompt of a sequence, which an engine sampled."""
+    """A trainer's scores of the R tokens after a sequence's prompt, which an engine sampled."""
 
     log_probs: Tensor
-    """float32 [R]"""
+    """Log-probabilities, float32 [R]."""
 
     drawn: Tensor
-    """float32 [R]: the token that the request's seed draws in the place of each; NaN without a seed"""
+    """Token that the request's seed draws at each place, float32 [R]; NaN without a seed."""
 
 
 class Trainer(ABC):
     """One policy, its optimizer, and the ranks that hold them.
 
-    Whoever is one of several ranks calls every method together with the others.
+    With several ranks, all of them must call every method together.
     """
 
     self_check: dict[str, str]
@@ -45,15 +46,15 @@ class Trainer(ABC):
     ) -> TrainOutcome:
         """Take the optimizer steps of one rollout.
 
-        `rates` holds the learning rate of each; the samples, which are no fewer, are cut evenly.
-        The log-probabilities of the first optimizer step are compared with the rollout's before
-        its backward pass. Raises ParityError there, with its findings, if the run's policy is to
-        fail.
+        `rates` holds the learning rate of each step; the samples, at least as many, are split evenly.
+        The log-probabilities of the first optimizer step are compared with the rollout's before its
+        backward pass. Raises ParityError there, with its findings, if the run is set to fail on a
+        mismatch.
         """
 
     @abstractmethod
     def adapt(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
-        """Go on under other operators and corrections, between rollouts."""
+        """Switch to other operators and corrections, between rollouts."""
 
     def log_probs(
         self,
@@ -75,36 +76,38 @@ class Trainer(ABC):
         kept_tokens: Sequence[list[bytes]] = (),
         seeds: Sequence[int] = (),
     ) -> list[Rescored]:
-        """Return what every token after a sequence's prompt has, sequence by sequence.
+        """Score every token after a sequence's prompt, sequence by sequence.
 
-        kept_tokens: of each sequence, as in `Completion`. A token that was not drawn from what the run's
-        cut leaves of the trainer's own logits has NaN for a log-probability. seeds: those of the
-        requests that the sequences answer, by which every token is drawn again; without them none is.
+        kept_tokens: of each sequence, as in `Completion`. A token that the run's sampling filters
+        exclude under the trainer's own logits has NaN for a log-probability. seeds: the seed of each
+        sequence's request, with which every token is drawn again; without seeds none is.
         """
 
     @abstractmethod
     def on_each_rank(self, function: Callable[..., T], *args: Any) -> list[T]:
-        """What `function(trainer, *args)` returns on each rank, in their order.
+        """Run `function(trainer, *args)` on each rank and return the results in the order of the ranks.
 
         `trainer` is the rank's own `PolicyTrainer`, which has the models of all roles. The function and
-        its arguments are pickled: a module of the project or of the user's has it by name.
+        its arguments are pickled, so a module of the project or the user's must define it.
         """
 
     @abstractmethod
     def push(self, engines: Sequence[Engine], version: int) -> str:
-        """Give the engines all weights as `version`, by --weight-sync; the digest of these bits.
+        """Push all weights to the engines as `version`, by --weight-sync, and return the digest of
+        their bits.
 
-        Raises what `weights.push.push_weights` raises; then the engines may hold a part of them.
+        Raises the errors of `weights.push.push_weights`; the engines may hold a part of the weights
+        then.
         """
 
     @abstractmethod
     def push_again(self, engines: Sequence[Engine], version: int) -> str:
-        """Give them what the last push gave them. Where samples may lag behind the policy, that was
-        kept, and what was trained since does not matter."""
+        """Push the weights of the last push again. Where samples may lag behind the policy, these were
+        kept, and training since then does not matter."""
 
     @abstractmethod
     def export(self, directory: Path) -> None:
-        """Write the policy as a Hugging Face checkpoint into a directory that is made for it."""
+        """Write the policy as a Hugging Face checkpoint into a new directory."""
 
     @abstractmethod
     def save(self, directory: Path) -> None:
@@ -115,8 +118,8 @@ class Trainer(ABC):
         """Read back what `save` wrote, under any number of ranks."""
 
     def release_memory(self, kind: TrainerMemory) -> None:
-        """Leave memory of the GPUs to servers that share them: all but the policy's weights ("state"),
-        or these too ("weights"). Whatever needs it brings it back."""
+        """Free GPU memory for servers that share it: all but the policy's weights ("state"), or these
+        too ("weights"). A method that needs the memory brings it back."""
 
     def close(self) -> None:
-        """End the processes that were started for it, if any were, and what it keeps with engines."""
+        """End its processes, if any were started, and its connections to engines."""

@@ -1,9 +1,9 @@
-"""The samples of an optimizer step as micro-batches, in the stages in which they come to the loss.
+"""The micro-batches of an optimizer step, in the stages through which they reach the loss.
 
-`PackedBatch` (samples of one rank, laid end to end) -> `ScoredBatch` (the log-probabilities that are
-fixed before the first optimizer step of a rollout) -> `WeighedBatch` (what the corrections make of
-both, over the global batch). A stage is a frozen record with everything of the one before it. Tensors
-are [R], of all sampled tokens; float32 where nothing else is said.
+`PackedBatch` (samples of one rank, laid end to end) -> `ScoredBatch` (adds log-probabilities fixed
+before the first optimizer step of a rollout) -> `WeighedBatch` (adds the corrections, computed over the
+global batch). A stage is a frozen record with all fields of the stage before. Tensors are [R], for all
+sampled tokens, and float32 unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -42,33 +42,34 @@ _FILLER = TrainSample(
     group=-1,
     episode=-1,
 )
-"""Stands in an empty micro-batch, masked out."""
+"""Stand-in sample of an empty micro-batch, masked out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """Samples laid end to end, and what came with them."""
+    """Samples laid end to end, with their rollout's data."""
 
     packed: PackedTokens
     samples: list[TrainSample]
 
     numbers: list[int]
-    """Those that the samples have in their rollout; none of a filler."""
+    """Numbers of the samples in their rollout; empty for a filler."""
 
     rollout_log_probs: Tensor
 
     rollout_entropy: Tensor | None
-    """What engines said of the distribution that each was drawn from, in nats; None if any did not."""
+    """Entropy of each token's distribution, in nats, as engines reported it; None if any did not."""
 
     lags: Tensor
-    """int32: the pushes between the policy that each was sampled from and the one that is trained."""
+    """Staleness, int32: the number of pushes between the policy that sampled each token and the one
+    that is trained."""
 
     mask: Tensor
-    """bool: the tokens that count. None of a filler, which only keeps this rank in step with the
-    others, and none that was rejected as not finite."""
+    """Tokens that count, bool. A filler, which only keeps this rank in step with the others, has none,
+    and a token that was rejected as not finite does not count."""
 
     token_weights: Mapping[Term, Tensor] = field(default_factory=dict)
-    """What each is multiplied by in a term of the loss; 1 in one that is missing."""
+    """Weights of each token in a term of the loss; 1 in a missing term."""
 
     @property
     def is_filler(self) -> bool:
@@ -76,12 +77,12 @@ class PackedBatch:
 
     @property
     def sampled(self) -> Tensor:
-        """bool [R]: the tokens of samples, whether they are finite or not."""
+        """Return the tokens of samples, finite or not: bool [R], false for a filler."""
         return torch.full_like(self.mask, not self.is_filler)
 
     @property
     def episodes(self) -> list[int]:
-        """The episode of each sample; -1 of a filler."""
+        """Return the episode of each sample; -1 for a filler."""
         return [s.episode for s in self.samples]
 
     @property
@@ -89,19 +90,19 @@ class PackedBatch:
         return [s.sample.trajectory.num_sampled for s in self.samples]
 
     def tokens(self, train_log_probs: Tensor) -> TokenBatch:
-        """The tokens that count, with these log-probabilities of the trainer's."""
+        """Return the tokens that count, with these log-probabilities of the trainer."""
         return TokenBatch.packed(
             train_log_probs, self.rollout_log_probs, self.response_lens, self.mask
         )
 
     def with_weights(self, factors: Tensor, term: Term) -> Tensor:
-        """Factors of a term of the loss, [R], times what its tokens weigh there."""
+        """Multiply factors of a term of the loss, [R], by the tokens' weights in that term."""
         weights = self.token_weights.get(term)
         return factors if weights is None else factors * weights
 
     def with_own_cut(self, cut: Cut | None, grammars: Grammars, *, always: bool) -> Self:
-        """Return the same, whose tokens of today's policy must have been drawn from what the cut leaves
-        of what their grammars allow. always: as `PackedTokens.with_own_cut` has it."""
+        """Return the batch with the requirement that tokens of the current policy lie within the
+        sampling filters' cut and their grammars. always: as in `PackedTokens.with_own_cut`."""
         trajectories = [s.sample.trajectory for s in self.samples]
         allowed = list[bytes]()
         if any(t.grammars for t in trajectories):
@@ -112,11 +113,11 @@ class PackedBatch:
 
     @classmethod
     def after(cls, earlier: PackedBatch, **more: Any) -> Self:
-        """This stage of a micro-batch: what the stage before it holds, and more."""
+        """Make this stage of a micro-batch from the stage before it and further fields."""
         return cls(**{each.name: getattr(earlier, each.name) for each in fields(earlier)}, **more)
 
     def locate(self, row: int) -> tuple[TrainSample, int]:
-        """The sample that sampled token `row` belongs to, and how many of its come before."""
+        """Return the sample of sampled token `row`, and the number of its tokens before that row."""
         for sample, length in zip(self.samples, self.response_lens, strict=True):
             if row < length:
                 return sample, row
@@ -126,55 +127,56 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredBatch(PackedBatch):
-    """With what stays the same in all optimizer steps of a rollout."""
+    """A micro-batch with the values that stay fixed in all optimizer steps of a rollout."""
 
     advantages: Tensor
 
     old_log_probs: Tensor | None
-    """What the policy gave them before the first step; None where the loss's own pass has that."""
+    """Log-probabilities under the policy before the first step; None where the loss's own forward pass
+    gives them."""
 
     ref_log_probs: Tensor | None = None
-    """What the reference model gives them; None without a KL penalty in the loss."""
+    """Log-probabilities under the reference model; None without a KL penalty in the loss."""
 
     entropy: Tensor | None = None
-    """The policy's before the first step, in nats; None where no token is told apart by it, or where the
-    loss's own pass has it."""
+    """Entropy of the policy before the first step, in nats; None where no token is selected by it, or
+    where the loss's own pass gives it."""
 
     old_values: Tensor | None = None
-    """What the critic says of them before its first step; None without a critic."""
+    """Values of the critic before its first step; None without a critic."""
 
     returns: Tensor | None = None
-    """What it is to say."""
+    """Targets of the critic; None without a critic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeighedBatch(ScoredBatch):
-    """With what each token is to count for in the loss; advantages are those after a penalty."""
+    """A micro-batch with each token's part in the loss; its advantages are after a penalty."""
 
     shares: Tensor
-    """Each token's share of the mean over the global batch."""
+    """Share of each token in the mean over the global batch."""
 
     kept: Tensor
-    """bool: the tokens that no correction rejected."""
+    """Tokens that no correction rejected, bool."""
 
     importance_weights: Tensor
-    """Factors of each token's policy loss: 1 without a correction."""
+    """Factor of each token's policy loss: 1 without a correction."""
 
     positive_shares: Tensor | None = None
-    """Each token's share of the mean over those of samples that are to be imitated (`marks.py`)."""
+    """Share of each token in the mean over the samples to imitate (`marks.py`)."""
 
     learnt: Tensor | None = None
-    """bool: the tokens that the objective is learnt from; None: all."""
+    """Tokens that the objective is computed on, bool; None: all."""
 
     restrained: Tensor | None = None
-    """bool: the tokens that are held to the old policy by their log-ratio (KL-Cov)."""
+    """Tokens whose log-ratio to the old policy is penalised (KL-Cov), bool."""
 
     correction: CorrectionConfig | None = None
-    """The weights and the rejection that the loss takes from its own log-probabilities, where nobody
-    computed the policy's before."""
+    """Weights and rejection that the loss computes from its own log-probabilities, where the policy's
+    were not computed before."""
 
     custom: CustomCorrection | None = None
-    """The user's own correction."""
+    """Correction by the user's own function."""
 
 
 CustomCorrection = Callable[
@@ -186,7 +188,8 @@ CustomCorrection = Callable[
 def packed_batch(
     numbered: Mapping[int, TrainSample], device: torch.device, shares_prefixes: bool = False
 ) -> PackedBatch:
-    """The first stage of a micro-batch of these samples, by their numbers; of none, it is a filler."""
+    """Pack these samples, by their numbers, into the first stage of a micro-batch; without samples, a
+    filler."""
     samples = list(numbered.values()) or [_FILLER]
     trajectories = [s.sample.trajectory for s in samples]
     log_probs = [x for t in trajectories for x in t.rollout_log_probs]
@@ -231,7 +234,7 @@ def _token_weights(samples: Sequence[TrainSample], device: torch.device) -> dict
 
 
 def sharing(steps: Iterable[Sequence[PackedBatch]], shares_prefixes: bool) -> dict[str, float]:
-    """How much of their tokens the micro-batches of all ranks compute; nothing of whole sequences."""
+    """Return the share of tokens that all ranks compute with shared prefixes; nothing without them."""
     if not shares_prefixes:
         return {}
     batches = [batch for step in steps for batch in step]
@@ -245,10 +248,11 @@ def sharing(steps: Iterable[Sequence[PackedBatch]], shares_prefixes: bool) -> di
 
 
 def completed(batch: WeighedBatch, log_probs: Tensor) -> WeighedBatch:
-    """The third stage with what was left to the loss's own log-probabilities, float32 [R].
+    """Fill in the fields of the third stage that depend on the loss's own log-probabilities, float32
+    [R].
 
-    Sequences are whole in a micro-batch, so weights of every level work; a mean over the global batch
-    does not. Raises NonfiniteError as `batch.correction` has it.
+    A micro-batch holds whole sequences, so weights of every level work; a mean over the global batch
+    does not. Raises NonfiniteError as `batch.correction` specifies.
     """
     log_probs = log_probs.detach()
     if batch.old_log_probs is None:

@@ -1,8 +1,8 @@
-"""What maps each element of large tensors by itself, a block at a time, on the threads of the operators.
+"""Elementwise functions on large tensors, a block at a time, on the threads of the operators.
 
-Of a block that stays in a core's cache several passes cost little more than one. A block is a multiple
-of what a kernel does in one go, so each element meets the code, vectorised or scalar, that it would
-meet in the whole tensor: the bits are the same, and so they are on any number of threads.
+Several passes over a block in a core's cache cost little more than one. A block is a multiple of a
+kernel's vector length, so each element meets the same code, vectorised or scalar, as in the whole
+tensor: the bits are the same on any number of threads.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from onpolicy.ops import Operators
 from onpolicy.ops.base import Piece
 
 BLOCKS = {"cpu": 1 << 16, "cuda": 1 << 22}
-"""Elements of a block: on a CPU a few of 256 KiB in float32 fit a core's cache."""
+"""Number of elements of a block; on a CPU, a few blocks of 256 KiB in float32 fit a core's cache."""
 
 WORK = 10.0
-"""Floating-point operations for an element, roughly."""
+"""Floating-point operations per element, roughly."""
 
 
 def run_in_blocks(
     operators: Operators, work: Sequence[tuple[Callable[..., None], Sequence[Tensor]]]
 ) -> None:
-    """Call each function with every block of its tensors: contiguous, of one size, this rank's part.
+    """Call each function on every block of its tensors: contiguous, of one size, this rank's part.
 
-    Blocks are independent and come in no particular order.
+    Blocks are independent and run in no particular order.
     """
     pieces = [
         piece for function, tensors in work for piece in _pieces(function, [*map(_flat, tensors)])

@@ -1,13 +1,14 @@
-"""The seam to `fallback_correction`: what the samples of an unaligned rollout need before their loss.
+"""The seam to `fallback_correction`: corrections of an unaligned rollout's samples before their loss.
 
-Runs on all micro-batches of a rollout at once, since weights may be normalised and metrics are averaged
-over the global batch: it makes the last stage of each (`batch.py`). Where nobody computes the trainer's
-log-probabilities before the loss, the loss takes weights and rejection from its own: in bypass
-(--use-rollout-logprobs), and wherever they are those of the old policy, bit for bit (`needs_scores`).
+It processes all micro-batches of a rollout at once, since weights may be normalised and metrics
+averaged over the global batch, and makes the last stage of each (`batch.py`). Where the trainer's
+log-probabilities are not computed before the loss, the loss takes weights and rejection from its own:
+in bypass (--use-rollout-logprobs), and in a rollout's only optimizer step, where old and current policy
+are the same (`needs_scores`).
 
-A sequence of a correction is a trajectory, and one of an aggregation an episode. A trajectory is one
-path of tokens, whose ratio is the product of its tokens'; that of an episode would be the product over
-all its branches, with a variance that grows with their number.
+A correction works on trajectories as sequences, an aggregation on episodes. A trajectory is one path of
+tokens, whose ratio is the product over its tokens; an episode's ratio would be the product over all its
+branches, and its variance would grow with their number.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ from onpolicy.train.miles_hook import miles_correction
 Metrics = dict[str, float]
 
 Steps = Sequence[Sequence[ScoredBatch]]
-"""The micro-batches of a rollout, by optimizer step."""
+"""Micro-batches of a rollout, by optimizer step."""
 
 TrainedStep = tuple[Sequence[WeighedBatch], Sequence[Tensor]]
-"""(micro-batches, log-probabilities of each by the loss's own forward pass)"""
+"""(micro-batches, log-probabilities of each from the loss's own forward pass)"""
 
 
 class Corrections:
-    """The corrections that a run's flags ask for, and the multiplier that one of them carries on."""
+    """The corrections that a run's flags select, and the multiplier that the penalty carries over."""
 
     def __init__(self, config: TrainConfig):
         self.config = config
@@ -61,7 +62,7 @@ class Corrections:
         self.use(config.fallback)
 
     def use(self, flags: FallbackConfig) -> None:
-        """Take corrections from other flags from now on."""
+        """Take corrections from these flags from now on."""
         self.flags, self.weights = flags, weight_correction(flags)
         rejects = CorrectionConfig(nonfinite="reject") if flags.tis_nonfinite == "reject" else None
         self.applied = self.weights or rejects
@@ -70,9 +71,10 @@ class Corrections:
         self.bypass = flags.use_rollout_logprobs
 
     def _custom(self, flags: FallbackConfig) -> CustomCorrection | None:
-        """The user's own, if there is one; it gets all flags of the run, with `flags` in force.
+        """Load the user's own correction, if there is one; it gets all flags of the run, with `flags`
+        in force.
 
-        Raises ConfigError if it cannot be imported, or asks for what nobody gives.
+        Raises ConfigError if it cannot be imported, or has parameters that no caller gives.
         """
         if not (path := flags.custom_tis_function_path):
             return None
@@ -81,16 +83,17 @@ class Corrections:
         return miles_correction(function, args, bypass=flags.use_rollout_logprobs)
 
     def needs_scores(self, num_steps: int) -> bool:
-        """Whether a corrected rollout's old log-probabilities must be there before the loss.
+        """Return whether a corrected rollout needs old log-probabilities before the loss.
 
-        In its only optimizer step the loss's own are those of the old policy, as in verl's on-policy
-        mode. They are too late for a second step, and for what looks at the whole batch.
+        In the only optimizer step the loss's own log-probabilities are the old policy's, as in verl's
+        on-policy mode. They come too late for a second step, and for corrections that look at the whole
+        batch.
         """
         whole = self.weights is not None and self.weights.needs_whole_batch
         return num_steps > 1 or whole or self.penalty is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next rollout depends on."""
+        """Return the state that the next rollout depends on."""
         return {} if self._penalty is None else {"penalty": self._penalty.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -98,9 +101,10 @@ class Corrections:
             self._penalty.load_state_dict(state["penalty"])
 
     def weigh(self, steps: Steps, *, active: bool) -> tuple[list[list[WeighedBatch]], Metrics]:
-        """The last stage of a rollout's micro-batches, and what it did; collective.
+        """Make the last stage of a rollout's micro-batches and return it with metrics; collective.
 
-        active: whether to correct; an aligned rollout needs shares alone. Raises NonfiniteError.
+        active: whether to correct; an aligned rollout needs only shares. Raises NonfiniteError as
+        `correct` does.
         """
         metrics: Metrics = {}
         if active:
@@ -111,10 +115,10 @@ class Corrections:
         return [step for step, _ in weighed], metrics | _means([found for _, found in weighed])
 
     def measure(self, steps: Sequence[TrainedStep]) -> Metrics:
-        """How far the engines were apart on a rollout's first optimizer step; collective.
+        """Measure the mismatch of the engines on a rollout's first optimizer step; collective.
 
-        By the log-probabilities of the loss's own forward pass, which are there in any mode; also what
-        the loss of every step did with them, where it was left to it.
+        It uses the log-probabilities of the loss's own forward pass, which exist in every mode. The
+        metrics include the corrections that the loss of each step applied itself.
         """
         if not self.flags.is_measured:
             return {}
@@ -133,7 +137,7 @@ class Corrections:
         return metrics
 
     def measure_lags(self, steps: Sequence[TrainedStep], lags: Sequence[int]) -> Metrics:
-        """How far the engines were apart by lag, if any token has one; collective."""
+        """Measure the mismatch by staleness, if any token is stale; collective."""
         if not any(lags):
             return {}
         batches, train_log_probs = steps[0]
@@ -142,11 +146,11 @@ class Corrections:
         return lag_metrics(learnt, tokens, lags, self.flags.tis_upper_bound)
 
     def k3(self, step: Sequence[PackedBatch], train_log_probs: Sequence[Tensor]) -> float:
-        """`mismatch/k3` of other log-probabilities of the trainer's; collective."""
+        """Return `mismatch/k3` of other log-probabilities of the trainer; collective."""
         return mismatch_metrics(_tokens(step, train_log_probs), gather_vectors)["mismatch/k3"]
 
     def _without_nonfinite(self, steps: Steps) -> Steps:
-        """Let nothing else look at tokens that --tis-nonfinite rejects."""
+        """Mask tokens that --tis-nonfinite rejects, before anything else reads them."""
         if self.applied is None or self.applied.nonfinite != "reject":
             return steps
         finite = without_nonfinite(_old_tokens(_rollout(steps)), self.applied)
@@ -167,6 +171,7 @@ class Corrections:
         tokens, metrics = _old_tokens(step), dict[str, float]()
         kept = torch.cat([batch.mask for batch in step])
         weights = torch.ones_like(tokens.train_log_probs)
+        # In bypass, and without old log-probabilities, the loss corrects itself (`completed`).
         left = active and (self.bypass or step[0].old_log_probs is None)
         if active and not left and self.weights is not None:
             correction = correct(tokens, self.weights, gather_vectors)
@@ -191,7 +196,8 @@ class Corrections:
 
 
 def step_shares(tokens: TokenBatch, step: Sequence[PackedBatch], config: TrainConfig) -> Tensor:
-    """Each token's share of the mean over all that count in an optimizer step; collective."""
+    """Return each token's share of the mean over all counting tokens of an optimizer step;
+    collective."""
     return token_shares(
         tokens,
         config.loss_aggregation,
@@ -206,8 +212,8 @@ def _rollout(steps: Steps) -> list[ScoredBatch]:
 
 
 def _old_tokens(batches: Sequence[ScoredBatch]) -> TokenBatch:
-    """Both engines' log-probabilities before the first optimizer step, of every sampled token; the
-    rollout's for both where nobody computed the trainer's."""
+    """Return both engines' log-probabilities before the first optimizer step, for every sampled token;
+    the rollout's for both where the trainer's were not computed."""
     old = [b.rollout_log_probs if b.old_log_probs is None else b.old_log_probs for b in batches]
     return _tokens(batches, old)
 
@@ -222,7 +228,7 @@ def _tokens(batches: Sequence[PackedBatch], train_log_probs: Sequence[Tensor]) -
 
 
 def _split(steps: Steps, values: Tensor) -> list[list[tuple[ScoredBatch, Tensor]]]:
-    """Every micro-batch with its part of the values of all tokens."""
+    """Pair every micro-batch with its part of the values of all tokens."""
     parts = iter(values.split([len(batch.mask) for batch in _rollout(steps)]))
     return [[(batch, next(parts)) for batch in step] for step in steps]
 
@@ -234,10 +240,10 @@ def _means(each: Sequence[Metrics]) -> Metrics:
 def lag_metrics(
     batches: Sequence[WeighedBatch], tokens: TokenBatch, lags: Sequence[int], upper: float
 ) -> dict[str, float]:
-    """`lag/*` of an optimizer step's micro-batches; collective.
+    """Return `lag/*` of an optimizer step's micro-batches; collective.
 
-    tokens: all of theirs, with the trainer's log-probabilities before the step. lags: those of the whole
-    rollout, on every rank the same. upper: the largest weight.
+    tokens: all of their tokens, with the trainer's log-probabilities before the step. lags: the lags in
+    the whole rollout, the same on every rank. upper: the largest weight.
     """
     each = torch.cat([batch.lags for batch in batches])
     kept = torch.cat([batch.kept for batch in batches])
@@ -261,7 +267,7 @@ def lag_metrics(
 
 
 def weight_correction(flags: FallbackConfig) -> CorrectionConfig | None:
-    """Importance weights and rejection as the flags have them; None if a function of the user's own
-    takes their place or nothing, or the penalty alone, is asked for."""
+    """Return the importance weights and rejection that the flags select; None if the user's own
+    function replaces them, or if at most the penalty is selected."""
     replaced = "custom_tis_function_path" in flags.corrections
     return flags.correction() if {*flags.corrections} - {"dc_mode"} and not replaced else None

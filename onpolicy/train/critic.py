@@ -1,4 +1,4 @@
-"""The critic: its values as advantages (GAE), and how it learns them beside the policy."""
+"""The critic: its values as advantages (GAE), and its training beside the policy."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Metrics = dict[str, float]
 
 
 class GaeEstimator(Estimator):
-    """Generalized advantages of each trajectory's tokens, whitened over the rollout unless asked not to
-    be. What the critic is to learn are the sums of advantages and values, before they are whitened."""
+    """Generalized advantages of each trajectory's tokens, whitened over the rollout unless disabled.
+    The critic's targets are advantages plus values, before whitening."""
 
     roles: frozenset[Role] = frozenset({"critic"})
 
@@ -58,17 +58,17 @@ class GaeEstimator(Estimator):
 
 
 class Critic:
-    """Learns the returns of a rollout; every method is collective."""
+    """A value model that learns the returns of a rollout; every method is collective."""
 
     def __init__(self, config: TrainConfig, model: ShardedModel):
         self.config, self.model = config, model
 
     def learns_alone(self, step: int) -> bool:
-        """Whether the policy learns nothing from this rollout."""
+        """Return whether the policy is not trained on this rollout."""
         return step < self.config.critic.num_critic_only_steps
 
     def rate(self, step: int, number: int) -> float:
-        """The learning rate of an optimizer step of a rollout, from their numbers alone."""
+        """Return the learning rate of an optimizer step of a rollout, from their numbers alone."""
         flags, trainer = self.config.critic, self.config.trainer
         per_rollout = self.config.steps_per_rollout
         peak = trainer.lr if flags.critic_lr is None else flags.critic_lr
@@ -77,16 +77,17 @@ class Critic:
         return peak * base_factor(step * per_rollout + number, schedule, total)
 
     def take_step(self, micro_batches: Sequence[WeighedBatch], rate: float) -> Metrics:
-        """An optimizer step on one's own micro-batches of it."""
-        # Its routers choose for themselves, as when it scored.
+        """Take an optimizer step on this rank's micro-batches and return its metrics."""
+        # The critic's routers choose their own experts, as in its scoring pass.
         own = [replace(b, packed=b.packed.with_own_routing()) for b in micro_batches]
         metrics, _ = optimizer_step(self.model, own, self._loss, None, rate)
         ours = {name: x for name, x in metrics.items() if name.startswith("critic/")}
         return {**ours, "critic/grad_norm": metrics["train/grad_norm"], "critic/lr": rate}
 
     def _loss(self, scores: Values, batch: WeighedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Every token that counts has its share, rejected by a correction or not: what a critic learns
-        are the returns of what the rollout did."""
+        """Return the value loss of a micro-batch and its metrics. Every counting token has its share,
+        even if a correction rejected it: the critic learns the returns of the rollout as it was
+        sampled."""
         assert batch.old_values is not None and batch.returns is not None
         shares = torch.where(batch.mask, batch.shares, 0)
         clip = self.config.critic.value_clip
@@ -100,8 +101,8 @@ class Critic:
 
 
 def known_variance(batches: Sequence[ScoredBatch]) -> Metrics:
-    """1 - Var(returns - values) / (Var(returns) + 1e-5) over a rollout's tokens, before it is learnt, as
-    in verl's `compute_data_metrics` (verl/trainer/ppo/metric_utils.py); collective."""
+    """Return 1 - Var(returns - values) / (Var(returns) + 1e-5) over a rollout's tokens, before training
+    on it, as in verl's `compute_data_metrics` (verl/trainer/ppo/metric_utils.py); collective."""
     sums = distributed.sum_micro_batches(map(_moments, batches))
     count = max(sums["count"], 1.0)
 

@@ -1,11 +1,11 @@
-"""On-policy distillation: what a teacher says of the tokens that the policy sampled, as advantages or as
+"""On-policy distillation: a teacher's scores of the tokens that the policy sampled, as advantages or as
 a loss.
 
 The reverse KL from policy to teacher is the mean of log p_policy - log p_teacher over the policy's own
-samples. Its policy gradient gives each token the advantage log p_teacher - log p_policy, as slime and
-Miles have it (--use-opd); the KL to come after the token is left out (MiniLLM, arXiv 2306.08543, eq. 3
-has it). As a loss, the KL between both distributions of each token is differentiated itself
-(`ops/reverse_kl.py`). `teachers.py` asks the teachers.
+samples. Its policy gradient gives each token the advantage log p_teacher - log p_policy, as in slime
+and Miles (--use-opd); the KL of later tokens is left out (MiniLLM, arXiv 2306.08543, eq. 3 includes
+it). As a loss, the KL between both distributions of each token is differentiated directly
+(`ops/reverse_kl.py`). `teachers.py` scores by the teachers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from onpolicy.train.shares import Outcomes
 
 
 def with_teacher(config: TrainConfig, estimator: Estimator) -> Estimator:
-    """The estimator of a run: with a teacher, if it has one."""
+    """Return the estimator of a run, with its teacher's KL if it has a teacher."""
     flags = config.distillation
     if not flags.names:
         return estimator
@@ -33,11 +33,13 @@ def with_teacher(config: TrainConfig, estimator: Estimator) -> Estimator:
 
 
 class TeacherEstimator(Estimator):
-    """`reward_coef` x the advantages of another estimator - `coef` x the reverse KL of each token.
+    """`reward_coef` times the advantages of another estimator, minus `coef` times the reverse KL of
+    each token.
 
-    rescored: whether the policy scores its tokens again, as it must where they come from other operators
-    or weights: what these differ by would count as the teacher's. Else the rollout's are its own, bit
-    for bit, and the KL to a teacher of the same weights is exactly 0.
+    rescored: whether the policy scores its tokens again. It must where they were sampled under other
+    operators or weights, since that mismatch would count as the teacher's KL. Otherwise the rollout's
+    log-probabilities are the policy's, bit for bit, and the KL to a teacher with the same weights is
+    exactly 0.
     """
 
     def __init__(self, inner: Estimator, coef: float, reward_coef: float, *, rescored: bool):
@@ -63,9 +65,10 @@ class TeacherEstimator(Estimator):
         return self.inner.returns(ours)
 
     def reverse_kl(self, scored: ScoredTrajectory) -> Tensor:
-        """log p_policy - log p_teacher of each sampled token, in nats: float32 [R].
+        """Return log p_policy - log p_teacher of each sampled token, in nats: float32 [R].
 
-        Raises TrainingError for tokens of another temperature than 1, of which it would not be the KL.
+        Raises TrainingError for tokens sampled at a temperature other than 1, for which this is not the
+        KL.
         """
         trajectory = scored.trajectory
         if other := [t for t in trajectory.temperatures if t != 1]:
@@ -84,7 +87,8 @@ class TeacherEstimator(Estimator):
 
 
 def _means(kls: Mapping[int, Tensor]) -> dict[str, float]:
-    """Over all tokens of all ranks, added up in the order of the samples' numbers; collective."""
+    """Return means over all tokens of all ranks, added in the order of the samples' numbers;
+    collective."""
     ours = {
         number: (float(kl.double().sum()), float(kl.double().abs().sum()), len(kl))
         for number, kl in kls.items()

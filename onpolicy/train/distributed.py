@@ -1,4 +1,4 @@
-"""The ranks of the trainer: processes that met at a store, or this one alone."""
+"""The ranks of the trainer: processes that met at a store, or this process alone."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ T = TypeVar("T")
 _data_group: dist.ProcessGroup | None = None
 
 _TIMEOUT = timedelta(hours=2)
-"""Ranks wait for those that send weights to engines."""
+"""Timeout of collectives; ranks wait for other ranks that send weights to engines."""
 
 
 def init_process_group() -> None:
-    """Form a group of this process alone, unless it is in one."""
+    """Form a group of this process alone, unless it has joined one."""
     if not dist.is_initialized():
         _join(dist.HashStore(), rank=0, world_size=1)
 
 
 def open_store(address: str) -> tuple[dist.TCPStore, int]:
-    """Where the ranks are to meet, on an address of this host, and its port."""
+    """Open the store at which the ranks meet, on an address of this host, and return it with
+    its port."""
     return rendezvous.open_store(address, _TIMEOUT)
 
 
 def join(address: str, port: int, *, rank: int, world_size: int) -> None:
-    """Form the group of all ranks; each of them calls this."""
+    """Join the group of all ranks; each of them calls this."""
     if is_loopback(address):
         os.environ.setdefault(GLOO_INTERFACE, LOOPBACK_INTERFACE)
     store = dist.TCPStore(address, port, timeout=_TIMEOUT, wait_for_workers=False)
@@ -42,7 +43,7 @@ def join(address: str, port: int, *, rank: int, world_size: int) -> None:
 
 
 def _join(store: dist.Store, rank: int, world_size: int) -> None:
-    """Gloo on a CPU, NCCL on GPUs."""
+    """Initialise the default group: gloo on a CPU, NCCL on GPUs."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT
@@ -58,9 +59,9 @@ def world_size() -> int:
 
 
 def run_on_all_ranks(function: Callable[[], T]) -> list[T]:
-    """Call `function` on every rank, which is no collective; what each returned, on every rank.
+    """Call `function`, which must not be collective, on every rank; return all results on every rank.
 
-    Raises the error of the first rank that had one, on every rank and after all have ended.
+    Raises the error of the first failed rank, on every rank and after all have finished.
     """
     outcome: tuple[T | None, Exception | None]
     try:
@@ -82,12 +83,12 @@ def run_on_rank_zero(function: Callable[[], T]) -> T:
 
 
 def device(kind: str) -> torch.device:
-    """This rank's device of a kind: `cpu`, or the GPU that it was set to."""
+    """Return this rank's device of a kind: `cpu`, or its current GPU."""
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def use_data_group(group: dist.ProcessGroup) -> None:
-    """Samples are spread over the ranks of `group`; by default, over all ranks.
+    """Spread samples over the ranks of `group`; by default, over all ranks.
 
     Ranks outside it hold other parts of the same model and compute the same samples.
     """
@@ -96,12 +97,12 @@ def use_data_group(group: dist.ProcessGroup) -> None:
 
 
 def data_group() -> dist.ProcessGroup | None:
-    """The ranks that share out the samples; None: all."""
+    """Return the group of ranks that split the samples; None: all ranks."""
     return _data_group
 
 
 def data_rank() -> int:
-    """Which of the `data_size` shares of the samples is this rank's."""
+    """Return the index of this rank's share of the samples, below `data_size`."""
     return dist.get_rank(_data_group)
 
 
@@ -110,9 +111,9 @@ def data_size() -> int:
 
 
 def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """The values of all ranks of `group` (None: of all there are), in their order, on every one.
+    """Return the values of all ranks of `group` (None: all ranks), in their order, on every rank.
 
-    A rank alone asks nobody: the library would hand even that to a thread of its own and wait for it.
+    A single rank calls no collective: the library would run even that in a thread and wait for it.
     """
     values: list[T] = [value] * dist.get_world_size(group)
     if len(values) > 1:
@@ -121,40 +122,41 @@ def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 def gather_data(value: T) -> list[T]:
-    """The values of all shares of the samples, in their order, on every rank."""
+    """Return the values of all shares of the samples, in their order, on every rank."""
     return gather(value, _data_group)
 
 
 def gather_by_number(ours: Mapping[int, T]) -> dict[int, T]:
-    """Something of every sample of all ranks, by its number in the rollout, in that order."""
+    """Merge the ranks' values by sample number, in the order of the numbers in the rollout."""
     found = {number: value for each in gather_data(ours) for number, value in each.items()}
     return dict(sorted(found.items()))
 
 
 def any_data(value: bool) -> bool:
-    """Whether `value` is true on any rank that holds samples; known on every rank."""
+    """Return whether `value` is true on any rank that holds samples; known on every rank."""
     return any(gather_data(value))
 
 
 def gather_vectors(values: Tensor) -> Tensor:
-    """The vectors of all shares of the samples, one after the other."""
+    """Concatenate the vectors of all shares of the samples."""
     if data_size() == 1:
         return values
     return torch.cat(gather_data(values.cpu()))
 
 
 def gather_micro_batches(ours: Sequence[T]) -> list[T]:
-    """Something of every micro-batch of all ranks, in the order of the packing (`shares.py`).
+    """Return one value for every micro-batch of all ranks, in the order of the packing (`shares.py`).
 
-    One rank computes them in that order.
+    A single rank computes them in that order.
     """
+    # Packing deals micro-batches to the ranks in turn: take the first of each, then the second.
     return [value for turn in zip(*gather_data(ours), strict=True) for value in turn]
 
 
 def sum_micro_batches(ours: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Float64 sums over the micro-batches of all ranks, name by name, in the order of the packing.
+    """Sum metrics in float64 over the micro-batches of all ranks, by name, in the order of the packing.
 
-    Fillers add their zeros, which changes no sum that begins with 0.0.
+    Fillers add zeros, which change no sum that begins with 0.0.
     """
     sums: dict[str, float] = {}
     for values in gather_micro_batches(list(ours)):
@@ -164,7 +166,7 @@ def sum_micro_batches(ours: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def count_over_data(counts: Mapping[str, int], on: torch.device) -> dict[str, int]:
-    """Sums over all shares of the samples, name by name, on every rank."""
+    """Sum counts over all shares of the samples, by name, on every rank."""
     if data_size() == 1:
         return {**counts}
     names = sorted(counts)
@@ -174,9 +176,10 @@ def count_over_data(counts: Mapping[str, int], on: torch.device) -> dict[str, in
 
 
 def add_in_order(total: Tensor, parts: Tensor, group: dist.ProcessGroup) -> None:
-    """Add to this rank's `total` [N] what every rank of `group` has for it, in their order; collective.
+    """Add the contributions of all ranks of `group` to this rank's `total` [N], in rank order;
+    collective.
 
-    parts: [ranks * N], what this rank has for each of them.
+    parts: [ranks * N], this rank's contribution to each of them.
     """
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=group)

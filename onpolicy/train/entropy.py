@@ -1,4 +1,4 @@
-"""The entropy bonus of the loss: its coefficient, and how that moves to a target."""
+"""The entropy bonus of the loss: its coefficient, and the control that moves it to a target."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from onpolicy.config.groups import AlgorithmConfig
 
 
 class EntropyBonus:
-    """What the mean entropy of a rollout's tokens is multiplied by in its loss, and taken off it.
+    """The coefficient of the mean entropy that is subtracted from a rollout's loss.
 
     adaptive: Skywork-OR1's control (arXiv 2505.22312), as in TRL's `GRPOTrainer._compute_loss`. After a
-    rollout whose entropy is at most the target the coefficient rises by `entropy_coef_delta`, to no more
-    than `entropy_coef_max`, and otherwise it falls by that, to no less than 0; the loss has a bonus only
-    after a rollout of the former kind.
+    rollout with an entropy of at most the target, the coefficient rises by `entropy_coef_delta`, up to
+    `entropy_coef_max`, and the next loss has a bonus; otherwise it falls by the same step, down to 0,
+    and the next loss has none.
     """
 
     def __init__(self, flags: AlgorithmConfig):
@@ -22,7 +22,7 @@ class EntropyBonus:
 
     @property
     def coef(self) -> float:
-        """That of the next rollout's loss."""
+        """Return the coefficient of the next rollout's loss."""
         return self._coef if self._is_needed else 0.0
 
     @property
@@ -30,7 +30,8 @@ class EntropyBonus:
         return self.flags.entropy_ctrl == "adaptive"
 
     def step(self, entropy: float) -> dict[str, float]:
-        """After a rollout of this mean entropy, in nats; what metrics say of its loss."""
+        """Move the coefficient after a rollout with this mean entropy, in nats; return metrics of its
+        loss."""
         metrics = {"train/entropy_coef": self.coef} if self.is_adaptive else {}
         if self.is_adaptive:
             self._is_needed = entropy <= self.flags.entropy_target
@@ -40,7 +41,7 @@ class EntropyBonus:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next rollout depends on."""
+        """Return the state that the next rollout depends on."""
         return {"coef": self._coef, "is_needed": self._is_needed} if self.is_adaptive else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What the policy learns from one rollout: parity check, corrections, loss and optimizer steps."""
+"""Learning on one rollout: parity check, corrections, loss and optimizer steps."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class Learner:
         self.bonus = EntropyBonus(config.algorithm)
         self.critic = Critic(config, models["critic"]) if "critic" in models else None
         self._marked_late: WeighedBatch | None = None
-        """What the loss was of, if it has marked the only micro-batch of a rollout."""
+        """Micro-batch of the loss, if it was marked by the loss's own entropies."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next rollout depends on, by what holds it."""
+        """Return the state that the next rollout depends on, by component."""
         carried = {"penalties": self.penalties.state_dict(), "bonus": self.bonus.state_dict()}
         moved = {name: state for name, state in carried.items() if state}
         return {"corrections": self.corrections.state_dict(), **moved}
@@ -79,9 +79,9 @@ class Learner:
     def learn(
         self, share: Share, rates: Sequence[float], step: int, contract: NumericsContract
     ) -> TrainOutcome:
-        """Take one optimizer step at each of these rates, on what was sampled under this contract.
+        """Take one optimizer step at each of these rates, on samples drawn under this contract.
 
-        What the parity check found is also in a ParityError.
+        A ParityError carries the findings of the parity check too.
         """
         self.loss_settings = replace(self.loss_settings, entropy_coef=self.bonus.coef)
         steps = [
@@ -103,6 +103,7 @@ class Learner:
             if gate.on_mismatch != "fall back" or not error.is_correctable:
                 raise
             logger.error("%s Going on with the fallback correction.", error)
+            # No step was taken yet: score again, and train on the same rollout with corrections.
             gate = ParityGate(step, "measure")
             scored, perf = self._scored(steps, share.outcomes, corrected=True, told=False)
             metrics, learnt = self._train_on(scored, rates, gate, corrected=True)
@@ -122,9 +123,9 @@ class Learner:
         corrected: bool,
         lags: Sequence[int] = (),
     ) -> tuple[dict[str, float], dict[int, LearntTokens]]:
-        """The optimizer steps of a rollout; `corrected`: as one that is not on-policy.
+        """Take the optimizer steps of a rollout; `corrected`: apply the off-policy corrections.
 
-        Returns metrics, and what is told of the samples that are shown.
+        Returns metrics, and the learnt tokens of samples that are shown.
         """
         self._marked_late = None
         metrics = self._own_routing(steps[0])
@@ -149,8 +150,8 @@ class Learner:
     def _optimizer_steps(
         self, micro_batches: Sequence[WeighedBatch], rate: float, gate: ParityGate, number: int
     ) -> tuple[dict[str, float], list[Tensor]]:
-        """The policy's and the critic's step of this number in a rollout: their metrics, and the
-        log-probabilities of each micro-batch that the policy's loss was of."""
+        """Take the policy's and the critic's step of this number in a rollout; return their metrics,
+        and the log-probabilities of each micro-batch that the policy's loss used."""
         first = gate if number == 0 else None
         if first is not None and first.stops:
             own, always = (self.cut, self.grammars), first.expected is not None
@@ -170,7 +171,7 @@ class Learner:
     def _no_step(
         self, micro_batches: Sequence[WeighedBatch], gate: ParityGate | None
     ) -> tuple[dict[str, float], list[Tensor]]:
-        """What `_optimizer_step` returns, of a policy that is compared and learns nothing."""
+        """Compare the policy with the rollout without training it; return as `_optimizer_step` does."""
         found, log_probs = [], []
         scored = self.models["policy"].score([batch.packed for batch in micro_batches])
         for scores, batch in zip(scored, micro_batches, strict=True):
@@ -186,7 +187,7 @@ class Learner:
     def _optimizer_step(
         self, micro_batches: Sequence[WeighedBatch], rate: float, gate: ParityGate | None
     ) -> tuple[dict[str, float], list[Tensor]]:
-        """Its metrics, and the log-probabilities of each micro-batch that its loss was of."""
+        """Take the policy's step; return its metrics and each micro-batch's log-probabilities."""
         metrics, train_log_probs = optimizer_step(
             self.models["policy"], micro_batches, self._loss, gate, rate
         )
@@ -195,7 +196,7 @@ class Learner:
         return metrics, train_log_probs
 
     def _loss(self, scores: Scores, batch: WeighedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """A micro-batch's part of the loss and of the metrics of the global batch."""
+        """Return a micro-batch's part of the loss and of the metrics of the global batch."""
         if self.config.algorithm.compares_entropies and batch.entropy is None:
             batch = marked_by_own_entropy(batch, scores.entropy, self.config)
             self._marked_late = batch
@@ -203,7 +204,7 @@ class Learner:
         return policy_loss(scores.log_probs, batch, self.loss_settings, scores.entropy, reverse_kl)
 
     def _own_routing(self, step: Sequence[PackedBatch]) -> dict[str, float]:
-        """How far the engines would be apart without the rollout's experts, if it is measured."""
+        """Return the engines' mismatch without routing replay, if it is measured."""
         replays = distributed.any_data(any(b.packed.routed_experts is not None for b in step))
         if not replays or not self.corrections.flags.is_measured:
             return {}
@@ -214,7 +215,8 @@ class Learner:
     def _scored(
         self, steps: list[list[PackedBatch]], outcomes: Outcomes, *, corrected: bool, told: bool
     ) -> tuple[list[list[ScoredBatch]], dict[str, float]]:
-        """Scores and advantages, before any optimizer step; told: by entropies of engines, too."""
+        """Compute scores and advantages before the first step; told: use the entropies that the engine
+        reported."""
         start = time.perf_counter()
         batches = [batch for step in steps for batch in step]
         source = entropies_from(steps, self.config, told=told)
@@ -250,7 +252,7 @@ class Learner:
     def _roles(
         self, steps: list[list[PackedBatch]], entropies: str, *, corrected: bool
     ) -> list[Role]:
-        """The models that score a rollout before its first optimizer step, in their order."""
+        """Return the roles that score a rollout before its first optimizer step, in order."""
         asked, penalised = set(self.estimator.roles), self.penalties.reads_reference
         if self.config.algorithm.use_kl_loss or penalised:
             asked.add("reference")
@@ -262,7 +264,7 @@ class Learner:
         return [role for role in self.models if role in asked]
 
     def _score(self, role: Role, batches: Sequence[PackedBatch]) -> list[Scores]:
-        """Scores by the model of a role; the policy alone takes the experts that the rollout took."""
+        """Score with the model of a role; only the policy replays the rollout's experts."""
         is_policy = role == "policy"
         packed = [b.packed if is_policy else b.packed.with_own_routing() for b in batches]
         return self.models[role].score(packed)
@@ -270,8 +272,9 @@ class Learner:
     def _old_log_probs(
         self, batches: Sequence[PackedBatch], scores: ScoresByRole, *, corrected: bool
     ) -> Sequence[Tensor | None]:
-        """The rollout's in bypass, and on policy under an aligned contract, where computing them again
-        would give the same bits; None where the loss's own are they."""
+        """Return the rollout's log-probabilities in bypass and on-policy under an aligned contract,
+        where recomputing gives the same bits; otherwise the policy's, or None where the loss computes
+        them."""
         if not corrected or self.corrections.bypass:
             return [batch.rollout_log_probs for batch in batches]
         return _told(scores.get("policy"), "log_probs", len(batches))
@@ -282,7 +285,7 @@ class Learner:
         scores: ScoresByRole,
         penalties: Mapping[int, Sequence[float]] | None,
     ) -> list[dict[str, Tensor]]:
-        """What a critic learns from; nothing without one."""
+        """Return the critic's inputs; empty without a critic."""
         if self.critic is None:
             return [{} for _ in batches]
         returns = token_returns(self.estimator, batches, scores, penalties)
@@ -293,5 +296,5 @@ class Learner:
 
 
 def _told(scores: Sequence[Any] | None, name: str, count: int) -> list[Tensor | None]:
-    """What a model has scored of each micro-batch, by its name; None of a model that was not asked."""
+    """Return a field of a model's scores for each micro-batch; None for a model that was not asked."""
     return [None] * count if scores is None else [getattr(each, name) for each in scores]

@@ -1,4 +1,4 @@
-"""What the tokens of a rollout counted for in training, of the samples that people are shown."""
+"""The part that the tokens of displayed samples had in training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onpolicy.types import LearntTokens
 
 
 def learnt_tokens(steps: Sequence[TrainedStep]) -> dict[int, LearntTokens]:
-    """What all ranks learnt of the samples that are shown, by their numbers; collective."""
+    """Return the learnt tokens of the displayed samples of all ranks, by their numbers; collective."""
     pairs = [pair for step in steps for pair in zip(*step, strict=True)]
     ours = {number: found for batch, own in pairs for number, found in _of_batch(batch, own)}
     return gather_by_number(ours)

@@ -1,7 +1,7 @@
 """The loss of one micro-batch, on the objectives of `onpolicy/algorithm`. R: its response tokens.
 
-Sums, not means: every token carries its share of the global batch, so that the loss of a global
-batch is the sum over micro-batches and ranks, however it was cut.
+It is a sum, not a mean: every token carries its share of the global batch, so that the loss of a global
+batch is the sum over micro-batches and ranks, however it is split.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Metrics = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
-    """The choices of a run."""
+    """The settings of a run's loss."""
 
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     kl_loss_coef: float = 0.0
@@ -31,32 +31,32 @@ class LossSettings:
     use_unbiased_kl: bool = False
 
     opd_kl_coef: float = 0.0
-    """What the reverse KL to a teacher is multiplied by, where that is a loss."""
+    """Coefficient of the reverse KL to a teacher, where that is a loss."""
 
     entropy_coef: float = 0.0
-    """What the entropy is multiplied by and taken off the loss."""
+    """Coefficient of the entropy, which is subtracted from the loss."""
 
     log_ratio_coef: float = 0.0
-    """What the squared log-ratio to the old policy is multiplied by."""
+    """Coefficient of the squared log-ratio to the old policy."""
 
     positive_nll_coef: float = 0.0
-    """What -log pi of the samples that are to be imitated is multiplied by."""
+    """Coefficient of -log pi of the samples to imitate."""
 
     rejected_in_kl: bool = False
     """Whether tokens that a correction rejected keep their KL penalty."""
 
     kl_cov_coef: float = 1.0
-    """What the magnitude of a restrained token's log-ratio is multiplied by."""
+    """Coefficient of the absolute log-ratio of restrained tokens."""
 
     opsm_delta: float | None = None
-    """Off-policy sequence masking, if any."""
+    """Threshold of off-policy sequence masking; None: no masking."""
 
     def __post_init__(self) -> None:
         require_choices(self)
 
     @staticmethod
     def of(config: TrainConfig) -> LossSettings:
-        """The loss that a run's flags ask for."""
+        """Return the loss settings that a run's flags select."""
         algorithm = config.algorithm
         return LossSettings(
             objective=ObjectiveConfig(
@@ -93,16 +93,16 @@ def policy_loss(
     entropy: Tensor | None = None,
     reverse_kl: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """The objective with its corrections, and the terms beside it that are asked for.
+    """Return the objective with its corrections, plus the other terms that the settings enable.
 
-    A term is the sum of a token's value times its share of the mean, times its weight in that term:
-    denominators are of all tokens, whatever these weigh. The metric of a term is the same sum, but that
-    of the entropy, which is the policy's.
+    A term is the sum over tokens of value times share of the mean times weight in that term:
+    denominators count all tokens, whatever their weights. The metric of a term is the same sum, except
+    for the entropy's, which is unweighted.
 
-    log_probs: float32 [R], with gradient. entropy: the same of the policy's, in nats; without it there
-    is no bonus. reverse_kl: that to a teacher, likewise. Returns (loss, sums of metrics weighted like
-    the loss), all scalars to be summed over the global batch. Raises NonfiniteError as
-    `batch.correction` has it.
+    log_probs: float32 [R], with gradient. entropy: the policy's, float32 [R], in nats; without it there
+    is no bonus. reverse_kl: to a teacher, float32 [R], in nats. Returns (loss, sums of metrics weighted
+    like the loss), all scalars to be summed over the global batch. Raises NonfiniteError as
+    `batch.correction` specifies.
     """
     batch = completed(batch, log_probs)
     total, shares, kept, metrics = _policy_term(log_probs, batch, settings)
@@ -137,7 +137,7 @@ def policy_loss(
 def _policy_term(
     log_probs: Tensor, batch: WeighedBatch, settings: LossSettings
 ) -> tuple[Tensor, Tensor, Tensor, Metrics]:
-    """The policy's part of the loss, shares of the tokens that count, and of those that are kept."""
+    """Return the policy's part of the loss, the shares of counting and of kept tokens, and metrics."""
     old, tokens = batch.old_log_probs, batch.tokens(log_probs)
     assert old is not None  # the batch is completed
     shares = torch.where(batch.mask, batch.shares, 0)
@@ -169,14 +169,15 @@ def _policy_term(
 
 
 def _squared_log_ratio(log_probs: Tensor, batch: WeighedBatch, factors: Tensor) -> Tensor:
-    """prime-rl's penalty, and that of verl's dro: (log pi - log pi_old)^2."""
+    """Return the penalty (log pi - log pi_old)^2 of prime-rl, which verl's dro uses too."""
     assert batch.old_log_probs is not None  # the batch is completed
     log_probs, old = (torch.where(factors != 0, x, 0) for x in (log_probs, batch.old_log_probs))
     return weighted_sum((log_probs - old).square(), factors)
 
 
 def weighted_sum(values: Tensor, factors: Tensor) -> Tensor:
-    """A token without a factor adds nothing, whatever its value is."""
+    """Return the sum of values times factors; a token with factor 0 adds nothing, even if its value is
+    NaN."""
     return (torch.where(factors != 0, values, 0) * factors).sum()
 
 
@@ -187,7 +188,7 @@ def _kl_loss(
     settings: LossSettings,
     shares: Tensor,
 ) -> Tensor:
-    # An infinite value times 0 is NaN, in the gradient too: it must not enter.
+    # An infinite value times 0 is NaN, in the gradient too: masked values must not enter.
     log_probs, rollout, reference = (
         torch.where(shares != 0, values, 0)
         for values in (log_probs, batch.rollout_log_probs, ref_log_probs)

@@ -1,9 +1,10 @@
-"""What is decided of an optimizer step's tokens over its whole global batch, before its loss.
+"""Selection of an optimizer step's tokens over its whole global batch, before its loss.
 
-By what the policy was before the first step of the rollout, so that it is the same however a batch is
-cut into ranks and micro-batches. (Peers decide by the loss's own forward pass, within what that holds.)
-Entropies are those that aligned engines told, of the distribution that each token was drawn from; or
-those of the loss's own pass, where it holds them all (`knows_entropies`). Either saves a pass before it.
+Tokens are selected by the policy before the first step of the rollout, so that the selection does not
+depend on how a batch is split into ranks and micro-batches. (Other frameworks select by the loss's own
+forward pass, within one micro-batch.) Entropies come from aligned engines, which report them for the
+distribution that each token was drawn from, or from the loss's own pass, where it holds them all
+(`knows_entropies`). Either saves a forward pass.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from onpolicy.train.distributed import any_data, gather_vectors
 
 
 def marked(step: Sequence[WeighedBatch], config: TrainConfig, rollout: int) -> list[WeighedBatch]:
-    """The micro-batches of an optimizer step of this rollout, with the marks that the flags ask for;
+    """Add the marks that the flags select to the micro-batches of an optimizer step of this rollout;
     collective."""
     algorithm = config.algorithm
     columns: dict[str, Tensor] = {}
@@ -49,9 +50,11 @@ def marked(step: Sequence[WeighedBatch], config: TrainConfig, rollout: int) -> l
 def entropies_from(
     steps: Sequence[Sequence[PackedBatch]], config: TrainConfig, *, told: bool
 ) -> Literal["nobody", "rollout", "loss", "policy"]:
-    """Whose entropies the tokens of a rollout are told apart by: those that engines told, if `told` says
-    that they are the trainer's own functions'; those of the loss's own pass; or those of a pass before
-    it. Collective."""
+    """Return the source of the entropies that select tokens; collective.
+
+    It is the rollout, if `told` says that engines computed them with the trainer's operators; the
+    loss's own pass; or a pass of the policy before it.
+    """
     if not config.algorithm.compares_entropies:
         return "nobody"
     untold = any(batch.rollout_entropy is None for step in steps for batch in step)
@@ -63,7 +66,7 @@ def entropies_from(
 def early_entropies(
     source: str, batches: Sequence[PackedBatch], scores: Sequence[Scores] | None
 ) -> list[Tensor | None]:
-    """Those that are known before the loss's own pass; scores: the policy's, if it was asked."""
+    """Return the entropies known before the loss's own pass; scores: the policy's, if it was asked."""
     if source == "rollout":
         return [batch.rollout_entropy for batch in batches]
     if source == "nobody" or scores is None:
@@ -72,16 +75,16 @@ def early_entropies(
 
 
 def knows_entropies(steps: Sequence[Sequence[object]], config: TrainConfig) -> bool:
-    """Whether the loss's own forward pass has the entropies that the tokens of a rollout are told apart
-    by: before its only optimizer step, in the only micro-batch of each rank, on the ranks that have a
-    loss, which in a pipeline are not all."""
+    """Return whether the loss's own forward pass has all entropies that select tokens: in the only
+    optimizer step of a rollout, with one micro-batch for each rank, and without a pipeline, where some
+    ranks have no loss."""
     return [len(step) for step in steps] == [1] and config.megatron.megatron_pp == 1
 
 
 def marked_by_own_entropy(
     batch: WeighedBatch, entropy: Tensor, config: TrainConfig
 ) -> WeighedBatch:
-    """A rank's only micro-batch, `marked` by the entropies [R] of its loss's pass too; collective."""
+    """Mark a rank's only micro-batch by the entropies [R] of its loss's pass too; collective."""
     batch = replace(batch, entropy=entropy.detach())
     learnt = _top_entropy([batch], config)
     return replace(batch, learnt=learnt if batch.learnt is None else learnt & batch.learnt)
@@ -118,9 +121,11 @@ def _by_covariance(
 
 
 def _draws(step: Sequence[WeighedBatch], seed: int, rollout: int) -> Tensor:
-    """A number in [0, 1) for each token, by its sample's number in the rollout and its place there."""
+    """Return a number in [0, 1) for each token, from its sample's number in the rollout and its
+    position."""
     numbers = [n for batch in step for n in (batch.numbers or [-1])]
     lengths = torch.tensor([n for batch in step for n in batch.response_lens])
+    # The rollout's number fills the high bits, so that no two rollouts share a key.
     keys = torch.tensor(numbers) + (rollout << 32)
     seeds = splitmix64(splitmix64(torch.tensor(seed)) + keys).repeat_interleave(lengths)
     places = torch.cat([torch.arange(int(n)) for n in lengths])
@@ -128,7 +133,7 @@ def _draws(step: Sequence[WeighedBatch], seed: int, rollout: int) -> Tensor:
 
 
 def _tokens(step: Sequence[WeighedBatch]) -> TokenBatch:
-    """All tokens of this rank's part of a step."""
+    """Return all tokens of this rank's part of a step."""
     rollout = _joined(step, "rollout_log_probs")
     lengths = [n for batch in step for n in batch.response_lens]
     return TokenBatch.packed(rollout, rollout, lengths, _joined(step, "mask"))

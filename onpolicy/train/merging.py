@@ -1,4 +1,4 @@
-"""Adapters on their way to engines that have none: merged into the weights of each push."""
+"""Merging of adapters into the weights of each push, for engines without adapters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onpolicy.weights.digest import WeightBucket, WeightPart
 
 
 class MergedPush:
-    """What a push is where adapters are merged, and what the last one lost."""
+    """The weights of a push with merged adapters, and the rounding loss of the last push."""
 
     def __init__(self, config: ModelConfig, adapter: AdapterShape):
         self._config, self._scale = config, adapter.scale
@@ -24,18 +24,18 @@ class MergedPush:
 
     @cached_property
     def _model(self) -> PreTrainedModel:
-        """Without numbers; it knows which tensors of a checkpoint a parameter is."""
+        """Return the model without weights; it maps the tensors of a checkpoint to parameters."""
         path, trust = self._config.hf_checkpoint, self._config.trust_remote_code
         return matched_model(path, load_config(path, trust), trust)
 
     def buckets(self, parts: Mapping[WeightPart, Iterator[WeightBucket]]) -> Iterator[WeightBucket]:
-        """All weights, from both parts, of which all that is trained is gathered first."""
+        """Yield all weights from both parts; all trained weights are gathered first."""
         self._last = Merged()
         given = parts["trained"], parts["frozen"], self._model, self._scale
         return merge_push(*given, self._last)
 
     def metrics(self) -> dict[str, float]:
-        """What merging did at the last push; nothing where this rank sent none."""
+        """Return metrics of the last merge; empty where this rank sent nothing."""
         if not self._last.linears:
             return {}
         return {

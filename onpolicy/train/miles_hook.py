@@ -1,4 +1,4 @@
-"""A correction of the user's own, called as Miles and slime call --custom-tis-function-path.
+"""A correction by the user's own function, called as Miles and slime call --custom-tis-function-path.
 
 Miles: `policy_loss_function` in miles/backends/training_utils/loss/hub/losses.py; slime: the same in
 slime/backends/megatron_utils/loss.py, without parallel_state and max_seq_lens.
@@ -24,12 +24,12 @@ GIVEN = (
     "pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks", "total_lengths",
     "response_lengths", "parallel_state", "max_seq_lens", "cur_log_probs",
 )  # fmt: skip
-"""What a function may ask for by name, besides `args`."""
+"""Parameters that a function may have, besides `args`."""
 
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """A rank's place in a group, under the names that Miles has for it."""
+    """A rank's place in a group, with Miles' field names."""
 
     rank: int = 0
     size: int = 1
@@ -38,24 +38,26 @@ class GroupInfo:
 
 @dataclass(frozen=True)
 class ParallelState:
-    """What a function may know of the ranks, of Miles' class of this name."""
+    """A function's view of the ranks, after Miles' class of this name."""
 
     cp: GroupInfo = field(default_factory=GroupInfo)
-    """Sequences come whole, under context parallelism too."""
+    """Context-parallel group: always one rank, since sequences come whole under context parallelism
+    too."""
 
     intra_dp: GroupInfo = field(default_factory=GroupInfo)
-    """Ranks that hold other samples."""
+    """Group of ranks that hold other samples."""
 
 
 def miles_correction(
     function: Callable[..., Any], args: object, *, bypass: bool = False
 ) -> CustomCorrection:
-    """The function as a correction of a micro-batch.
+    """Wrap the function as a correction of a micro-batch.
 
-    It gets `args`, the per-token loss [R], lists of one tensor per sequence, and what else of `GIVEN`
-    its signature names; train_log_probs are the old policy's, or the loss's own where nobody
-    computed them, as with `bypass`. It returns (loss [R], masks, metrics of [R]); metrics become
-    `tis/<name>`, as shares of the global batch. Raises ConfigError if it needs more than is given.
+    It gets `args`, the per-token loss [R], lists of one tensor per sequence, and the parameters of
+    `GIVEN` that its signature names; train_log_probs are the old policy's, or the loss's own where
+    these were not computed before, as with `bypass`. It returns (loss [R], masks, metrics of [R]);
+    metrics become `tis/<name>`, as shares of the global batch. Raises ConfigError if it has other
+    required parameters.
     """
     names = _asked_for(function)
 
@@ -72,7 +74,7 @@ def miles_correction(
             "total_lengths": [len(s.sample.token_ids) for s in batch.samples],
             "response_lengths": lens,
             "parallel_state": _parallel_state(),
-            "max_seq_lens": None,  # Miles' for padded sequences; these are packed
+            "max_seq_lens": None,  # Miles sets it for padded sequences; these are packed
             "cur_log_probs": log_probs.split(lens),
         }
         asked = {k: list(v) if isinstance(v, tuple) else v for k, v in given.items() if k in names}
@@ -86,7 +88,7 @@ def miles_correction(
 
 
 def _asked_for(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The names among `GIVEN` that the function takes."""
+    """Return the names among `GIVEN` that the function takes."""
     parameters = list(inspect.signature(function).parameters.values())[1:]  # after args
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return GIVEN

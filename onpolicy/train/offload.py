@@ -1,4 +1,4 @@
-"""Memory of a trainer that leaves its GPU while servers sample there, and comes back bit for bit."""
+"""Offloading of a trainer's GPU memory while servers sample there; it comes back bit for bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(slots=True)
 class _Away:
-    """A storage without memory, and its bytes in host memory; None: nobody needs them again."""
+    """An emptied storage and its copy in host memory; None: its bytes are not needed again."""
 
     storage: torch.UntypedStorage
     num_bytes: int
@@ -20,12 +20,11 @@ class _Away:
 
 
 class Offload:
-    """Takes the memory of tensors away and gives it back under the same tensors.
+    """Memory of tensors that is released and restored under the same tensors.
 
-    It is the storages that are emptied, as FSDP2 does with gathered weights: views of one (an
-    optimizer's shards, a DTensor's own part, a flat buffer) stay what they are. The host's copies are
-    kept from one time to the next, in pages that a GPU reaches by itself. On a CPU the bytes move
-    within the host's memory, by the same code.
+    It empties storages, as FSDP2 does with gathered weights, so views of a storage (an optimizer's
+    shards, a DTensor's local part, a flat buffer) stay valid. Host copies are kept from one time to the
+    next, in pinned pages. On a CPU the bytes move within host memory, by the same code.
     """
 
     def __init__(self) -> None:
@@ -33,19 +32,19 @@ class Offload:
         self._copies: dict[int, Tensor] = {}
 
     def take(self, tensors: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> None:
-        """Empty the storages of these tensors, and of those that are `dropped`: they come back as memory
-        that holds anything. What is away already stays there."""
+        """Empty the storages of these tensors, and of `dropped`, which come back with undefined
+        contents. Storages that are already offloaded stay offloaded."""
         taken = [_Away(x, x.nbytes(), self._copied(x)) for x in _storages(tensors)]
         taken += [_Away(x, x.nbytes(), None) for x in _storages(dropped)]
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the copies, and all that still computes on what goes
+            torch.cuda.synchronize()  # for the copies, and kernels that still use these tensors
         for away in taken:
             away.storage.resize_(0)
         self._away += taken
         torch.cuda.empty_cache()  # does nothing where there is no GPU
 
     def bring_back(self) -> None:
-        """Give everything its memory and its bytes again."""
+        """Restore the memory and bytes of everything that was taken."""
         for away in self._away:
             away.storage.resize_(away.num_bytes)
             if away.copy is not None:
@@ -62,7 +61,7 @@ class Offload:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Each once that has memory."""
+    """Return each storage with memory once."""
     own = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
     found = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in own)}
     return [storage for storage in found.values() if storage.nbytes()]

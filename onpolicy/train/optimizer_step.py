@@ -1,4 +1,4 @@
-"""One optimizer step on a model of any role, whatever its loss is."""
+"""One optimizer step on a model of any role, with any loss."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def optimizer_step(
     gate: ParityGate | None,
     rate: float,
 ) -> tuple[dict[str, float], list[Tensor]]:
-    """Its metrics, and the log-probabilities of each micro-batch that its loss was of; collective.
+    """Take an optimizer step; return its metrics, and the log-probabilities of each micro-batch in its
+    loss; collective.
 
-    Raises ParityError as the gate does, and TrainingError for a gradient that is not finite; then no
-    step is taken.
+    Raises ParityError as the gate does, and TrainingError for a gradient that is not finite; no step is
+    taken then.
     """
     check = None if gate is None else gate.check
     try:

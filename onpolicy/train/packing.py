@@ -1,4 +1,4 @@
-"""Which samples make a micro-batch together: a function of the samples alone, and of no rank's speed."""
+"""Packing of samples into micro-batches, as a function of the samples alone, not of any rank's speed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from onpolicy.models.token_labels import token_labels
 from onpolicy.types import TrainSample
 
 PAIRS_PER_TOKEN = 6144
-"""Pairs of a query and a key that cost what else is computed of a token: of a dense layer, 24 h^2 by 4 h
-operations at a hidden size h of 1,024."""
+"""Number of query-key pairs that cost as much as the rest of a token's computation: for a dense layer,
+24 h^2 by 4 h operations at a hidden size h of 1,024."""
 
 
 def pack(
@@ -20,12 +20,12 @@ def pack(
     max_tokens: int,
     costs: Sequence[int] | None = None,
 ) -> list[list[list[int]]]:
-    """Indices of samples, by rank and micro-batch: every rank has equally many micro-batches.
+    """Assign indices of samples to ranks and micro-batches: every rank has equally many micro-batches.
 
-    Costliest first, each into the micro-batch that costs least of those with room; a sample longer than
+    Greedy: costliest sample first, each into the cheapest micro-batch with room; a sample longer than
     the budget gets a micro-batch of its own. Without `costs` a sample costs its tokens. Micro-batches
-    may be empty (more ranks than samples), since ranks must take part in the same number of collective
-    operations. Depends on its arguments alone, so every rank computes the same plan.
+    may be empty (more ranks than samples), since ranks must run the same number of collective
+    operations. The plan depends on the arguments alone, so every rank computes the same.
     """
     costs = lens if costs is None else costs
     order = sorted(range(len(lens)), key=lambda i: (-costs[i], i))
@@ -42,6 +42,7 @@ def pack(
         bins[chosen].append(i)
         tokens[chosen] += lens[i]
         loads[chosen] += costs[i]
+    # Deal micro-batches to the ranks in turn, costliest first, and pad with empty ones.
     fullest_first = sorted(range(len(bins)), key=lambda b: (-loads[b], b))
     per_rank = max(1, -(-len(bins) // num_ranks))
     padded = [sorted(bins[b]) for b in fullest_first]
@@ -51,18 +52,18 @@ def pack(
 
 @dataclass(slots=True)
 class _Part:
-    """Samples of one group that come into a micro-batch together."""
+    """Samples of one group that share a micro-batch."""
 
     samples: list[int] = field(default_factory=list)
 
     tokens: int = 0
-    """Distinct ones."""
+    """Number of distinct tokens."""
 
     pairs: int = 0
-    """Distinct tokens, each with every one that it sees."""
+    """Number of query-key pairs of the distinct tokens."""
 
     def add(self, sample: int, length: int, shared: int) -> None:
-        """A sample of so many tokens, the first of which one of these has already."""
+        """Add a sample of `length` tokens, of which the part already has the first `shared`."""
         self.samples.append(sample)
         self.tokens += length - shared
         self.pairs += (length * (length + 1) - shared * (shared + 1)) // 2
@@ -75,10 +76,10 @@ class _Part:
 def pack_groups(
     samples: Sequence[TrainSample], num_ranks: int, max_tokens: int
 ) -> list[list[list[int]]]:
-    """`pack` of whole groups, whose common beginnings are computed once.
+    """Pack whole groups, whose shared prefixes are computed once, as `pack` does.
 
-    Distinct tokens count for the budget, and these and what they see in attention for the balance. A
-    group that is too large comes in parts, each of which has its prompt anew.
+    Distinct tokens count for the budget; distinct tokens and their query-key pairs count for the
+    balance. A group that is too large is split into parts, each of which computes its prompt again.
     """
     groups = groupby(range(len(samples)), key=lambda i: samples[i].group)
     parts = [part for _, group in groups for part in _parts([*group], samples, max_tokens)]
@@ -87,11 +88,13 @@ def pack_groups(
 
 
 def _parts(group: list[int], samples: Sequence[TrainSample], max_tokens: int) -> list[_Part]:
-    """A group in as many as its budget asks for; samples that begin alike come one after another."""
+    """Split a group into as many parts as its budget requires; samples with a common prefix are
+    adjacent."""
     trajectories = [samples[i].sample.trajectory for i in group]
     labels = [token_labels(t.token_ids, t.routed_experts) for t in trajectories]
     parts: list[_Part] = []
     before: Sequence[Hashable] = ()
+    # In sorted order each sample shares its longest prefix with the one before it.
     for at in sorted(range(len(group)), key=lambda i: labels[i]):
         length, shared = len(labels[at]), _common(before, labels[at])
         if not parts or parts[-1].tokens + length - shared > max_tokens:
@@ -103,6 +106,6 @@ def _parts(group: list[int], samples: Sequence[TrainSample], max_tokens: int) ->
 
 
 def _common(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
-    """How many labels two sequences begin with alike."""
+    """Return the length of the common prefix of two sequences of labels."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))

@@ -1,4 +1,4 @@
-"""The parity check of a training step: before a backward pass, and on all ranks at once."""
+"""The parity check of a training step, before a backward pass and on all ranks at once."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ ENGINES = (
 
 
 class ParityGate:
-    """Compares the log-probabilities of the loss's own forward pass with the rollout's, and the sampled
-    tokens with those that the trainer draws itself.
+    """Comparison of the loss's own log-probabilities with the rollout's, and of the sampled tokens with
+    the trainer's own draws.
 
-    Only the first optimizer step of a rollout is comparable, after which the policy has changed, and in
-    it only the tokens that were sampled from this policy, not from earlier weights. `expected`: how many
-    those are; None where nobody promises that all are compared.
+    Only the first optimizer step of a rollout is comparable, since the policy changes after it, and in
+    it only tokens sampled from the current policy, not from earlier weights. `expected`: how many
+    tokens must be compared; None where that is not promised.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ParityGate:
 
     @property
     def stops(self) -> bool:
-        """Whether a mismatch keeps a step from being taken."""
+        """Return whether a mismatch keeps a step from being taken."""
         return self.on_mismatch in ("fail", "fall back")
 
     def check(
@@ -80,8 +80,8 @@ class ParityGate:
     ) -> None:
         """Compare float32 [R]; raise ParityError on every rank if any token of any rank differs.
 
-        entropy: float32 [R], which is compared where engines told it. drawn: float32 [R], the tokens
-        that were drawn again, NaN for the others.
+        entropy: float32 [R], compared where engines reported it. drawn: float32 [R], the redrawn
+        tokens, NaN for the others.
         """
         counts, first, first_drawn, others = ParityCounts(), None, None, 0
         lost = self._num_lost(log_probs, batch, drawn)
@@ -98,6 +98,7 @@ class ParityGate:
             if lost:
                 raise self._lost(lost)
             return
+        # Every rank needs the totals, so that all raise or none does.
         ours = {
             "compared": counts.num_compared,
             "mismatched": counts.num_mismatched,
@@ -136,8 +137,8 @@ class ParityGate:
             )
 
     def require_all(self) -> None:
-        """Raise ParityError unless every token was compared that can be; before a step is taken, and
-        on every rank. Collective."""
+        """Raise ParityError on every rank, before a step is taken, unless all comparable tokens were
+        compared; collective."""
         if self.expected is None or not self.stops:
             return
         found = sum(gather_data(sum(c.num_compared for c in self._counts)))
@@ -152,7 +153,8 @@ class ParityGate:
         )
 
     def reduce(self) -> ParityCounts:
-        """The counts of all micro-batches; says so if tokens differed and the run goes on."""
+        """Return the counts of all micro-batches; log a warning if tokens differed and the run
+        goes on."""
         total = sum(gather_micro_batches(self._counts), ParityCounts())
         if self.on_mismatch == "warn" and total.num_mismatched:
             logger.warning(
@@ -167,7 +169,7 @@ class ParityGate:
         return total
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of what was compared, after `reduce`. Collective."""
+        """Return the metrics of the comparison; collective."""
         total = self.reduce()
         if self.expected is None:
             return total.metrics()
@@ -179,21 +181,20 @@ class ParityGate:
         }
 
     def findings(self, num_samples: int, apart: tuple[int, list[float]] | None) -> ParityFindings:
-        """How many tokens of each sample of the rollout differ; with the first if the check failed.
-        Collective."""
+        """Return how many tokens of each sample of the rollout differ, with the first mismatch if the
+        check failed; collective."""
         found = gather_by_number(self._by_sample)
         counts = [found.get(i) for i in range(num_samples)]
         return ParityFindings(mismatched_tokens=counts, apart=apart)
 
     def first_apart(self) -> tuple[int, list[float]] | None:
-        """The first sample of which a token differed, as far as was checked, and what the trainer gives
-        its tokens; None if there is none. Collective.
-        """
+        """Return the first sample with a token that differed, as far as was checked, and the trainer's
+        log-probabilities of it; None if there is none; collective."""
         everyones = gather_data(self._apart)
         return min((found for found in everyones if found is not None), default=None)
 
     def _compared(self, log_probs: Tensor, batch: PackedBatch) -> tuple[ParityCounts, int | None]:
-        """Compare the tokens of this policy; the first that differs is a place among all R."""
+        """Compare the tokens of the current policy; the first mismatch is an index among all R."""
         fresh = (batch.lags == 0).nonzero()[:, 0]
         self._count_by_sample(log_probs, batch)
         if not len(fresh):
@@ -203,8 +204,8 @@ class ParityGate:
         return counts, None if first is None else int(fresh[first])
 
     def _num_lost(self, log_probs: Tensor, batch: PackedBatch, drawn: Tensor | None) -> int:
-        """Return by how many tokens the trainer told of others than were sampled, or drew others again
-        than were to be drawn."""
+        """Count the sampled tokens without a log-probability and the chosen tokens that were not
+        redrawn, or those in excess."""
         if batch.is_filler:
             return 0
         asked = 0 if (draws := batch.packed.draws) is None else int(draws.chosen.sum())
@@ -242,7 +243,7 @@ class ParityGate:
         )
 
     def _draw_of(self, batch: PackedBatch, drawn: Tensor | None, row: int) -> str:
-        """Return a token that was drawn otherwise, for messages."""
+        """Describe a token that was drawn differently, for messages."""
         assert drawn is not None and batch.packed.draws is not None
         sample, position = batch.locate(row)
         draws = batch.packed.draws
@@ -254,7 +255,7 @@ class ParityGate:
 
 
 def _beyond_correction(message: str) -> ParityError:
-    """Return an error that a run which may fall back to a correction ends with too."""
+    """Return an error that also ends a run which may fall back to a correction."""
     error = ParityError(message)
     error.is_correctable = False
     return error

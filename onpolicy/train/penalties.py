@@ -1,4 +1,4 @@
-"""What tokens pay of their reward before it is an advantage: the KL, and answers that are too long."""
+"""Penalties on tokens' rewards before advantages: the KL, and overlong answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from onpolicy.train.shares import Outcomes
 
 
 class Penalties:
-    """The penalties that a run's flags ask for, and the coefficient that one of them carries on."""
+    """The penalties that a run's flags select, and the KL coefficient that carries over between
+    rollouts."""
 
     def __init__(self, config: TrainConfig):
         self.algorithm = config.algorithm
@@ -29,7 +30,7 @@ class Penalties:
 
     @property
     def reads_reference(self) -> bool:
-        """Whether log-probabilities of the policy and of the reference are needed before the loss."""
+        """Return whether log-probabilities of policy and reference are needed before the loss."""
         return self.algorithm.kl_coef > 0
 
     def of(
@@ -38,8 +39,8 @@ class Penalties:
         old: Sequence[Tensor | None],
         reference: Sequence[Tensor | None],
     ) -> tuple[dict[int, list[float]] | None, dict[str, float]]:
-        """What the tokens of this rank's samples pay, [R] of each, by their numbers; None: there is no
-        penalty. And what metrics say of it; collective.
+        """Return the penalties of this rank's tokens, [R] for each sample number (None: no penalty),
+        and metrics; collective.
 
         old, reference: log-probabilities float32 [R] of each micro-batch, where `reads_reference`.
         """
@@ -63,7 +64,8 @@ class Penalties:
         return found, metrics
 
     def _overlong(self, length: int) -> float:
-        """DAPO's soft punishment (arXiv 2503.14476, eq. 13): it grows over the last tokens."""
+        """Return DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), which grows linearly over
+        the last tokens."""
         buffer = self.algorithm.overlong_buffer_len
         if not buffer:
             return 0.0
@@ -91,14 +93,14 @@ class Penalties:
         return {"train/kl_in_reward": self._mean_kl, "train/kl_coef": self.kl_coef}
 
     def step(self) -> None:
-        """After a rollout, move the coefficient to where the KL comes to its target (arXiv 1909.08593,
+        """Move the coefficient after a rollout so that the KL approaches its target (arXiv 1909.08593,
         section 2.2)."""
         if self.algorithm.kl_ctrl == "adaptive":
             error = min(max(self._mean_kl / self.algorithm.kl_target - 1, -0.2), 0.2)
             self.kl_coef *= 1 + error * self._num_samples / self.algorithm.kl_horizon
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next rollout depends on."""
+        """Return the state that the next rollout depends on."""
         return {"kl_coef": self.kl_coef} if self.algorithm.kl_ctrl == "adaptive" else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -106,7 +108,7 @@ class Penalties:
 
 
 def after(outcomes: Outcomes, ours: Mapping[int, Sequence[float]]) -> Outcomes:
-    """What all samples came to, less what their tokens pay in all; collective."""
+    """Return the outcomes of all samples, with the sums of their penalties subtracted; collective."""
     paid = gather_by_number({number: fsum(each) for number, each in ours.items()})
     left = iter(r - paid[number] for number, r in enumerate(chain.from_iterable(outcomes.rewards)))
     rewards = [[next(left) for _ in group] for group in outcomes.rewards]

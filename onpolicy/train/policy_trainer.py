@@ -1,6 +1,6 @@
-"""The trainer of both training engines: a rollout's samples in, optimizer steps out.
+"""The trainer of both training engines: it turns a rollout's samples into optimizer steps.
 
-It computes by operators that were checked first.
+Its operators pass a self-check first.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CRITIC = "critic"
-"""Where a checkpoint has the critic: its state, and `hf`, a token classifier of transformers."""
+"""Folder of the critic in a checkpoint: its state, and `hf`, a token classifier of transformers."""
 
 
 class PolicyTrainer(Trainer):
-    """One rank of the trainer, or all of it.
+    """One rank of the trainer, or the only one.
 
-    It has the models of a training engine, one for each role, and passes a run's wishes on to them.
+    It holds the models of a training engine, one for each role.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class PolicyTrainer(Trainer):
 
     @property
     def policy(self) -> ShardedModel:
-        """The model that samples are taken from and that is trained on them."""
+        """Return the model that is sampled from and trained."""
         return self.models["policy"]
 
     def adapt(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
@@ -117,7 +117,7 @@ class PolicyTrainer(Trainer):
         return self.train_share(shares[distributed.data_rank()], step, rates)
 
     def train_share(self, share: Share, step: int, rates: Sequence[float]) -> TrainOutcome:
-        """`train`, by a rank that was given its own share of the samples and no other."""
+        """Train as `train` does, on a rank that received only its own share of the samples."""
         start = time.perf_counter()
         self._bring_back("weights", "state")
         try:
@@ -156,7 +156,7 @@ class PolicyTrainer(Trainer):
         seeds: Sequence[int] = (),
     ) -> list[Rescored]:
         self._bring_back("weights")
-        # Each data-parallel rank scores a share of them, as many tokens at a time as it may.
+        # Each data-parallel rank scores a share of the sequences, in micro-batches within its budget.
         lens, most = [len(s) for s in sequences], self.config.trainer.max_tokens_per_gpu
         plan = pack(lens, distributed.data_size(), most)[distributed.data_rank()]
         batches = [
@@ -226,8 +226,8 @@ class PolicyTrainer(Trainer):
 
 
 def _draws(sequences: Sequence[tuple[int, int, int]]) -> Draws:
-    """Return how the tokens after the prompts were drawn: (seed, tokens of the prompt, of all), by
-    sequence; of none, those of a filler's one token, which is not drawn again."""
+    """Return how the tokens after the prompts were drawn, from (seed, prompt tokens, all tokens) of
+    each sequence; without sequences, the draw of a filler's one token, which is not redrawn."""
     asked = [(seed, place - 1) for seed, prompt, end in sequences for place in range(prompt, end)]
     seeds, positions = zip(*asked, strict=True) if sequences else ((None,), (0,))
     return Draws.of(seeds, positions)
@@ -243,9 +243,10 @@ def _estimator(config: TrainConfig) -> Estimator:
 def checked_operators(
     contract: NumericsContract, num_threads: int, longest: int
 ) -> tuple[Operators, dict[str, str]]:
-    """The operators of a contract, and the digests of their self-check: none under a stock contract.
+    """Return the operators of a contract, and the digests of their self-check: empty under a stock
+    contract.
 
-    longest: the tokens of the largest batch that they are to compute.
+    longest: the number of tokens of the largest batch.
     """
     operators = make_operators(contract, num_threads)
     if not contract.is_aligned:

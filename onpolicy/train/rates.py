@@ -1,4 +1,4 @@
-"""The shape of a learning rate over the optimizer steps of a run."""
+"""The learning rate schedule over the optimizer steps of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from onpolicy.config.groups import TrainerConfig
 
 
 def base_factor(step: int, config: TrainerConfig, total_steps: int) -> float:
-    """Share of --lr: linear warm-up to the peak, then constant, or a linear or cosine way down to 0."""
+    """Return the factor of --lr: linear warm-up to 1, then constant, or a linear or cosine
+    decay to 0."""
     if step < config.lr_warmup_steps:
         return (step + 1) / config.lr_warmup_steps
     if config.lr_decay_style == "constant":

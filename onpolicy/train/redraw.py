@@ -1,7 +1,7 @@
-"""Which sampled tokens of a micro-batch the trainer draws again.
+"""Choice of the sampled tokens of a micro-batch that the trainer draws again.
 
-It draws from the logits that the loss's own forward pass has anyway, by the seed of a token's request
-and its position (`ops/draws.py`).
+It draws from the logits of the loss's own forward pass, with the seed of a token's request and its
+position (`ops/draws.py`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Batch = TypeVar("Batch", bound=PackedBatch)
 
 
 def draws_of(sample: Sample) -> Draws:
-    """Return how the R sampled tokens of a sample were drawn; those whose seed is known are chosen.
+    """Return the draws of the R sampled tokens of a sample; tokens with a known seed are chosen.
 
-    Raises ParityError for a sample with seeds of more tokens, or fewer.
+    Raises ParityError for a sample whose seeds cover more or fewer tokens.
     """
     sampled = sample.trajectory.sampled
     seeds: list[int | None] = [seed for seed, count in sample.seeds for _ in range(count)]
@@ -37,10 +37,10 @@ def draws_of(sample: Sample) -> Draws:
 
 
 def with_draws(batch: Batch, share: float, seed: int) -> Batch:
-    """Return the micro-batch with a share of its tokens to be drawn again.
+    """Return the micro-batch with a share of its tokens chosen to be redrawn.
 
-    share: above 0, to 1. seed: the run's, which decides which tokens those are, whatever micro-batch
-    they are in. Only tokens of the policy that learns are chosen.
+    share: above 0, up to 1. seed: the run's seed, which selects the tokens independently of the
+    micro-batch. Only tokens sampled from the current policy are chosen.
     """
     found = [draws_of(s.sample) for s in batch.samples]
     seeds, positions, known = (

@@ -1,4 +1,4 @@
-"""Which samples of a rollout a rank computes, in which micro-batches; cut by whoever has them all.
+"""The split of a rollout's samples over ranks and micro-batches, made by the process that has them all.
 
 Micro-batches are packed to a budget of tokens (`packing.py`), and spread evenly over ranks.
 """
@@ -18,24 +18,24 @@ from onpolicy.types import Sample, TrainSample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """What all samples of a rollout came to, in their order, by groups of one prompt."""
+    """The results of all samples of a rollout, in order, by groups of one prompt."""
 
     rewards: list[list[float]]
 
     lengths: list[list[int]]
-    """Sampled tokens."""
+    """Number of sampled tokens of each sample."""
 
     episodes: list[list[int]]
-    """The episode that each belongs to."""
+    """Episode of each sample."""
 
     has_token_rewards: bool = False
-    """Whether any sample has rewards of its tokens."""
+    """Whether any sample has token rewards."""
 
     reward_parts: list[list[dict[str, float]]] = field(default_factory=list)
-    """The named numbers that came with each reward."""
+    """Named parts of each reward."""
 
     baselines: list[float] = field(default_factory=list)
-    """The reward of each group's greedy answer, if they have one."""
+    """Reward of each group's greedy answer, if groups have one."""
 
     @staticmethod
     def of(samples: Sequence[TrainSample]) -> Outcomes:
@@ -50,7 +50,7 @@ class Outcomes:
         )
 
     def named_rewards(self, names: Iterable[str]) -> dict[str, list[list[float]]]:
-        """Return the named numbers, by groups like those of the rewards.
+        """Return the named parts of the rewards, grouped like the rewards.
 
         Raises TrainingError for a sample that lacks one.
         """
@@ -69,29 +69,30 @@ class Outcomes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """How many tokens of a rollout were sampled, and how many of them cannot be compared.
+    """Number of sampled tokens of a rollout, and of those that cannot be compared.
 
-    Counted from the samples as a whole, and not from what becomes of them in micro-batches.
+    It is counted from the samples, independently of their micro-batches.
     """
 
     all: int
 
     older: int
-    """Those of the first optimizer step that come from earlier weights."""
+    """Tokens of the first optimizer step that come from earlier weights."""
 
     later: int
-    """Those of later optimizer steps, before which the policy changes."""
+    """Tokens of later optimizer steps, before which the policy changes."""
 
     @property
     def compared(self) -> int:
-        """The tokens that are to be compared."""
+        """Return the number of tokens to compare."""
         return self.all - self.older - self.later
 
     @staticmethod
     def of(samples: Sequence[TrainSample], first_step: range) -> SampledTokens:
-        """Count the tokens of samples, of which some are those of the first optimizer step.
+        """Count the tokens of samples, where `first_step` is the range of those in the first optimizer
+        step.
 
-        Raises ParityError for a sample of which it is not known where every token comes from.
+        Raises ParityError for a sample with a token of unknown version.
         """
         counts = [s.sample.trajectory.num_sampled for s in samples]
         of_first = [samples[i] for i in first_step]
@@ -118,31 +119,31 @@ def _num_older(trained: TrainSample) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one rank computes of a rollout. Samples have their numbers in the whole of it."""
+    """One rank's part of a rollout. Samples keep their numbers in the whole rollout."""
 
     samples: dict[int, TrainSample]
 
     steps: list[list[list[int]]]
-    """The samples of each micro-batch of each optimizer step; all ranks have equally many
-    micro-batches, so that some may be empty."""
+    """Samples of each micro-batch of each optimizer step; all ranks have equally many micro-batches,
+    some of which may be empty."""
 
     outcomes: Outcomes
-    """Those of all ranks."""
+    """Outcomes on all ranks."""
 
     sampled: SampledTokens
-    """Those of all ranks."""
+    """Token counts over all ranks."""
 
     num_tokens: int
-    """Tokens of all ranks, prompts included."""
+    """Number of tokens on all ranks, prompts included."""
 
     lags: tuple[int, ...] = (0,)
-    """Those that tokens of all ranks have."""
+    """Distinct lags of tokens on all ranks."""
 
     shares_prefixes: bool = False
-    """Whether samples of a micro-batch that begin alike have that computed once."""
+    """Whether a micro-batch computes a common prefix of its samples once."""
 
     def micro_batches(self, step: int) -> list[dict[int, TrainSample]]:
-        """The samples of each micro-batch of an optimizer step."""
+        """Return the samples of each micro-batch of an optimizer step."""
         return [{i: self.samples[i] for i in part} for part in self.steps[step]]
 
 
@@ -153,15 +154,16 @@ def make_shares(
     max_tokens: int,
     shares_prefixes: bool = False,
 ) -> list[Share]:
-    """Every rank's share of a rollout that is trained on in so many optimizer steps.
+    """Split a rollout into every rank's share, for training in `num_steps` optimizer steps.
 
-    shares_prefixes: whether the trainer computes once what samples of a micro-batch begin with.
-    Raises TrainingError for a token that several trajectories of its episode would learn.
+    shares_prefixes: whether the trainer computes a common prefix within a micro-batch once. Raises
+    TrainingError for a token that several trajectories of its episode would train on.
     """
     for _, episode in groupby(samples, key=lambda s: s.episode):
         _require_learnt_once([s.sample for s in episode])
     lens = [len(s.sample.token_ids) for s in samples]
     plans, steps = [], split_into_steps(samples, num_steps)
+    # Each optimizer step is packed by itself, since gradients are summed within a step.
     for part in steps:
         if shares_prefixes:
             plan = pack_groups(samples[part.start : part.stop], num_ranks, max_tokens)
@@ -201,12 +203,13 @@ def _require_learnt_once(episode: Sequence[Sample]) -> None:
 
 
 def _numbered(plan: list[list[list[int]]], start: int) -> list[list[list[int]]]:
-    """A step's plan, by rank and micro-batch, with the numbers that its samples have in the rollout."""
+    """Return a step's plan, by rank and micro-batch, with the samples' numbers in the rollout."""
     return [[[start + i for i in part] for part in rank] for rank in plan]
 
 
 def split_into_steps(samples: Sequence[TrainSample], num_steps: int) -> list[range]:
-    """The samples of each optimizer step, which has whole episodes: as many as any, or one more."""
+    """Split samples into optimizer steps of whole episodes; the numbers of episodes differ by at most
+    one."""
     numbers = [s.episode for s in samples]
     starts = [i for i, number in enumerate(numbers) if i == 0 or number != numbers[i - 1]]
     edges = [*starts, len(samples)]
@@ -214,7 +217,7 @@ def split_into_steps(samples: Sequence[TrainSample], num_steps: int) -> list[ran
 
 
 def split_evenly(count: int, parts: int) -> list[range]:
-    """`range(count)` cut into `parts` consecutive ranges whose sizes differ by at most one."""
+    """Split `range(count)` into `parts` consecutive ranges whose sizes differ by at most one."""
     base, extra = divmod(count, parts)
     ranges, start = [], 0
     for part in range(parts):

@@ -1,9 +1,9 @@
-"""What a training engine leaves in a checkpoint: its tensors, sharded, and a few numbers.
+"""A training engine's part of a checkpoint: its tensors, sharded, and a few numbers.
 
-Read without running what somebody may have hidden there. DCP pickles its index, and unpickles whatever
-it calls bytes (`DefaultLoadPlanner.load_bytes` in torch/distributed/checkpoint/default_planner.py). So
-the index may name nothing but records of its own, and those nothing but tensors, which torch reads
-without unpickling, in files beside it.
+Reading runs no code that a checkpoint may contain. DCP pickles its index, and unpickles entries of
+bytes (`DefaultLoadPlanner.load_bytes` in torch/distributed/checkpoint/default_planner.py). The index
+may therefore name only DCP's own records, and these only tensors, which torch reads without unpickling,
+in files beside it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _SHAPE = TypeAdapter(dict[str, dict[str, Any]])
 
 
 def save_state(directory: Path, numbers: dict[str, Any], write: Callable[[Path], None]) -> None:
-    """Have tensors written into a directory, and `numbers`, which JSON can hold; collective.
+    """Write tensors by `write`, and `numbers`, which must be JSON-compatible, into a directory;
+    collective.
 
     Raises CheckpointError if the tensors cannot be written.
     """
@@ -46,13 +47,13 @@ def save_state(directory: Path, numbers: dict[str, Any], write: Callable[[Path],
 
 
 def load_state(directory: Path, read: Callable[[Path], None]) -> dict[str, Any]:
-    """Have tensors read from the directory that they were written into; collective.
+    """Read tensors by `read` from the directory that `save_state` wrote; collective.
 
-    Returns the numbers. Raises CheckpointError for what is damaged or of another model.
+    Returns the numbers. Raises CheckpointError for a damaged checkpoint or one of another model.
     """
     sharded = directory / _SHARDED
     try:
-        IndexReader(sharded).read_metadata()  # what DCP cannot read it reports at great length
+        IndexReader(sharded).read_metadata()  # fails early, since DCP's own errors are very long
         numbers = checked(_SHAPE, json.loads((directory / _NUMBERS).read_text()))
         read(sharded)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError,
@@ -65,7 +66,7 @@ def load_state(directory: Path, read: Callable[[Path], None]) -> dict[str, Any]:
 
 
 def create_missing_moments(optimizer: Optimizer) -> None:
-    """Give AdamW the state its first step would, so that there is something to save or load into."""
+    """Create AdamW's state as its first step would, so that there is state to save or to load into."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not optimizer.state[parameter]:
@@ -77,16 +78,17 @@ def create_missing_moments(optimizer: Optimizer) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The first rank's own words, without DCP's collected tracebacks."""
+    """Return the first rank's error message, without DCP's collected tracebacks."""
     failures = getattr(error, "failures", None)
     return str(next(iter(failures.values()))[0] if failures else error)
 
 
 class IndexReader(dcp.FileSystemReader):
-    """DCP's reader for an index that nobody vouches for."""
+    """DCP's reader, for an untrusted index."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises CheckpointError for an index that holds more than an index does."""
+        """Read the index. Raises CheckpointError for an index that names anything but DCP's records and
+        tensors."""
         metadata = _unpickle((Path(self.path) / ".metadata").read_bytes())
         _require_tensors_in_files_beside_it(metadata)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
@@ -119,7 +121,7 @@ def _unpickle(data: bytes) -> Metadata:
         metadata = _IndexUnpickler(io.BytesIO(data)).load()
     except CheckpointError:
         raise
-    except Exception as error:  # an unpickler meets bytes that are no pickle with any of them
+    except Exception as error:  # bytes that are no pickle raise any of many errors
         raise CheckpointError(f"its index cannot be read: {error!r}") from error
     if type(metadata) is not Metadata:
         raise CheckpointError(f"its index is a {type(metadata).__name__}")

@@ -1,6 +1,7 @@
-"""Learning from given answers: the trainer's models, batches and optimizer steps, under another loss.
+"""Supervised learning from given answers, with the trainer's models, batches and optimizer steps.
 
-Functions for `Trainer.on_each_rank`. Learnt are the tokens that a trajectory has as sampled.
+The functions are for `Trainer.on_each_rank`. The tokens that a trajectory marks as sampled are trained
+on.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from onpolicy.types import TrainSample
 from onpolicy.weights.digest import WeightDigest
 
 GATHERED_BYTES = 256 << 20
-"""Weights that are gathered at a time for their digest."""
+"""Bytes of weights that are gathered at a time for their digest."""
 
 
 def supervised_step(
     trainer: PolicyTrainer, samples: Sequence[TrainSample], rate: float
 ) -> dict[str, float]:
-    """Take one optimizer step on all of these; its metrics, the same on every rank."""
+    """Take one optimizer step on all samples; return its metrics, the same on every rank."""
     start = time.perf_counter()
     batches = supervised_batches(trainer, samples)
     metrics, _ = optimizer_step(trainer.policy, batches, negative_log_likelihood, None, rate)
@@ -43,7 +44,7 @@ def supervised_step(
 
 
 def supervised_loss(trainer: PolicyTrainer, samples: Sequence[TrainSample]) -> float:
-    """The loss of the policy as it is, in nats a token; the same on every rank."""
+    """Return the loss of the current policy, in nats per token; the same on every rank."""
     batches = supervised_batches(trainer, samples)
     scores = trainer.policy.score([batch.packed for batch in batches])
     losses = [
@@ -56,7 +57,8 @@ def supervised_loss(trainer: PolicyTrainer, samples: Sequence[TrainSample]) -> f
 def supervised_batches(
     trainer: PolicyTrainer, samples: Sequence[TrainSample]
 ) -> list[WeighedBatch]:
-    """This rank's micro-batches, in which each token counts 1 over those of all ranks."""
+    """Return this rank's micro-batches, with the share 1 / (number of trained tokens of all ranks) for
+    each token."""
     flags = trainer.config.trainer
     most, shares = flags.max_tokens_per_gpu, flags.shares_prefixes
     plan = make_shares(samples, 1, distributed.data_size(), most, shares)
@@ -79,14 +81,14 @@ def supervised_batches(
 def negative_log_likelihood(
     scores: Scores, batch: WeighedBatch
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A micro-batch's part of the mean over the global batch's tokens, and of the metrics."""
+    """Return a micro-batch's part of the mean over the global batch's tokens, and of the metrics."""
     loss = weighted_sum(-scores.log_probs, batch.shares)
     entropy = weighted_sum(scores.entropy.detach(), batch.shares)
     return loss, {"train/loss": loss.detach(), "train/entropy": entropy}
 
 
 def policy_digest(trainer: PolicyTrainer) -> str:
-    """The digest of the policy's weights in compute dtype, as a push has it; on rank 0."""
+    """Return the digest of the policy's weights in the compute dtype, as of a push; on rank 0."""
     digest = WeightDigest()
     for bucket in trainer.policy.weight_buckets(GATHERED_BYTES):
         for name, tensor in bucket:

@@ -1,4 +1,4 @@
-"""The teachers of a run: each scores its own samples, and says what a loss needs of them."""
+"""The teachers of a run: each scores its own samples, and provides the inputs of a distillation loss."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ PREFIX = "teacher:"
 
 
 def teacher_role(name: str) -> Role:
-    """The role of the model that is this teacher."""
+    """Return the role of a teacher's model."""
     return PREFIX + name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Teachers:
-    """All of a run, by their names; one alone has the empty name."""
+    """The teachers of a run, by name; a single one has the empty name."""
 
     models: Mapping[str, ShardedModel]
 
     key: str
-    """The field of a prompt's row that names its teacher; empty with one teacher."""
+    """Field of a prompt's row that names its teacher; empty with one teacher."""
 
     is_loss: bool
-    """Whether the loss has the KL, and not the advantages."""
+    """Whether the KL is a loss, instead of a part of the advantages."""
 
     top_k: int | None
-    """Tokens whose log-probabilities a loss keeps; None: the whole distribution."""
+    """Number of tokens whose log-probabilities a loss keeps; None: the whole distribution."""
 
     vocab_size: int
-    """The policy's."""
+    """Vocabulary size of the policy."""
 
     @staticmethod
     def of(
         config: TrainConfig, models: Mapping[Role, ShardedModel]
     ) -> Teachers | AskedTeachers | None:
-        """Those of a run, if it has any."""
+        """Return the teachers of a run, if it has any."""
         flags = config.distillation
         if not flags.teachers:
             return AskedTeachers(flags.loss_top_k) if flags.teacher_urls else None
@@ -68,10 +68,10 @@ class Teachers:
         )
 
     def score(self, batches: Sequence[PackedBatch]) -> tuple[list[Scores], list[PackedBatch]]:
-        """The scores of each micro-batch by the teachers of its samples; and the micro-batches, with
-        what a loss needs to know. Collective.
+        """Return each micro-batch's scores by its samples' teachers, and the micro-batches with the
+        inputs of a distillation loss; collective.
 
-        Raises TrainingError for a loss of tokens that were drawn from a part of the vocabulary.
+        Raises TrainingError for a loss on tokens that were drawn from a part of the vocabulary.
         """
         if self.is_loss and any(batch.packed.kept is not None for batch in batches):
             raise TrainingError(
@@ -104,14 +104,14 @@ class Teachers:
         return TopKTeacher.of(hidden, head, self.top_k, self.vocab_size)
 
     def _is_of(self, batch: PackedBatch, name: str) -> list[bool]:
-        """Which samples this teacher scores. A filler is nobody's: it is the first one's."""
+        """Return which samples this teacher scores. A filler belongs to the first teacher."""
         if not self.key or batch.is_filler:
             return [name == next(iter(self.models))] * len(batch.samples)
         return [s.sample.prompt.metadata[self.key] == name for s in batch.samples]
 
     def _part(self, batch: PackedBatch, name: str) -> PackedTokens:
-        """Its samples of a micro-batch, laid end to end; a filler if there are none, since all ranks
-        take part in as many forward passes."""
+        """Pack this teacher's samples of a micro-batch; a filler if there are none, since all ranks
+        must run equally many forward passes."""
         mine = self._is_of(batch, name)
         if all(mine):
             return batch.packed.with_own_routing()
@@ -121,33 +121,34 @@ class Teachers:
         return part.packed.with_own_routing()
 
     def _rows(self, batch: PackedBatch, name: str) -> Tensor:
-        """Where its R' tokens are among the R of the micro-batch: int64 [R']."""
+        """Return the indices of this teacher's R' tokens among the R of the micro-batch: int64 [R']."""
         mine, lens = self._is_of(batch, name), batch.response_lens
         flags = torch.tensor([m for m, n in zip(mine, lens, strict=True) for _ in range(n)])
         return flags.nonzero()[:, 0].to(batch.mask.device)
 
 
 class Told(NamedTuple):
-    """What a server said of the sampled tokens."""
+    """A server's scores of the sampled tokens."""
 
     log_probs: Tensor
-    """float32 [R]."""
+    """Log-probabilities, float32 [R]."""
 
 
 @dataclass(frozen=True)
 class AskedTeachers:
-    """Servers that were asked before the samples came here (`run/teacher_servers.py`)."""
+    """Teacher servers that scored the samples before they came to the trainer
+    (`run/teacher_servers.py`)."""
 
     top_k: int
-    """Tokens of a loss; 0: the advantages have the KL."""
+    """Number of tokens of a loss; 0: the KL is a part of the advantages."""
 
     def score(self, batches: Sequence[PackedBatch]) -> tuple[list[Told], list[PackedBatch]]:
-        """What came with the samples of each micro-batch; 0 for a filler."""
+        """Return the scores that came with the samples of each micro-batch; 0 for a filler."""
         told = [Told(_told(batch)) for batch in batches]
         return told, [self._taught(batch) for batch in batches] if self.top_k else [*batches]
 
     def _taught(self, batch: PackedBatch) -> PackedBatch:
-        """With what a loss needs to know."""
+        """Return the micro-batch with the inputs of a distillation loss."""
         said = [s.teacher_top for s in batch.samples if s.teacher_top is not None]
         tokens = [row for ids, _ in said for row in ids]
         log_probs = [row for _, values in said for row in values]
@@ -172,10 +173,11 @@ def _told(batch: PackedBatch) -> Tensor:
 def _joined(
     parts: Sequence[tuple[Scores, TeacherRows | None, Tensor]],
 ) -> tuple[Scores, TeacherRows | None]:
-    """What each teacher said of its rows of a micro-batch, as one."""
+    """Merge the teachers' scores of their rows of a micro-batch."""
     if len(parts) == 1:
         return parts[0][:2]
     asked = [(scores, rows) for scores, _, rows in parts if len(rows)]
+    # Concatenated by teacher, the rows return to the micro-batch's order by this index.
     order = torch.cat([rows for _, rows in asked]).argsort()
     columns = zip(*(scores for scores, _ in asked), strict=True)
     scores = Scores(*(torch.cat(column)[order] for column in columns))

@@ -1,8 +1,8 @@
-"""Where a trainer's weights leave it: to the engines, or into a checkpoint for others.
+"""Hand-over of a trainer's weights: to the engines, or into an exported checkpoint.
 
-The ranks gather them together, a bucket at a time. Each sends them to engines of its own
-(`weights/senders.py`) and has those prove it; then all ranks compare what was proved. Those that are not
-trained go to engines that do not hold them yet; engines that have no adapters get all weights, merged.
+The ranks gather them together, a bucket at a time. Each rank sends them to its own engines
+(`weights/senders.py`), which prove receipt by a digest; then all ranks compare the digests. Frozen
+weights go only to engines that do not hold them yet; engines without adapters get all weights, merged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MIB = 1 << 20
 
 
 class WeightSource(Protocol):
-    """The part of a `ShardedModel` that weights come from."""
+    """The part of a `ShardedModel` that provides weights."""
 
     def weight_buckets(
         self,
@@ -46,7 +46,7 @@ class WeightSource(Protocol):
 
 
 class WeightOutlet:
-    """Gathers the weights of the ranks and hands them on; every method is collective."""
+    """Gathering and hand-over of the ranks' weights; every method is collective."""
 
     def __init__(self, config: TrainConfig, contract: NumericsContract, source: WeightSource):
         self.config, self._source = config, source
@@ -63,13 +63,13 @@ class WeightOutlet:
         if self._adapter is not None:
             self._merging = MergedPush(config.model, self._adapter)
         self.metrics: dict[str, float] = {}
-        """What merging adapters did to the weights of the last push, on every rank."""
+        """Metrics of merging adapters into the last push, on every rank."""
         self._frozen: list[str] | None = None
-        """Digests of what is not trained, of each rank, since the first push."""
+        """Digests of the frozen weights of each rank, since the first push."""
         self._pushed, self._digest = WeightDigest(), ""
 
     def push(self, engines: Sequence[Engine], version: int, contract: NumericsContract) -> str:
-        """`Trainer.push`, under the contract that the trainer and the engines are under."""
+        """Push as `Trainer.push` does, under the current contract of trainer and engines."""
         has_frozen = self._require_unchanged()
         merging = self._merging if contract.merges_adapter else None
         senders = self._senders(engines)
@@ -88,6 +88,7 @@ class WeightOutlet:
                     parts = {"trained": merging.buckets(parts)}
                 outgoing = (self._outgoing(part, x, version, contract) for part, x in parts.items())
                 sent = chain.from_iterable(outgoing)
+                # A rank without engines still takes part in gathering, and discards the buckets.
                 if ours:
                     digest = self._send(sent, ours, version, known)
                 else:
@@ -101,14 +102,14 @@ class WeightOutlet:
         return self._digest
 
     def _senders(self, engines: Sequence[Engine]) -> list[int]:
-        """The rank that sends to each engine."""
+        """Return the rank that sends to each engine."""
         near = distributed.gather([self.transport.is_near(engine) for engine in engines], None)
         return share_out(near, one_copy=self.transport.one_copy)
 
     def push_again(
         self, engines: Sequence[Engine], version: int, contract: NumericsContract
     ) -> str:
-        """`Trainer.push_again`; rank 0 alone has what was kept."""
+        """Push again as `Trainer.push_again` does; only rank 0 holds the kept weights."""
         if not self.config.plan.may_lag:
             return self.push(engines, version, contract)
         if distributed.rank() != 0:
@@ -131,7 +132,8 @@ class WeightOutlet:
         return self._digest
 
     def _require_unchanged(self) -> bool:
-        """Whether any weights are not trained. Raises WeightSyncError if they changed all the same."""
+        """Return whether any weights are frozen. Raises WeightSyncError if frozen weights have
+        changed."""
         if self._frozen is not None and not any(self._frozen):
             return False
         found = distributed.gather(self._source.frozen_digest(), None)
@@ -145,8 +147,9 @@ class WeightOutlet:
         return any(found)
 
     def _hold_the_last_push(self, engines: Sequence[Engine], contract: NumericsContract) -> bool:
-        """Whether engines have what is not trained, and prove it (`sglang_patches/weights.py`): they
-        hold the last push, which this rank knows, are aligned, and do not give its memory back."""
+        """Return whether these engines prove that they hold the frozen weights
+        (`sglang_patches/weights.py`): they are aligned, keep their memory, and hold this rank's last
+        push."""
         if self.config.engine.colocate or not contract.is_aligned:
             return False
         if engines and self._pushed.hexdigest() != self._digest:
@@ -160,13 +163,14 @@ class WeightOutlet:
         version: int,
         contract: NumericsContract,
     ) -> Iterator[WeightBucket]:
-        """The buckets of a part as engines get them; rank 0 keeps them for those started again."""
+        """Yield the buckets of a part as engines receive them; rank 0 keeps them for engines that
+        restart."""
         sent = rounded(buckets, self._weight_format(contract))
         keeps = distributed.rank() in self._keepers
         return self._kept[part].keep(sent, version) if keeps else sent
 
     def export(self, directory: Path, dtype: str) -> None:
-        """`Trainer.export`, in a dtype; of a model with adapters, those alone."""
+        """Export as `Trainer.export` does, in a dtype; of a model with adapters, only the adapters."""
         made_from, flags = self.config.model.hf_checkpoint, self.config.lora
         if self._adapter is not None:
             with _gathered(self._source, self._max_bytes, "trained", ranks={0}) as parts:
@@ -176,17 +180,18 @@ class WeightOutlet:
         export(self._source, made_from, directory, dtype, self._max_bytes)
 
     def close(self) -> None:
-        """End what the transport keeps with engines."""
+        """End the transport's connections to engines."""
         self.transport.end()
 
     def _weight_format(self, contract: NumericsContract) -> str:
-        """How weights are rounded here; an aligned trainer's are already."""
+        """Return the format to round pushed weights to; an aligned trainer's weights are rounded
+        already."""
         asked = self.config.engine.rollout_weight_format
         return "" if contract.is_aligned else format_of_push(contract, asked)
 
 
 def bucket_bytes(config: TrainConfig) -> int:
-    """The most that is gathered at a time, but for a tensor that is larger."""
+    """Return the largest size of a bucket, but for a single tensor that is larger."""
     return config.sync.update_weight_buffer_size * MIB
 
 
@@ -199,7 +204,7 @@ def export(
     *,
     has_values: bool = False,
 ) -> None:
-    """Write a model as a Hugging Face checkpoint, with what is beside the weights of the one that it was
+    """Write a model as a Hugging Face checkpoint, with the other files of the checkpoint that it was
     made from; collective. `has_values`: it is a critic."""
     with _gathered(source, max_bytes, "all", ranks={0}, masters=True) as parts:
         if distributed.rank() == 0:
@@ -215,8 +220,8 @@ def _gathered(
     ranks: Collection[int],
     masters: bool = False,
 ) -> Iterator[dict[WeightPart, Iterator[WeightBucket]]]:
-    """The buckets of each part, to be taken in this order; what nobody has taken is gathered in the
-    end, since the other ranks take part."""
+    """Provide the buckets of each part, to be iterated in this order; at the end gather the buckets
+    that were not, since the other ranks take part."""
     gathered = {part: source.weight_buckets(max_bytes, part, ranks, masters) for part in parts}
     try:
         yield gathered
@@ -226,8 +231,8 @@ def _gathered(
 
 
 def _the_same(proved: Sequence[dict[str, str]], engines: Sequence[Engine]) -> str:
-    """The digest that the engines of all ranks proved. Raises WeightSyncError if there are several, or
-    if not each engine was sent to by one rank."""
+    """Return the digest that the engines of all ranks proved. Raises WeightSyncError if digests differ,
+    or unless exactly one rank sent to each engine."""
     sent = sorted(url for of_rank in proved for url in of_rank)
     digests = {digest for of_rank in proved for digest in of_rank.values()}
     if sent != sorted(engine.url for engine in engines) or len(digests) != 1:

@@ -1,7 +1,8 @@
-"""Miles and slime: `compute_mis_weights_with_cp` is what `--custom-tis-function-path` names there.
+"""Miles and slime: `compute_mis_weights_with_cp` is the function for their
+`--custom-tis-function-path`.
 
-`keys` translates their keys into our records, `hook` is the function that they call, `metrics` what it
-reports, `context` which tokens a context-parallel rank holds.
+`keys` translates their keys into our records, `hook` is the function that they call, `metrics` computes
+its metrics, and `context` knows which tokens a context-parallel rank holds.
 """
 
 from fallback_correction.adapters.miles.context import Shard, zigzag_shard

@@ -1,4 +1,4 @@
-"""Which response tokens a context-parallel rank of Miles or slime holds."""
+"""The response tokens that a context-parallel rank of Miles or slime holds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fallback_correction.context_parallel import ContextShard
 
 
 class Shard(Protocol):
-    """What the adapter needs of a `ContextShard`; the batch is all responses laid end to end."""
+    """The part of `ContextShard` that the adapter needs; the batch is all responses laid end to end."""
 
     def gather(self, values: Tensor, /) -> Tensor:
-        """The values of all ranks in the batch's order: [n] -> [N]."""
+        """Gather the values of all ranks in the batch's order: [n] -> [N]."""
 
     def take(self, full: Tensor, /) -> Tensor:
-        """The part that this rank holds: [N] -> [n]."""
+        """Return the part that this rank holds: [N] -> [n]."""
 
 
 def zigzag_shard(
@@ -31,11 +31,12 @@ def zigzag_shard(
     padded_lengths: list[int] | None = None,
     device: torch.device | str = "cpu",
 ) -> ContextShard:
-    """The shard of rank `rank` of `size`: chunks rank and 2 size - 1 - rank of each sequence's 2 size.
+    """Return the shard of rank `rank` of `size`: chunks rank and 2 size - 1 - rank of each sequence's 2
+    size.
 
-    total_lengths: prompt and response. The log-probability of a token stands where the logits do that
-    predict it, one position earlier. padded_lengths: Miles' max_seq_lens, for qkv_format bshd. device:
-    where the log-probabilities are.
+    total_lengths: prompt and response. The log-probability of a token stands at the logits that predict
+    it, one position earlier. padded_lengths: Miles' max_seq_lens, for qkv_format bshd. device: of the
+    log-probabilities.
     """
     index, start = [], 0
     padded_lengths = padded_lengths or total_lengths

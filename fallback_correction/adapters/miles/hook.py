@@ -1,4 +1,4 @@
-"""Miles' and slime's masked importance sampling: drop-ins for what is in their `mis.py`.
+"""Masked importance sampling of Miles and slime: drop-ins for the functions in their `mis.py`.
 
 Start Miles or slime with `--custom-config-path mis.yaml` and
 
@@ -6,21 +6,21 @@ Start Miles or slime with `--custom-config-path mis.yaml` and
 
 Keys: use_tis use_rs tis_level rs_level tis_mode tis_lower_bound tis_upper_bound rs_lower_bound
 rs_upper_bound rs_veto_threshold tis_batch_normalize, and one of ours, `mis_fixed`. Without it the
-results are those of Miles, these mistakes included; with `mis_fixed: true`
+results equal Miles', including these mistakes; with `mis_fixed: true`
 
 1. weights are normalised over the global batch, where Miles takes the micro-batch of one rank. The
-   means are over what `gather` gathers and one call sees: within Miles' hook that is still a
-   micro-batch (of all data-parallel ranks, if a `gather` over them is passed and all call equally
-   often). Call `compute_mis_weights` with the whole step to have all of it;
+   means are over the values of one call that `gather` gathers: within Miles' hook still a micro-batch
+   (of all data-parallel ranks, if a `gather` over them is passed and all call equally often). Call
+   `compute_mis_weights` with the whole step to cover all of it;
 2. `tis_level: geometric` can be normalised, which in Miles raises ValueError;
 3. `use_rs` and
 4. `rs_veto_threshold` work without `use_tis`, and the veto without `use_rs`. Miles calls the hook
    without `--use-tis` only if `--get-mismatch-metrics` is given;
-5. rejected tokens have the weight 0 and stay out of the mean that weights are divided by, where in
-   Miles one rejected weight of e^20 makes all others vanish. What the loss is divided by is beyond the
+5. rejected tokens have the weight 0 and do not enter the mean that normalises weights, where in Miles
+   one rejected weight of e^20 makes all others vanish. The denominator of the loss is outside the
    hook: Miles counts rejected tokens there, although its README says otherwise.
 
-With context parallelism the hook must be told which tokens a rank holds. For Miles:
+With context parallelism the hook needs to know which tokens a rank holds. For Miles:
 
     def tis(args, **given):
         cp = given["parallel_state"].cp
@@ -59,7 +59,7 @@ from fallback_correction.importance_weights import SMALLEST_MEAN
 from fallback_correction.tokens import Gather, TokenBatch, alone
 
 Applied = tuple[Tensor | None, Tensor, TokenMetrics]
-"""Weights float32 [N] or None, bool [N] of the tokens to learn from, metrics."""
+"""Weights float32 [N] or None, tokens to train on bool [N], metrics."""
 
 
 @torch.no_grad()
@@ -71,14 +71,14 @@ def compute_mis_weights(
     loss_masks: list[Tensor],
     gather: Gather = alone,
 ) -> tuple[list[Tensor] | None, list[Tensor], dict[str, list[Tensor]]]:
-    """Weights, masks and metrics of whole sequences; lists of one 1-D tensor a sequence.
+    """Return weights, masks and metrics of whole sequences; lists of one 1-D tensor a sequence.
 
     args: any object with the keys above as attributes. Log-probabilities in nats, masks of 0 and 1;
     gather: over the data-parallel ranks, used with `mis_fixed` only. Returns float32 weights (None
     without use_tis; 0 outside the loss mask), float32 masks (`loss_masks` itself where Miles does
-    nothing), and the metrics of Miles' README without `mis_`, per token. Without gradient.
+    nothing), and the metrics of Miles' README without `mis_`, per token; all without gradient.
 
-    Raises ValueError for bad keys, for lists that do not fit, and, with mis_fixed, for
+    Raises ValueError for bad keys, for lists of different shapes, and, with mis_fixed, for
     log-probabilities that are not finite.
     """
     settings, fixed = read_keys(args), is_fixed(args)
@@ -108,12 +108,13 @@ def compute_mis_weights_with_cp(
     gather: Gather = alone,
     **kwargs: Any,
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """The hook itself: pg_loss times weights, masks for the loss, and flat metrics named `mis_*`.
+    """Return pg_loss times weights, masks for the loss, and flat metrics named `mis_*`: the hook
+    itself.
 
-    context_shard: a `ContextShard` or its like, if log-probabilities and pg_loss, one value for each of
-    their tokens, are those of a context-parallel rank; the tensors are whole without it. loss_masks
-    and the masks returned are whole in either case. total_lengths and what else Miles or slime passes
-    (`kwargs`) is not used. Raises what `compute_mis_weights` does.
+    context_shard: a `ContextShard` or a similar object, if log-probabilities and pg_loss (one value for
+    each token) hold only the tokens of a context-parallel rank; otherwise the tensors are whole.
+    loss_masks and the returned masks are whole in either case. total_lengths and the other arguments of
+    Miles and slime (`kwargs`) are unused. Raises as `compute_mis_weights` does.
     """
     if context_shard is not None:
         train_log_probs = _whole(context_shard, train_log_probs, response_lengths)
@@ -135,7 +136,7 @@ def compute_mis_weights_with_cp(
 
 
 def _fixed(settings: CorrectionSettings, batch: TokenBatch, gather: Gather) -> Applied:
-    """The correction that the keys mean, with Miles' metrics."""
+    """Return the correction that the keys describe, with Miles' metrics."""
     correction = correct(batch, settings.correction(), gather)
     weights, kept = correction.weights, correction.mask
     metrics: TokenMetrics = {}
@@ -174,7 +175,7 @@ def _as_miles(settings: CorrectionSettings, batch: TokenBatch) -> Applied:
 
 
 def _bounded(settings: CorrectionSettings, batch: TokenBatch) -> tuple[Tensor, TokenMetrics]:
-    """Weights within their bounds, or untouched in mode mask: float32 [N], 0 outside the mask."""
+    """Return bounded weights, or unbounded ones in mode mask: float32 [N], 0 outside the mask."""
     raw = bounded = ratios(batch, settings.tis_level)
     if settings.tis_mode == "truncate":
         bounded = raw.clamp(max=settings.tis_upper_bound)
@@ -189,12 +190,12 @@ def _inside(values: Tensor, bounds: tuple[float, float]) -> Tensor:
 
 
 def _divisor(mean: float) -> float:
-    """What weights of this mean are divided by."""
+    """Return the divisor that normalises weights with this mean."""
     return mean if mean > SMALLEST_MEAN else 1.0
 
 
 def _mean_of_call(settings: CorrectionSettings, batch: TokenBatch, weights: Tensor) -> float:
-    """Miles' mean: rejected weights count, and a sequence without a token counts as 0."""
+    """Return Miles' mean: rejected weights count, and a sequence without a token counts as 0."""
     if settings.tis_level == "geometric":
         raise ValueError(
             "tis_batch_normalize=True: Miles cannot normalise weights of tis_level='geometric'. Set "

@@ -1,4 +1,4 @@
-"""The keys of Miles' and slime's `mis.yaml`, read from an `args` object into our own record."""
+"""Translation of the keys of Miles' and slime's `mis.yaml`, in an `args` object, into our own record."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from fallback_correction.config import CorrectionConfig, CorrectionSettings
 
 
 def read_keys(args: Any) -> CorrectionSettings:
-    """Read the keys; one that `args` lacks has its default in Miles (`MisConfig` in its mis.py).
+    """Read the keys; a key that `args` lacks has its default in Miles (`MisConfig` in its mis.py).
 
-    Bounds that fall back in Miles are written out: tis_lower_bound to 1 / tis_upper_bound, rs_*_bound
-    to the tis bound of that side. A bound of 0 is a bound. Raises ValueError for a value that no key
-    may have.
+    Bounds with a fallback in Miles are filled in: tis_lower_bound by 1 / tis_upper_bound, rs_*_bound by
+    the tis bound of that side. A bound of 0 is a bound. Raises ValueError for an invalid value.
     """
     use_tis, use_rs = (bool(getattr(args, name, False)) for name in ("use_tis", "use_rs"))
     mode: Any = getattr(args, "tis_mode", "truncate")
@@ -45,12 +44,13 @@ def read_keys(args: Any) -> CorrectionSettings:
 
 
 def is_fixed(args: Any) -> bool:
-    """`mis_fixed`, the one key that is ours: `hook` says what it is."""
+    """Return `mis_fixed`, our own key; `hook` explains it."""
     return bool(getattr(args, "mis_fixed", False))
 
 
 def correction_config(args: Any) -> CorrectionConfig:
-    """What the keys mean with `mis_fixed`, whether it is set or not. Raises ValueError for bad ones."""
+    """Return the correction of the keys under `mis_fixed`, whether it is set or not. Raises ValueError
+    for bad keys."""
     return read_keys(args).correction()
 
 

@@ -1,7 +1,7 @@
-"""What Miles' `mis.py` reports: one value a token, which Miles averages with its own reducer.
+"""Metrics of Miles' `mis.py`: one value a token, which Miles averages with its own reducer.
 
-All take a packed batch and give tensors [N]; a sequence's value stands at each of its tokens. Values
-outside the mask mean nothing, and Miles' reducer leaves them out.
+All functions take a packed batch and return tensors [N]; a sequence's value stands at each of its
+tokens. Values outside the mask are undefined, and Miles' reducer leaves them out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ TokenMetrics = dict[str, Tensor]
 
 
 def ratios(batch: TokenBatch, level: WeightLevel) -> Tensor:
-    """rho of every token, or of its sequence, with log rho cut to +- 20: float32 [N], positive."""
+    """Return rho of every token, or of its sequence, with log rho clamped to +- 20: float32 [N],
+    positive."""
     require_choice("level", level, WeightLevel)
     r = batch.train_log_probs - batch.rollout_log_probs
     if level == "token":
@@ -30,7 +31,7 @@ def ratios(batch: TokenBatch, level: WeightLevel) -> Tensor:
 
 
 def mismatch_token_metrics(batch: TokenBatch) -> TokenMetrics:
-    """How far apart the engines are; with or without a correction. Natural logarithms."""
+    """Return metrics of the engines' mismatch, with or without a correction; logarithms are natural."""
     r = batch.train_log_probs - batch.rollout_log_probs
     train, rollout = batch.means(batch.train_log_probs), batch.means(batch.rollout_log_probs)
     of_sequences = {
@@ -49,7 +50,7 @@ def mismatch_token_metrics(batch: TokenBatch) -> TokenMetrics:
 
 
 def bound_metrics(settings: CorrectionSettings, raw: Tensor, bounded: Tensor) -> TokenMetrics:
-    """The weights before and after their bounds, and which of them the bounds changed."""
+    """Return the weights before and after their bounds, and which of them the bounds changed."""
     lower, upper = settings.weight_bounds
     low, high = (raw < lower).int(), (raw > upper).int()
     metrics = {"tis_weight_before_bound": raw, "tis_weight_after_bound": bounded}
@@ -60,7 +61,7 @@ def bound_metrics(settings: CorrectionSettings, raw: Tensor, bounded: Tensor) ->
 
 
 def rejection_metrics(settings: CorrectionSettings, values: Tensor) -> TokenMetrics:
-    """Which ratios lie beyond the bounds of rejection."""
+    """Return which ratios lie beyond the bounds of rejection."""
     lower, upper = settings.rejection_bounds
     return {
         "rs_mask_fraction_low": (values < lower).int(),
@@ -69,7 +70,7 @@ def rejection_metrics(settings: CorrectionSettings, values: Tensor) -> TokenMetr
 
 
 def veto_metrics(batch: TokenBatch, threshold: float) -> TokenMetrics:
-    """Which tokens veto, and their sequences; from log-ratios that are not cut."""
+    """Return which tokens veto, and their sequences; log-ratios are not clamped."""
     r = batch.train_log_probs - batch.rollout_log_probs
     tokens, _ = apply_veto(batch, r, Veto(lower=threshold))
     sequences = batch.spread(batch.sums(tokens.float()) > 0)
@@ -80,7 +81,8 @@ def veto_metrics(batch: TokenBatch, threshold: float) -> TokenMetrics:
 
 
 def final_metrics(batch: TokenBatch, weights: Tensor) -> TokenMetrics:
-    """The weights that multiply the loss, over each sequence's tokens; 0 where it has none."""
+    """Return statistics of the final weights over each sequence's tokens; 0 for a sequence
+    without any."""
     some = batch.counts > 0
     of_sequences = {
         "is_ratio_mean_final": batch.means(weights),

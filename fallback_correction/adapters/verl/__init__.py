@@ -1,7 +1,7 @@
 """verl: `compute_rollout_correction` on plain tensors, and its named presets.
 
-`presets` has verl's keys and their named values, `thresholds` reads bounds from the strings that they
-are there, `hook` is the function itself, `metrics` what it reports.
+`presets` has verl's keys and their named values, `thresholds` parses verl's bounds, which are strings,
+`hook` is the function itself, and `metrics` computes its metrics.
 """
 
 from fallback_correction.adapters.verl.hook import compute_rollout_correction

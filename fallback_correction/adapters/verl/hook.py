@@ -1,15 +1,15 @@
 """verl's rollout correction: `verl/trainer/ppo/rollout_corr_helper.py` on plain tensors.
 
 Keys: rollout_is, rollout_is_threshold, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold;
-named presets: `PRESETS`. Results are verl's, to which belongs that
+named presets: `PRESETS`. Results equal verl's, so
 
-- bounds of `*_k1` options are of 1 / rho = pi_rollout / pi_train, those of rollout_is_threshold of rho;
+- bounds of `*_k1` options apply to 1 / rho = pi_rollout / pi_train, of rollout_is_threshold to rho;
 - the mask rejects and weights do not: a rejected token keeps its weight, one that IcePop zeroes stays
   in the mask, and weights are normalised before rejection;
-- what a loss over the returned mask is divided by leaves rejected tokens out (decoupled mode).
+- the denominator of a loss over the returned mask leaves rejected tokens out (decoupled mode).
 
-Unlike verl, which takes part in an all-reduce over the default group wherever torch.distributed is
-initialised, this talks to other ranks only through `gather`.
+Unlike verl, which all-reduces over the default group wherever torch.distributed is initialised, this
+communicates with other ranks only through `gather`.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def compute_rollout_correction(
     response_mask: Tensor,
     gather: Gather = alone,
 ) -> tuple[Tensor | None, Tensor, Metrics]:
-    """Weights, the mask after rejection, and metrics named `rollout_corr/*`. Without gradient.
+    """Return weights, the mask after rejection, and metrics named `rollout_corr/*`, without gradient.
 
-    config: a mapping or any object with verl's keys; one that is missing has verl's default, which
-    is no correction. Tensors [B, T], log-probabilities in nats. gather: over data-parallel ranks, for
-    the mean of rollout_is_batch_normalize. Weights are float32 and 0 outside response_mask, or None;
-    the mask has the type of response_mask.
+    config: a mapping or any object with verl's keys; a missing key has verl's default, which is no
+    correction. Tensors [B, T], log-probabilities in nats. gather: over data-parallel ranks, for the
+    mean of rollout_is_batch_normalize. Weights are float32 and 0 outside response_mask, or None; the
+    mask has the dtype of response_mask.
 
     Raises ValueError for bad keys, shapes that differ, or a response_mask without a token.
     """
@@ -103,7 +103,7 @@ def _importance(
 
 
 def _rejection(config: Any, batch: TokenBatch, r: Tensor) -> tuple[Tensor, Metrics]:
-    """What all options keep: bool [N]."""
+    """Return the tokens that all options keep, bool [N], and metrics."""
     names, threshold = _get(config, "rollout_rs"), _get(config, "rollout_rs_threshold")
     all_keep = torch.ones_like(batch.mask)
     metrics: Metrics = {}
@@ -120,7 +120,8 @@ def _rejection(config: Any, batch: TokenBatch, r: Tensor) -> tuple[Tensor, Metri
 
 
 def _statistic(batch: TokenBatch, r: Tensor, option: RejectionOption) -> Tensor:
-    """[N]; a sequence's value at each of its tokens. Every log-ratio is cut to +- 20 beforehand."""
+    """Return an option's statistic, [N]; a sequence's value at each of its tokens. Log-ratios are
+    clamped to +- 20 first."""
     if option.statistic == "binary_kl":
         return _binary_kl(batch)
     values = divergence(clamped(r, CLAMP), option.statistic)
@@ -131,7 +132,7 @@ def _statistic(batch: TokenBatch, r: Tensor, option: RejectionOption) -> Tensor:
 
 
 def _binary_kl(batch: TokenBatch) -> Tensor:
-    """The larger KL between "this token or another" under both policies, in nats: [N]."""
+    """Return the larger KL between "this token or another" under both policies, in nats: [N]."""
     p = batch.train_log_probs.exp().clamp(1e-6, 1 - 1e-6)
     q = batch.rollout_log_probs.exp().clamp(1e-6, 1 - 1e-6)
 

@@ -1,7 +1,7 @@
-"""What verl reports of a rollout correction, without its prefix `rollout_corr/`.
+"""Metrics of verl's rollout correction, without its prefix `rollout_corr/`.
 
-Scalars over the batch of the call. Where verl averages over sequences, one without a counting token
-takes part as 0 unless a comment says otherwise.
+They are scalars over the batch of the call. Where verl averages over sequences, one without a counting
+token enters as 0 unless a comment says otherwise.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ Metrics = dict[str, float]
 
 
 def token_mean(batch: TokenBatch, values: Tensor) -> float:
-    """Mean of [N] over the counting tokens; takes conditions too."""
+    """Average [N] over the counting tokens; conditions work too."""
     return (batch.sums(values).sum() / batch.counts.sum()).item()
 
 
 def sequence_mean(values: Tensor) -> float:
-    """Mean of [S]; takes conditions too."""
+    """Average [S]; conditions work too."""
     return values.double().mean().item()
 
 
 def std(values: Tensor) -> float:
-    """Standard deviation of a sample [S], 0 for a single value."""
+    """Return the sample standard deviation of [S], 0 for a single value."""
     return values.std().item() if len(values) > 1 else 0.0
 
 
 def token_std(batch: TokenBatch, values: Tensor) -> float:
-    """Standard deviation over the counting tokens, not that of a sample."""
+    """Return the population standard deviation over the counting tokens."""
     values = values.double()
     return math.sqrt(max(token_mean(batch, values**2) - token_mean(batch, values) ** 2, 0.0))
 
 
 def mismatch(batch: TokenBatch, r: Tensor) -> Metrics:
-    """How far apart the policies are, with or without a correction."""
+    """Return metrics of the policies' mismatch, with or without a correction."""
     train, rollout = batch.means(batch.train_log_probs), batch.means(batch.rollout_log_probs)
     difference = rollout - train
     return {
@@ -72,9 +72,9 @@ def importance(
     applied: Tensor,
     bounds: tuple[float, float],
 ) -> Metrics:
-    """The weights [N] before any bound (raw) and before normalisation (applied).
+    """Return metrics of the weights [N] before any bound (raw) and before normalisation (applied).
 
-    bounds: where fractions are counted from; without a lower bound verl takes 1 / upper.
+    bounds: the thresholds of fractions; without a lower bound verl takes 1 / upper.
     """
     require_choice("level", level, Level)
     upper = bounds[1]
@@ -102,7 +102,7 @@ def _range_of_tokens(
 
 
 def _range_of_sequences(logs: Tensor, bounds: tuple[float, float]) -> Metrics:
-    """The range of the products exp(logs), which no bound has cut."""
+    """Return the range of the products exp(logs), which are not bounded."""
     return {
         "rollout_is_max": math.exp(min(logs.max().item(), CLAMP)),
         "rollout_is_min": logs.min().exp().item(),
@@ -124,10 +124,10 @@ def _means_of_sequences(raw: Tensor, applied: Tensor, bounds: tuple[float, float
 
 
 def rejection(batch: TokenBatch, option: RejectionOption, values: Tensor, keep: Tensor) -> Metrics:
-    """One option's statistic, [N], and what it keeps, bool [N].
+    """Return metrics of one option's statistic, [N], and its kept tokens, bool [N].
 
-    `seq_*` are over the sequences with a counting token: their statistic, or the mean over their
-    tokens if the option is one of tokens.
+    `seq_*` are over the sequences with a counting token: of their statistic, or of the mean over their
+    tokens for a token option.
     """
     some = batch.counts > 0
     of_tokens = option.aggregation == "token"

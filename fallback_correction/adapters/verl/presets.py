@@ -13,7 +13,7 @@ LossType = Literal["ppo_clip", "reinforce"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutCorrectionConfig:
-    """verl's keys and defaults. Strings of thresholds: see `thresholds`."""
+    """verl's keys and defaults. For strings of thresholds see `thresholds`."""
 
     rollout_is: Level | None = "sequence"
     rollout_is_threshold: str | float | None = 2.0
@@ -22,11 +22,12 @@ class RolloutCorrectionConfig:
     rollout_rs_threshold: str | float | None = None
 
     bypass_mode: bool = False
-    """pi_rollout is the old policy. This and `loss_type` are for the trainer: the adapter computes
-    weights and masks of the log-probabilities that it is given."""
+    """Whether pi_rollout is the old policy. The trainer reads this and `loss_type`: the adapter
+    computes weights and masks from the log-probabilities that it is given."""
 
     loss_type: LossType = "ppo_clip"
-    """In bypass mode: ppo_clip, which takes the mask and no weights, or reinforce, which takes both."""
+    """Loss in bypass mode: ppo_clip, which takes the mask and no weights, or reinforce, which takes
+    both."""
 
     def __post_init__(self) -> None:
         require_choices(self)
@@ -76,4 +77,4 @@ def _presets() -> dict[str, RolloutCorrectionConfig]:
 
 
 PRESETS = _presets()
-"""The presets by the names of verl's factory methods. Other thresholds: dataclasses.replace."""
+"""Presets by the names of verl's factory methods. For other thresholds use dataclasses.replace."""

@@ -1,7 +1,7 @@
-"""verl's options of importance sampling and rejection, from the strings that name them.
+"""verl's options of importance sampling and rejection, parsed from their strings.
 
-rho = pi_train / pi_rollout. Bounds of `rollout_is_threshold` are of rho. Those of the k1 options are
-of 1 / rho, since k1 = -log rho: "0.95_1.3" keeps rho = 0.9 and rejects rho = 1.15.
+rho = pi_train / pi_rollout. Bounds of `rollout_is_threshold` apply to rho, and bounds of the k1 options
+to 1 / rho, since k1 = -log rho: "0.95_1.3" keeps rho = 0.9 and rejects rho = 1.15.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ Option = Literal[
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1",
     "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3", "binary_kl",
 ]  # fmt: skip
-"""SUPPORTED_ROLLOUT_RS_OPTIONS of verl's commit 20c30bf8; `binary_kl` (KPop) is its youngest."""
+"""SUPPORTED_ROLLOUT_RS_OPTIONS of verl's commit 20c30bf8; `binary_kl` (KPop) is the newest."""
 
 Statistic = Literal["k1", "k2", "k3", "binary_kl"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectionOption:
-    """One entry of `rollout_rs`: keeps statistics within [lower, upper], both ends included."""
+    """One entry of `rollout_rs`, which keeps statistics within [lower, upper], both ends included."""
 
     name: Option
 
     lower: float
-    """-inf unless k1; of k1 itself, so the logarithm of what the threshold says."""
+    """Lower bound: for k1, of k1 itself, so the logarithm of the threshold; -inf for the others."""
 
     upper: float
 
@@ -43,7 +43,7 @@ class RejectionOption:
 
     @property
     def aggregation(self) -> str:
-        """token, sum, mean or max."""
+        """Return token, sum, mean or max."""
         return self.name.split("_")[1] if self.name.startswith("seq_") else "token"
 
     @property
@@ -52,7 +52,8 @@ class RejectionOption:
 
 
 def importance_bounds(threshold: str | float) -> tuple[float | None, float]:
-    """`rollout_is_threshold`: a number truncates there, "lower_upper" (IcePop) zeroes what is outside.
+    """Parse `rollout_is_threshold`: one number truncates weights there, "lower_upper" (IcePop) zeroes
+    weights outside.
 
     Raises ValueError unless they are positive and in order.
     """
@@ -61,10 +62,11 @@ def importance_bounds(threshold: str | float) -> tuple[float | None, float]:
 
 
 def rejection_options(names: str, threshold: Spec) -> list[RejectionOption]:
-    """`rollout_rs` and `rollout_rs_threshold`, lists with commas; one threshold may serve all options.
+    """Parse `rollout_rs` and `rollout_rs_threshold`, comma-separated lists; one threshold may serve all
+    options.
 
-    Options that are named twice count once. Raises ValueError for an unknown option, a wrong number
-    of thresholds or a bad one.
+    Repeated options count once. Raises ValueError for an unknown option, a wrong number of thresholds
+    or a bad one.
     """
     options = list(dict.fromkeys(_parts(names)))
     if not options:
@@ -86,7 +88,7 @@ def rejection_options(names: str, threshold: Spec) -> list[RejectionOption]:
 
 
 def log(bound: float) -> float:
-    """The logarithm of a bound, which may be 0 where it is 1 / inf."""
+    """Return the logarithm of a bound, -inf for 0, which 1 / inf gives."""
     return math.log(bound) if bound else -math.inf
 
 
@@ -104,7 +106,7 @@ def _option(name: Option, spec: str) -> RejectionOption:
 
 
 def _one_or_two(key: str, spec: str) -> tuple[float | None, float]:
-    """ "upper" or "lower_upper", both positive."""
+    """Parse "upper" or "lower_upper", both positive."""
     try:
         bounds = [float(part) for part in spec.strip().split("_", 1)]
     except ValueError:

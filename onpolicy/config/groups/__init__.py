@@ -2,9 +2,9 @@
 
 A field's name is the flag's. Imports no torch.
 
-Its range, what reads it, what it contradicts and whether it decides results stand beside its type
-(`config.rules`). A record of `fallback_correction` inside a group gives the group its fields as flags,
-under the prefix that stands beside it (`config.flags`).
+The annotation of a field holds its range, its readers, its contradictions and whether it decides results
+(`config.rules`). A record of `fallback_correction` inside a group contributes its fields as flags, with
+the prefix in its annotation (`config.flags`).
 """
 
 from onpolicy.algorithm.registry import LossAggregation

@@ -1,4 +1,4 @@
-"""Who acts in an episode, and what becomes of one that fails."""
+"""The flags of agents: who acts in an episode, and the handling of failed episodes."""
 
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
@@ -10,17 +10,17 @@ from onpolicy.config.rules import NO_RESULT, Against, Facts, Parsed
 
 
 def has_agent(run: "Facts | AgentConfig") -> bool:
-    """Whether anybody but the policy decides what an episode is made of."""
+    """Return whether anything but the policy decides the content of an episode."""
     return bool(run.custom_generate_function_path or run.environment) or has_gateway(run)
 
 
 def has_gateway(run: "Facts | AgentConfig") -> bool:
-    """Whether agents act through the gateway."""
+    """Return whether agents act through the gateway."""
     return bool(run.custom_agent_function_path) or is_of_verifiers(run)
 
 
 def is_of_verifiers(run: "Facts | AgentConfig") -> bool:
-    """Whether episodes are those of an environment of the verifiers package."""
+    """Return whether episodes use an environment of the verifiers package."""
     return bool(run.environment.startswith("verifiers:"))
 
 
@@ -29,7 +29,7 @@ def _environment_args(text: str) -> dict[str, Any]:
 
 
 def template_options(text: str) -> dict[str, Any]:
-    """Return what --chat-template-kwargs holds. Raises ConfigError for what is no JSON object."""
+    """Return the value of --chat-template-kwargs. Raises ConfigError if it is no JSON object."""
     return json_object(text, "--chat-template-kwargs", '{"enable_thinking": false}')
 
 
@@ -80,7 +80,7 @@ BY_SESSIONS = ReadBy("--sessions", lambda run: run.sessions)
 
 
 def gateway_read_by(reader: ReadBy) -> dict[str, list[ReadBy]]:
-    """The flags of the gateway, with what reads them."""
+    """Return the flags of the gateway, each with a note on its reader."""
     return {field.name: [reader] for field in fields(GatewayConfig)}
 
 

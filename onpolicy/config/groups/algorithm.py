@@ -1,4 +1,4 @@
-"""From rewards to the loss."""
+"""The flags of the algorithm, from rewards to the loss."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -22,7 +22,7 @@ from onpolicy.config.rules import NO_RESULT, Against, Together
 
 
 def _read_by(setting: str) -> ReadBy:
-    """What the registry says of a setting of objectives."""
+    """Return the note on a flag that only some objectives read, by the registry."""
     return ReadBy(f"--policy-loss {readers(setting)}", lambda run: reads(run.policy_loss, setting))
 
 
@@ -265,15 +265,15 @@ class AlgorithmConfig:
 
     @property
     def reads_reference(self) -> bool:
-        """Whether a reference model takes part."""
+        """Return whether a reference model takes part."""
         return self.use_kl_loss or self.kl_coef > 0
 
     @property
     def compares_covariances(self) -> bool:
-        """Whether tokens are told apart by log-probabilities of before the first optimizer step."""
+        """Return whether tokens are selected by log-probabilities before the first optimizer step."""
         return self.clip_cov_ratio > 0 or self.kl_cov_ratio > 0
 
     @property
     def compares_entropies(self) -> bool:
-        """Whether they are by entropies of before it."""
+        """Return whether tokens are selected by entropies before the first optimizer step."""
         return self.top_entropy_quantile < 1

@@ -1,4 +1,4 @@
-"""The hosts that a run takes, and what it puts on each."""
+"""The flags of the hosts that a run takes, and of the ranks on each."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -50,10 +50,10 @@ class ClusterConfig(HostsConfig):
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks of the trainer on each of its hosts."""
+        """Return the number of trainer ranks on each of its hosts."""
         return self.actor_num_gpus_per_node or self.actor_num_ranks_per_node or 1
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the trainer."""
+        """Return the number of trainer ranks."""
         return self.actor_num_nodes * self.ranks_per_node

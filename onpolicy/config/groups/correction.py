@@ -1,4 +1,4 @@
-"""What is done about a rollout whose engine is not aligned with the trainer."""
+"""The flags of corrections, for a rollout whose engine is not aligned with the trainer."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -21,7 +21,7 @@ def _weighs(run: Facts) -> bool:
 
 
 def _crossed_weights(run: Facts) -> str | None:
-    """The lower bound of weights, if it is above the upper one and there may be weights."""
+    """Return the lower bound of weights, if it is above the upper one and there may be weights."""
     may_weigh = run.use_tis or run.plan.is_governed or run.plan.may_lag
     low, high = run.config.fallback.weight_bounds
     crossed = may_weigh and not run.custom_tis_function_path and low > high
@@ -29,7 +29,7 @@ def _crossed_weights(run: Facts) -> str | None:
 
 
 def _crossed_rejection(run: Facts) -> str | None:
-    """The bounds of rejection, if they are in the wrong order and something may be rejected."""
+    """Return the bounds of rejection, if they are in the wrong order and something may be rejected."""
     may_reject = (run.use_rs or run.plan.is_governed) and not run.rs_rules
     low, high = run.config.fallback.rejection_bounds
     crossed = may_reject and not run.custom_tis_function_path and low > high
@@ -37,7 +37,7 @@ def _crossed_rejection(run: Facts) -> str | None:
 
 
 def _other_rejection(run: Facts) -> str | None:
-    """The first setting of the one metric that --rs-rules takes the place of, if it is given."""
+    """Return the first given flag of the single metric that --rs-rules replaces, if any."""
     given = {
         "--rs-level": run.rs_level != "token",
         "--rs-statistic": run.rs_statistic != "ratio",
@@ -117,7 +117,7 @@ IN_A_RUN: dict[str, list[object]] = {
 @also(**IN_A_RUN)
 @dataclass(frozen=True, kw_only=True)
 class FallbackConfig(CorrectionSettings):
-    """Importance sampling and rejection, and what else corrects a rollout of this trainer's."""
+    """The corrections of a rollout: importance sampling, rejection, and others."""
 
     rejected_in_kl: Annotated[
         bool, ReadBy("--use-kl-loss", lambda run: run.use_kl_loss),
@@ -159,7 +159,7 @@ class FallbackConfig(CorrectionSettings):
 
     @property
     def corrections(self) -> tuple[str, ...]:
-        """What corrects a rollout under these flags, by its switches; empty: nothing."""
+        """Return the switches of the corrections that these flags turn on; may be empty."""
         switches = {
             "use_tis": self.use_tis,
             "use_rs": self.use_rs,
@@ -172,7 +172,7 @@ class FallbackConfig(CorrectionSettings):
 
     @property
     def is_measured(self) -> bool:
-        """Whether the distance between the engines is measured."""
+        """Return whether the distance between the engines is measured."""
         return self.get_mismatch_metrics or bool(self.corrections)
 
 

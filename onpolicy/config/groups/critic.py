@@ -1,4 +1,4 @@
-"""The critic of `--advantage-estimator gae`: what it is made of, and how it learns."""
+"""The flags of the critic of `--advantage-estimator gae`."""
 
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""A teacher, whose log-probabilities of the sampled tokens are learnt from."""
+"""The flags of distillation from a teacher's log-probabilities of the sampled tokens."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -99,24 +99,26 @@ class DistillationConfig:
 
     @property
     def teachers(self) -> dict[str, str]:
-        """The teachers' checkpoints by their names, of which a single one has none. Empty also where
-        what is given is neither one directory nor, with --teacher-key, named ones."""
+        """Return checkpoints by teacher name; a single teacher's name is empty.
+
+        It is also empty if the flag is neither one directory nor, with --teacher-key, named ones.
+        """
         return self._by_name(self.teacher_checkpoint)
 
     @property
     def teacher_urls(self) -> dict[str, str]:
-        """The addresses of those that are servers, likewise."""
+        """Return server addresses by teacher name, as in `teachers`."""
         found = self._by_name(self.teacher_url)
         return found if all(map(is_url, found.values())) else {}
 
     @property
     def loss_top_k(self) -> int:
-        """The likeliest tokens that a loss takes of a teacher; 0 where it takes all, or is none."""
+        """Return the number of a teacher's likeliest tokens in the loss; 0 if it uses all, or none."""
         return self.opd_top_k if self.opd_loss == "top-k" else 0
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all teachers."""
+        """Return the names of all teachers."""
         return (*self.teachers, *self.teacher_urls)
 
     def _by_name(self, given: tuple[str, ...]) -> dict[str, str]:

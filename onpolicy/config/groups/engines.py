@@ -1,4 +1,4 @@
-"""The servers that draw samples, and the way of new weights to them."""
+"""The flags of the servers that sample, and of weight pushes to them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ def _broken_rule(url: str) -> str | None:
 
 
 def _beyond_ports(run: Facts) -> int | None:
-    """The port of the last server, if there is none such."""
+    """Return the port of the last server if it is beyond the last port."""
     last: int = run.rollout_base_port + run.rollout_num_engines - 1
     return last if last > LAST_PORT else None
 
@@ -156,7 +156,7 @@ class EngineCountConfig:
 
     @property
     def num_started(self) -> int:
-        """Servers that the command starts itself."""
+        """Return the number of servers that the command starts itself."""
         return self.rollout_num_engines
 
 
@@ -208,7 +208,7 @@ class SamplersConfig(CpuConfig, EngineCountConfig, RoundingConfig):
 @also(colocate=[ALWAYS_SAMPLING])
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(ServersConfig, ServerConfig, SamplersConfig):
-    """Those of a run."""
+    """The server flags of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What is evaluated: sets of prompts, each sampled and scored in its own way."""
+"""The flags of evaluation: sets of prompts, each with its own sampling and scoring."""
 
 import re
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSet:
-    """One set: its prompts, how they are sampled and scored, and when. A key of --eval-config each."""
+    """An evaluation set: prompts, sampling, scoring, interval. Each field is a key of --eval-config."""
 
     name: str
     path: str
@@ -56,16 +56,16 @@ class EvalSet:
 
     @property
     def measure(self) -> "EvalSet":
-        """What its values depend on besides its prompts: all but where it lies and when it is due."""
+        """Return the settings that its values depend on besides its prompts: no path, no interval."""
         return replace(self, path="", interval=0, flag="")
 
     @property
     def sources(self) -> dict[str, float]:
-        """What scores its responses, and the weight of each; empty: what scores the run's."""
+        """Return the rules and functions that score its responses, with weights; empty: the run's."""
         return sources_of(self.rm_type, self.rewards)
 
     def is_due(self, step: int) -> bool:
-        """Whether it is evaluated after so many rollouts."""
+        """Return whether it is evaluated after `step` rollouts."""
         return self.interval > 0 and step % self.interval == 0
 
 
@@ -78,10 +78,10 @@ SCORES = ("rm_type", "rewards")
 
 
 def eval_sets(values: Sequence[str]) -> dict[str, str]:
-    """The path of every evaluation set under its name; the name of a single path is empty.
+    """Return the path of every evaluation set by name; the name of a single path is empty.
 
-    Raises ConfigError for what is neither one path nor pairs of a name and a path, as slime and Miles
-    take them.
+    Raises ConfigError for values that are neither one path nor pairs of a name and a path (as in slime
+    and Miles).
     """
     names, rule = values[::2], ""
     if len(values) == 1:
@@ -101,10 +101,10 @@ def eval_sets(values: Sequence[str]) -> dict[str, str]:
 
 
 def read_sets(file: str) -> dict[str, Values]:
-    """What an --eval-config says of each set, by its name; nothing for no file.
+    """Return the values of each set in an --eval-config by name; empty without a file.
 
     The file has slime's form, `eval: {defaults: {...}, datasets: [{name, path, ...}, ...]}`. Raises
-    ConfigError for a key that is none, a value that its key does not take, and a set that comes twice.
+    ConfigError for an unknown key, a value that its key does not take, and a duplicate set.
     """
     if not file:
         return {}
@@ -142,7 +142,10 @@ def read_sets(file: str) -> dict[str, Values]:
 
 
 def _checked(given: object, place: str, known: Sequence[str]) -> Values:
-    """The values of a set, or of the defaults, each of its key's kind and in its range."""
+    """Return the values of a set, or of the defaults; each has its key's type and range.
+
+    Raises ConfigError for any other value.
+    """
     values = {}
     for key, value in require_mapping(given, place, "keys to values").items():
         require_known(key, known, place)
@@ -163,7 +166,7 @@ def _checked(given: object, place: str, known: Sequence[str]) -> Values:
 def sets_of(
     evaluation: "EvalConfig", rollout: RolloutConfig, data: DataConfig
 ) -> dict[str, EvalSet]:
-    """The sets by their names, with what flags say where a set does not."""
+    """Return the sets by name, with flags as defaults."""
     top_p, top_k = evaluation.eval_top_p, evaluation.eval_top_k
     length = evaluation.eval_max_response_len or rollout.rollout_max_response_len
     defaults = {
@@ -183,7 +186,7 @@ def sets_of(
 
 
 def _not_due(run: Facts) -> str | None:
-    """What of the interval and the sets does nothing."""
+    """Return the message about an interval or sets that would do nothing."""
     sets = run.config.eval_sets
     given = "--eval-interval={}, --eval-prompt-data={!r}, --eval-config={!r}".format(
         run.eval_interval, " ".join(run.eval_prompt_data), run.eval_config
@@ -196,12 +199,12 @@ def _not_due(run: Facts) -> str | None:
 
 
 def ks_of(count: int) -> list[int]:
-    """The k of pass@k: 1, 2, 4, 8 ... below the samples of a prompt, and that number."""
+    """Return the k of pass@k: 1, 2, 4, 8 ... below the samples of a prompt, and their number."""
     return [*(1 << i for i in range((count - 1).bit_length())), count]
 
 
 def _never_best(run: Facts) -> str | None:
-    """Why --save-best-metric would choose no checkpoint."""
+    """Return the reason why --save-best-metric would choose no checkpoint."""
     known: list[str] = []
     for name, each in run.config.eval_sets.items():
         n, prefix = each.n_samples_per_eval_prompt, f"eval/{name}/" if name else "eval/"
@@ -225,7 +228,7 @@ NEVER_BEST = Together(
 
 
 def _unscored(run: Facts) -> str | None:
-    """The first set whose responses nothing would score."""
+    """Return the first set whose responses nothing would score."""
     if run.config.reward.sources or has_agent(run):
         return None
     for each in run.config.eval_sets.values():

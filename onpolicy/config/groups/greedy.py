@@ -1,11 +1,11 @@
-"""What does not fit samples that are compared with a greedy answer to their prompt."""
+"""The rule about settings that do not fit a comparison with a greedy answer."""
 
 from onpolicy.config.groups.agents import has_agent
 from onpolicy.config.rules import Against, Facts
 
 
 def _misfit(run: Facts) -> str:
-    """Why a run cannot compare so; empty if it can, or does not."""
+    """Return the reason why a run cannot compare with a greedy answer; "" if it can, or does not."""
     if not run.config.compares_with_greedy:
         return ""
     reasons = {

@@ -1,4 +1,4 @@
-"""What a run starts from: the checkpoint and the prompts."""
+"""The flags of a run's checkpoint and prompts."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -29,12 +29,12 @@ PROCEDURAL = "reasoning-gym:"
 
 
 def _num_weights(run: Facts) -> object:
-    """The number of sources, if there are not as many weights."""
+    """Return the number of sources, if the number of weights differs."""
     return len(run.prompt_data_weights) != len(run.prompt_data) and len(run.prompt_data)
 
 
 def says_rewards(run: Facts) -> bool:
-    """Whether all prompts bring the rule that scores them."""
+    """Return whether all prompts bring the rule that scores them."""
     return bool(run.prompt_data) and all(x.startswith(PROCEDURAL) for x in run.prompt_data)
 
 
@@ -122,5 +122,5 @@ class DataConfig(RowsConfig):
 
     @property
     def sources(self) -> str:
-        """What --prompt-data was given, for messages."""
+        """Return the value of --prompt-data, for messages."""
         return " ".join(self.prompt_data)

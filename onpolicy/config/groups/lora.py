@@ -1,4 +1,4 @@
-"""Low-rank adapters: what is trained in the place of the model's own weights."""
+"""The flags of low-rank adapters, which are trained instead of the model's own weights."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -50,6 +50,6 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """What the product with both factors is multiplied by."""
+        """Return the factor on the product of an adapter's two matrices."""
         root = 0.5 if self.lora_rslora else 1.0
         return float(self.lora_alpha / self.lora_rank**root)

@@ -1,4 +1,4 @@
-"""What a run writes."""
+"""The flags of a run's outputs."""
 
 import difflib
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ NO_USE_ALONE = "the one does nothing without the other. Give both, or neither."
 
 
 def _unknown_setting(run: Facts) -> str | None:
-    """The first name in --allow-changed-settings that is no setting, and the nearest that is one."""
+    """Return the message about the first unknown name in --allow-changed-settings, with a hint."""
     known = run.config.to_dict()
     for name in run.allow_changed_settings:
         if name not in known:
@@ -97,5 +97,5 @@ class OutputConfig:
     """Write them after every so many rollouts, and of every evaluation."""
 
     def case_file(self, step: int) -> str:
-        """Where a sample of rollout `step` is kept whose parity check failed."""
+        """Return the file for a sample of rollout `step` whose parity check failed."""
         return f"{self.run_dir}/cases/rollout_{step:06d}.json"

@@ -1,4 +1,4 @@
-"""Aligned operators, and what a mismatch leads to."""
+"""The flags of aligned operators, and of the reaction to a mismatch."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -12,13 +12,13 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def _cut_unevenly(run: Facts) -> str | None:
-    """The first degree whose sums would be no binary tree."""
+    """Return the first degree whose sums would be no binary tree."""
     degrees = run.plan.degrees.items() if run.plan.may_align else ()
     return next((f"{flag}={n}" for flag, n in degrees if not _is_power_of_two(n)), None)
 
 
 def _too_few_blocks(run: Facts) -> str | None:
-    """The largest degree, if the blocks that are asked for are not a power of two from it on."""
+    """Return the largest degree, if the number of blocks is no power of two or is below it."""
     flag = max(run.plan.degrees, key=lambda name: run.plan.degrees[name])
     degree, blocks = run.plan.degrees[flag], run.row_parallel_blocks
     fits = _is_power_of_two(blocks) and blocks >= degree
@@ -87,6 +87,6 @@ class OperatorsConfig:
 
     @property
     def is_portable(self) -> bool:
-        """Whether all that a run computes, the optimizer's step too, is made to have the same bits on
+        """Return whether all computation of a run, the optimizer step included, has the same bits on
         every x86-64 processor with AVX2."""
         return self.operators == "portable"

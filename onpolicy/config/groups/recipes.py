@@ -1,6 +1,6 @@
-"""Recipes by name: the flags that a paper's method is, in our names.
+"""Recipes by name: a paper's method as flags of ours.
 
-A recipe stands before everything else that is given, so that a file and the command line win.
+A recipe comes before all other arguments, so that a file and the command line override it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
 
 
 def recipe_of(values: Mapping[str, Any]) -> str:
-    """What the recipe of a run sets, and which of it something else won over; "" without a recipe."""
+    """Return a line about the flags that a recipe set, and the overridden ones; "" without one."""
     if not (name := values["recipe"]):
         return ""
     given = RECIPES[name]

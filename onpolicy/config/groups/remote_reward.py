@@ -1,4 +1,4 @@
-"""What scores over HTTP: a service of one's own, or a model that judges."""
+"""The flags of scoring over HTTP: a reward service, or a model as a judge."""
 
 import re
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ RemoteName = Literal["remote_rm", "judge"]
 
 
 def asks(source: str) -> ReadBy:
-    """A flag that one of RemoteName reads."""
+    """Return the note on a flag that only one of RemoteName reads."""
     return ReadBy(
         f"--rm-type {source}, --rewards with it, or a set of --eval-config",
         lambda run: is_asked(run, source),
@@ -23,7 +23,7 @@ def asks(source: str) -> ReadBy:
 
 
 def is_asked(run: Facts, source: str) -> bool:
-    """Whether it scores the run's samples, or a set's."""
+    """Return whether `source` scores the run's samples, or an evaluation set's."""
     config = run.config
     return source in config.reward.sources or any(
         source in each.sources for each in config.eval_sets.values()
@@ -31,7 +31,7 @@ def is_asked(run: Facts, source: str) -> bool:
 
 
 def is_url(text: str) -> bool:
-    """Whether it begins as the address of a service does."""
+    """Return whether a text begins like the address of a service."""
     return text.startswith(("http://", "https://"))
 
 

@@ -1,4 +1,4 @@
-"""What scores a response."""
+"""The flags of rewards."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,17 +21,17 @@ FUNCTION = "package.module.function or path/to/file.py:function"
 
 
 def is_function(source: str) -> bool:
-    """Whether what scores is a function of the user's own, and no rule that is there."""
+    """Return whether a source of rewards is a user function rather than a built-in rule."""
     return "." in source
 
 
 def name_of(source: str) -> str:
-    """What a rule's or a function's reward is called. Example: 'path/to/file.py:brief' -> 'brief'"""
+    """Return the name of a rule's or a function's reward. Example: 'path/to/file.py:brief' -> 'brief'"""
     return source.replace(":", ".").rpartition(".")[2]
 
 
 def weights_of(rewards: Sequence[str], name: str = "--rewards") -> dict[str, float]:
-    """The weight of each rule and function of --rewards. Raises ConfigError for what is neither."""
+    """Return the weight of each rule and function of --rewards. Raises ConfigError for anything else."""
     found: dict[str, float] = {}
     for given in rewards:
         source, _, text = given.rpartition("=") if "=" in given else (given, "", "1")
@@ -55,7 +55,7 @@ def weights_of(rewards: Sequence[str], name: str = "--rewards") -> dict[str, flo
 
 
 def sources_of(one: str, rewards: Sequence[str]) -> dict[str, float]:
-    """What scores, and the weight of each: one, or else several."""
+    """Return the sources of rewards with their weights: `one` if it is given, else all of `rewards`."""
     return {one: 1.0} if one else weights_of(rewards)
 
 
@@ -115,12 +115,12 @@ class RewardConfig(RemoteRewardConfig):
 
     @property
     def sources(self) -> dict[str, float]:
-        """What scores, rules by name and functions by path, and the weight of each; may be empty."""
+        """Return the rules (by name) and functions (by path) that score, with weights; may be empty."""
         return sources_of(self.rm_type or self.custom_rm_path, self.rewards)
 
     @property
     def flag(self) -> str:
-        """The one that says what scores."""
+        """Return the flag that names the sources of rewards."""
         if self.rewards:
             return "--rewards"
         return "--custom-rm-path" if self.custom_rm_path else "--rm-type"

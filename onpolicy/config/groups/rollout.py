@@ -1,4 +1,4 @@
-"""How samples are drawn."""
+"""The flags of sampling."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

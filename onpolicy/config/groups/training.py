@@ -1,4 +1,4 @@
-"""The training engines and their optimizer."""
+"""The flags of the training engines and their optimizer."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -14,14 +14,14 @@ BY_MEGATRON = ReadBy("--train-backend megatron", lambda run: "megatron" in run.t
 
 
 def _indivisible(run: Facts) -> str | None:
-    """The sizes of optimizer steps that there could be, if the one that is asked for is none."""
+    """Return the possible sizes of optimizer steps, if the requested one is not among them."""
     samples = run.config.samples_per_rollout
     divisors = (str(d) for d in range(1, samples + 1) if samples % d == 0)
     return ", ".join(divisors) if samples % run.global_batch_size else None
 
 
 def _without_order(run: Facts) -> str | None:
-    """The first degree under which a rank does not add the gradients of one micro-batch at a time."""
+    """Return the first degree under which a rank does not add gradients one micro-batch at a time."""
     degrees = {"--megatron-pp": run.megatron_pp, "--megatron-ep": run.megatron_ep}
     return next((f"{flag}={n}" for flag, n in degrees.items() if n > 1), None)
 
@@ -110,7 +110,7 @@ class TrainerConfig:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether they are shared, once it is known what `auto` comes to (`run/launch/sharing.py`)."""
+        """Return whether prefixes are shared, once `auto` is resolved (`run/launch/sharing.py`)."""
         return self.share_prefixes == "on"
 
 

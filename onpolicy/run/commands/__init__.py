@@ -1,1 +1,1 @@
-"""The work of `verify` and `serve`; `train` is the folder above, `bench` the one beside."""
+"""The work of `verify`, `eval`, `serve` and `data`; `train` is in the parent folder."""

@@ -1,4 +1,4 @@
-"""A first look at prompts: `onpolicy data`."""
+"""The command `onpolicy data`: statistics of a prompt file."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ NO_LIMIT = 2**62
 
 @dataclass(kw_only=True)
 class Found:
-    """What there is to say of the rows of a file."""
+    """The statistics of a file's rows."""
 
     unit: str
-    """What lengths count."""
+    """The unit of the lengths: tokens or characters."""
 
     longest: int = NO_LIMIT
-    """Tokens of the longest prompt that a run takes."""
+    """The number of tokens of the longest prompt that a run accepts."""
 
     num_rows: int = 0
     keys: Counter[str] = field(default_factory=Counter)
-    """In how many rows each field is."""
+    """The number of rows that have each field."""
 
     lengths: list[int] = field(default_factory=list)
-    """One of each prompt that a run takes, or would if it were not too long."""
+    """The length of each prompt that a run accepts, too long ones included."""
 
     duplicates: int = 0
-    """Rows that a run leaves out: another is the same in all that policy and reward are given."""
+    """The number of rows that a run leaves out: policy and reward cannot tell them from earlier ones."""
 
     unlabelled: int = 0
-    """Rows without a label, which rules such as math need."""
+    """The number of rows without a label, which rules such as math need."""
 
     too_long: list[str] = field(default_factory=list)
-    """Where they stand."""
+    """The places of the rows that are too long."""
 
     refused: list[str] = field(default_factory=list)
-    """What a run would say of a row, one each."""
+    """A run's error message for each row that it would refuse."""
 
     first: str = ""
-    """The first prompt, as it is tokenised."""
+    """The text of the first prompt, as it is tokenised."""
 
     def told(self) -> str:
-        """As text, one line for each thing."""
+        """Return the statistics as text, one line each."""
         count = self.num_rows
         keys = ", ".join(k if n == count else f"{k} (in {n})" for k, n in self.keys.items())
         lines = {"rows": f"{count}", "fields": keys, "duplicates": f"{self.duplicates}"}
@@ -75,7 +75,7 @@ class Found:
 
 
 def look(config: LookConfig) -> Found:
-    """Read every row; one that a run would refuse is noted, and the next is looked at.
+    """Read every row; note a row that a run would refuse, and continue.
 
     Raises ConfigError for a file or a checkpoint that cannot be read.
     """
@@ -122,7 +122,7 @@ def look(config: LookConfig) -> Found:
 
 
 def _refused_labels(prompts: Mapping[str, Prompt], rule: RuleName) -> list[str]:
-    """Return what a run would say of the labels of prompts, by where they stand."""
+    """Return a run's error messages for labels; prompts: by their place in the file."""
     places = [*prompts]
     numbered = [replace(prompt, index=i) for i, prompt in enumerate(prompts.values())]
     return [
@@ -144,7 +144,7 @@ def _add(found: Found, prompt: Prompt, where: str, seen: set[int]) -> None:
 
 
 class _Characters:
-    """Stands for a tokenizer where none is given."""
+    """A stand-in for a tokenizer: one token for each character."""
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return [0] * len(text)

@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint on servers that hold its weights, without a trainer."""
+"""The command `onpolicy eval`: the evaluation of a checkpoint on servers, without a trainer."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ Report = dict[str, Any]
 
 
 class PublishedEngines(EnginePair):
-    """Servers that a Hugging Face checkpoint is pushed to as a trainer's weights are, and no trainer."""
+    """Servers without a trainer, which get a checkpoint's weights in the same push as from a trainer."""
 
     def start(self) -> None:
         self._launch()
         self.rollout.connect({})
 
     def use(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
-        """Nothing moves a run of no rollouts."""
+        """Do nothing: without rollouts the contract never changes."""
 
     def push_weights(self, version: int) -> None:
         self.weight_version = version
@@ -67,7 +67,7 @@ class PublishedEngines(EnginePair):
         return rounded(parts, format_of_push(self.contract, asked))
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The checkpoint's tensors as a trainer sends them: parameters are cast, buffers are not."""
+        """Yield the checkpoint's tensors as a trainer sends them: parameters are cast, buffers not."""
         model = self.config.model
         dtype = getattr(torch, self.contract.dtype)
         empty = empty_causal_lm(self.hf_config, model.trust_remote_code)
@@ -77,7 +77,7 @@ class PublishedEngines(EnginePair):
 
 
 def evaluate(config: TrainConfig, inputs: Inputs, rollouts_done: int) -> Report:
-    """Sample and score every evaluation set as a run does after so many rollouts."""
+    """Sample and score every evaluation set as after `rollouts_done` rollouts; return the report."""
     contract, engines = inputs.ladder.contract, config.engine
     tp_size, host = tensor_parallel_size(config.sglang_args), engines.rollout_host
     place = partial(placement_of_servers, engines, tp_size, host, contract)

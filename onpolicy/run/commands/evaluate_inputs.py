@@ -1,4 +1,4 @@
-"""What `onpolicy eval` reads, checked before anything is started."""
+"""The inputs of `onpolicy eval`, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
-    """The checkpoint and the evaluation sets, without prompts to train on.
+    """Read the checkpoint and the evaluation sets; there are no training prompts.
 
-    Raises ConfigError for whatever is wrong.
+    Raises ConfigError for any error in them.
     """
     make_rollouter(config)
     path, trust = config.model.hf_checkpoint, config.model.trust_remote_code
@@ -71,7 +71,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
 
 
 def _require_fits(config: TrainConfig, inputs: Inputs, spec: EngineSpec) -> None:
-    """Raise ConfigError if the servers, and the weights on their way to them, need more than is free."""
+    """Raise ConfigError if servers, or weights during the push, need more memory than is free."""
     size = ModelSize.of(inputs.hf_config, config.model.trust_remote_code)
     run = RunMemory(config, inputs.hf_config, spec, size)
     processes = [*run.with_push(0, config.engine.num_started), *run.agents()]

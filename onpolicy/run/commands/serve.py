@@ -1,4 +1,4 @@
-"""SGLang servers under a contract, for runs and clients elsewhere; kept until they are interrupted."""
+"""SGLang servers under a contract, for runs and clients elsewhere, which run until interrupted."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from onpolicy.types import SamplingParams
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 3600.0
-"""How long a server may take to start: nobody waits for it but who started it."""
+"""The seconds that a server may take to start: long, since only the user who started it waits."""
 
 
 def checked_spec(config: ServeConfig) -> EngineSpec:
-    """What each server is started with. Raises ConfigError for whatever it could not run."""
+    """Return the spec of each server. Raises ConfigError if the servers could not run."""
     model, server = config.model, config.server
     hf_config = load_config(model.hf_checkpoint, model.trust_remote_code)
     if config.serves_text or config.gateway.sessions:
@@ -55,7 +55,7 @@ def checked_spec(config: ServeConfig) -> EngineSpec:
     number = config.engines.rollout_num_engines
     require_place(server.rollout_host, server.rollout_base_port, number)
     with FlagCheck(spec) as flags:
-        if not quantised_by(hf_config):  # SGLang's own kernels may serve it
+        if not quantised_by(hf_config):  # SGLang's own kernels may serve a quantised checkpoint
             require_fit(model.hf_checkpoint, hf_config, model.trust_remote_code)
         held = needs_of_servers(config, spec).held(0, number)
         require_memory(held, spec.contract.device, ray_address=config.cluster.ray_address)
@@ -74,7 +74,7 @@ def _require_host(host: str) -> None:
 
 
 def needs_of_servers(config: ServeConfig, spec: EngineSpec) -> Needs:
-    """What so many servers hold, on one host or in all."""
+    """Return the memory needs of the servers, on one host or on several."""
     model = config.model
     hf_config = load_config(model.hf_checkpoint, model.trust_remote_code)
     size = ModelSize.of(hf_config, model.trust_remote_code, spec.contract.adapter)
@@ -82,7 +82,7 @@ def needs_of_servers(config: ServeConfig, spec: EngineSpec) -> Needs:
 
 
 def serve(config: ServeConfig, spec: EngineSpec, places: Places) -> NoReturn:
-    """Start the servers in their places, print how to use them, and keep them.
+    """Start the servers in their places, print how to use them, and watch them.
 
     Raises EngineError if one ends by itself.
     """
@@ -111,7 +111,7 @@ def serve(config: ServeConfig, spec: EngineSpec, places: Places) -> NoReturn:
 def _sessions(
     config: ServeConfig, servers: Sequence[EngineServer]
 ) -> Iterator[ServedSessions | None]:
-    """What --sessions asks for, while it is served."""
+    """Serve the sessions of --sessions, if the flag is given."""
     if not config.gateway.sessions:
         yield None
         return
@@ -144,7 +144,7 @@ def _sessions(
 
 
 class KeyFiles:
-    """The files with the two keys: those that the user named, else ours, which end with the servers."""
+    """The files with the two keys: the user's, or our own ones, which are removed at the end."""
 
     def __init__(self, config: ServeConfig, spec: EngineSpec, directory: Path):
         self._own: dict[Path, str] = {}
@@ -163,13 +163,13 @@ class KeyFiles:
         return str(own)
 
     def write(self) -> None:
-        """Write ours, for their owner alone."""
+        """Write our own files, readable by their owner alone."""
         for file, key in self._own.items():
             with open(file, "w", opener=open_private) as written:
                 written.write(f"{key}\n")
 
     def remove(self) -> None:
-        """Remove ours."""
+        """Remove our own files."""
         for file in self._own:
             file.unlink(missing_ok=True)
 

@@ -1,7 +1,7 @@
-"""Sessions that clients open and end themselves, to try an agent out without a run.
+"""Sessions that clients open and end themselves, to try an agent without a run.
 
-`POST /sessions` opens one: its id, base URL and key. `DELETE /sessions/ID` ends it, and returns what was
-sampled in it. Both want the key of the servers that sample.
+`POST /sessions` opens a session and returns its id, base URL and key. `DELETE /sessions/ID` ends it and
+returns its samples. Both need the key of the servers that sample.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from onpolicy.types import Prompt, Request, SamplingParams
 
 
 class ServedSession:
-    """An episode that acts until it is told to end, or for `time_limit` seconds; `engine` answers it."""
+    """An episode that is open until its client ends it, or for `time_limit` seconds."""
 
     def __init__(self, engine: EngineClient, time_limit: float):
         self._engine, self._time_limit = engine, time_limit
@@ -40,7 +40,7 @@ class ServedSession:
         self.is_to_end, self.has_ended = asyncio.Event(), asyncio.Event()
 
     async def act(self, opened: OpenSession, prompt: Prompt) -> None:
-        """What an agent does in a run."""
+        """Keep the session open, in the place of an agent."""
         self.opened.set_result(opened)
         with suppress(TimeoutError):
             await asyncio.wait_for(self.is_to_end.wait(), self._time_limit)
@@ -50,7 +50,7 @@ class ServedSession:
             episode_loop().begin(partial(self._answer, branch, ask))
 
     async def _answer(self, branch: Turns, ask: Ask) -> None:
-        """Have the engine sample all that is asked for; who waits for it gets its error."""
+        """Have the engine sample all tokens of a request; pass an error on to the client that waits."""
         is_answered = False
         try:
             async with aiohttp.ClientSession() as connection:
@@ -58,7 +58,7 @@ class ServedSession:
                     request = branch.episode.request(branch, ask)
                     completion = await self._engine.generate(connection, request)
                     is_answered = branch.episode.add(branch, ask, completion)
-        except Exception as error:  # any other would leave its client waiting for ever
+        except Exception as error:  # else the client would wait for ever
             branch.episode.withdraw(branch, ask)
             if not ask.answered.done():
                 ask.answered.set_exception(error)
@@ -68,8 +68,10 @@ class ServedSession:
 
 
 class ServedSessions:
-    """All that are open, behind one gateway; what they sample is a function of `seed`, of how many were
-    opened before, and of what is asked for."""
+    """The open sessions of one gateway.
+
+    Samples are a function of `seed`, of the number of sessions opened before, and of the requests.
+    """
 
     def __init__(
         self,
@@ -93,11 +95,11 @@ class ServedSessions:
         ]
 
     def start(self) -> None:
-        """Listen. Raises OSError where the gateway cannot."""
+        """Start to listen. Raises OSError if the gateway cannot."""
         episode_loop().run(self.gateway.start)
 
     def close(self) -> None:
-        """End all sessions, and listen no more."""
+        """End all sessions and stop listening."""
         for _, episode in list(self._known.values()):
             episode.end()
         episode_loop().run(self.gateway.close)
@@ -118,8 +120,7 @@ class ServedSessions:
         return answer
 
     async def _open(self, _: web.Request) -> dict[str, str]:
-        """Open a session. What episodes observe and why they fail is kept by their number, so each
-        session has its own."""
+        """Open a session with its own episode number, by which observations and failures are kept."""
         number = next(self._numbers)
         session = ServedSession(self._engines[number % len(self._engines)], self._time_limit)
         rollouter = AgentRollouter(lambda: self.gateway, session.act)
@@ -160,7 +161,7 @@ class ServedSessions:
         }
 
     def _written(self, trajectory: Trajectory) -> dict[str, Any]:
-        """As checkpoints have it, and the texts of what was given and sampled in turn."""
+        """Return a trajectory as in checkpoints, with the text of each given and sampled stretch."""
         tokens = zip(trajectory.sampled, trajectory.token_ids, strict=True)
         turns = [
             {"sampled": is_sampled, "text": self._rules.decode([token for _, token in stretch])}
@@ -170,7 +171,7 @@ class ServedSessions:
 
 
 async def _opened(session: ServedSession, episode: OpenEpisode) -> OpenSession:
-    """Return the session once it is open. Raises RefusedError where its episode has failed before."""
+    """Return the session once it is open. Raises RefusedError if its episode failed before."""
     ended = asyncio.create_task(session.has_ended.wait())
     try:
         either: list[asyncio.Future[Any]] = [session.opened, ended]

@@ -1,4 +1,4 @@
-"""Measures, on real engines, whether rollout and training agree on every sampled token."""
+"""The command `onpolicy verify`: a comparison of rollout and training on real engines."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ logger = logging.getLogger(__name__)
 LEARNING_RATE = 1e-3
 
 DRAWN = 0.05
-"""Size of what is drawn for adapters, which as they begin add nothing."""
+"""The scale of random values for adapters, which initially change nothing."""
 
 SCORED_AT_ONCE = 8
-"""Samples that the trainer scores before it says how far it is."""
+"""The number of samples that the trainer scores between two progress updates."""
 
 Report = dict[str, Any]
 
@@ -95,7 +95,7 @@ def verify(config: VerifyConfig, make_engines: MakeEngines = EnginePair) -> Repo
 
 
 def passes(report: Report, config: VerifyConfig) -> bool:
-    """Whether the report is what the mode promises, on paths that were really taken."""
+    """Check that the report is what the mode promises, and that all paths were really taken."""
     if not config.plan.starts_aligned:
         return True
     passed: bool = (
@@ -109,14 +109,13 @@ def passes(report: Report, config: VerifyConfig) -> bool:
 
 
 def draw_adapters(engines: EnginePair, config: VerifyConfig) -> None:
-    """Give the adapters that a trainer begins with, unless they were given, numbers that change what is
-    computed."""
+    """Fill freshly initialised adapters with random values, so that they change the output."""
     if config.lora.lora_rank and not config.lora.lora_adapter:
         engines.trainer.on_each_rank(fill_with_drawn, config.seed)
 
 
 def fill_with_drawn(trainer: PolicyTrainer, seed: int) -> None:
-    """Give every B, which begins as zeros, such numbers."""
+    """Fill every B, which is initially zero, with random values."""
 
     def values(name: str, shape: torch.Size) -> torch.Tensor | None:
         return DRAWN * drawn_values(name, shape, seed) if name.endswith(".B") else None
@@ -127,7 +126,7 @@ def fill_with_drawn(trainer: PolicyTrainer, seed: int) -> None:
 def _sample(
     engines: EnginePair, prompts: Sequence[Prompt], config: VerifyConfig, round_number: int
 ) -> list[Sample]:
-    """A response to each prompt."""
+    """Sample a response to each prompt."""
     requests = requests_of(prompts, config, round_number)
     trajectories = trajectories_of(requests, engines.generate(requests))
     return [
@@ -144,7 +143,7 @@ def _sample(
 def requests_of(
     prompts: Sequence[Prompt], config: VerifyConfig, round_number: int
 ) -> list[Request]:
-    """One for each prompt."""
+    """Return a request for each prompt."""
     params = SamplingParams(
         temperature=config.temperature,
         max_new_tokens=config.max_new_tokens,
@@ -164,7 +163,7 @@ def requests_of(
 def _score(
     engines: EnginePair, samples: Sequence[Sample], config: VerifyConfig, phases: Phases
 ) -> ParityCounts:
-    """Compare with what the trainer says and draws, computed in an order and packing of its own."""
+    """Compare log-probabilities and tokens with the trainer's, in another order and packing."""
     shuffled = list(samples)
     random.Random(config.seed).shuffle(shuffled)
     train: list[Rescored] = []

@@ -1,4 +1,4 @@
-"""What `onpolicy verify` runs: its prompts, the run that its flags mean, and the checks before it."""
+"""The inputs of `onpolicy verify`: its prompts, the run of its flags, and the checks before it."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from onpolicy.run.launch.push_checks import require_transport
 from onpolicy.types import Prompt
 
 LONGEST_PROMPT = 1024
-"""Tokens of the longest prompt, unless --max-prompt-len says otherwise or the context is shorter."""
+"""The tokens of the longest prompt, unless --max-prompt-len is given or the context is shorter."""
 
 SHORTEST_PROMPT = 8
-"""What the context must leave for a prompt."""
+"""The least number of tokens that the context must leave for a prompt."""
 
 CHUNKS = 5
-"""Prefill chunks that the longest prompt takes."""
+"""The number of prefill chunks of the longest prompt."""
 
 SHORTEST_CHUNK = 16
 
 TRAINED = 8
-"""Samples of the step between the rounds: all weights change, however few they are."""
+"""The number of samples in the step between the rounds; a few are enough to change all weights."""
 
 BUCKETS = 8
-"""Buckets, about, that the weights are pushed in."""
+"""The approximate number of buckets that the weights are pushed in."""
 
 
 def check_inputs(config: VerifyConfig) -> tuple[TrainConfig, NumericsContract]:
-    """What `verify` runs. Raises ConfigError for whatever could not be run; starts nothing."""
+    """Return the run and contract of `verify`; start nothing. Raises ConfigError if it cannot run."""
     model = config.model
     hf_config = load_config(model.hf_checkpoint, model.trust_remote_code)
     longest = longest_prompt(config, hf_config)
@@ -80,7 +80,7 @@ def _say_how_long(
 
 
 def longest_prompt(config: VerifyConfig, hf_config: PretrainedConfig) -> int:
-    """Tokens of the longest prompt. Raises ConfigError if the context is too short for it."""
+    """Return the tokens of the longest prompt. Raises ConfigError if the context is too short."""
     context = hf_config.max_position_embeddings
     room: int = context - CONTEXT_MARGIN - config.max_new_tokens
     if room < SHORTEST_PROMPT:
@@ -100,17 +100,18 @@ def longest_prompt(config: VerifyConfig, hf_config: PretrainedConfig) -> int:
 
 
 def chunk_size(longest: int) -> int:
-    """Tokens of a prefill chunk, so that the longest prompt takes several."""
+    """Return the number of tokens of a prefill chunk, so that the longest prompt takes several."""
     return max(SHORTEST_CHUNK, -(-longest // CHUNKS))
 
 
 def make_prompts(config: VerifyConfig, vocab_size: int, longest: int) -> list[Prompt]:
-    """Random token ids of random lengths, some longer than a prefill chunk, sharing prefixes."""
+    """Return random prompts with shared prefixes, some longer than a prefill chunk."""
     rng = random.Random(f"prompts/{config.seed}")
     shared = [rng.randrange(vocab_size) for _ in range(longest // 2)]
     prompts = []
     for i in range(config.num_prompts):
         prefix = shared[: rng.randrange(len(shared))]
+        # The first prompt has the full length, so that one takes all prefill chunks.
         length = longest if i == 0 else rng.randrange(1, longest - len(prefix))
         token_ids = (prefix + [rng.randrange(vocab_size) for _ in range(length)])[:longest]
         prompts.append(Prompt(index=i, prompt_ids=token_ids, label="", text=""))
@@ -118,8 +119,8 @@ def make_prompts(config: VerifyConfig, vocab_size: int, longest: int) -> list[Pr
 
 
 def make_train_config(config: VerifyConfig, longest: int) -> TrainConfig:
-    """A run of one rollout, or, without a step, of none, with this command's flags, on prompts of up
-    to `longest` tokens."""
+    """Return a run with this command's flags on prompts of up to `longest` tokens: of one rollout, or,
+    with --no-step, of none."""
     sglang_args = config.sglang_args
     starts_servers = not config.servers.rollout_server_url
     chunked = any(arg.startswith("--chunked-prefill-size") for arg in sglang_args)

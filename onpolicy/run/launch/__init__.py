@@ -1,3 +1,6 @@
-"""What a command needs before anything starts: the contract that its engines keep (`contracts`), what
-they are started with (`engine_specs`) and where (`host_shares`, `cluster_engines`), whether they fit
-(`process_memory`, `memory_checks`, `colocation`, `host_memory`), and all that a run reads (`inputs`)."""
+"""The preparation of a command, before anything starts.
+
+The contract of its engines (`contracts`), their specs (`engine_specs`) and places (`host_shares`,
+`cluster_engines`), memory checks (`process_memory`, `memory_model`, `memory_checks`), and everything
+that a run reads (`inputs`).
+"""

@@ -1,4 +1,4 @@
-"""From --lora-* to the adapters of a model."""
+"""The adapters of a model, from the flags --lora-*."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onpolicy.models.lora.peft_format import require_adapter_fits
 
 
 def adapter_of(config: TrainConfig, facts: ModelFacts) -> AdapterShape | None:
-    """Returns the adapters that a run trains; None: all weights are trained.
+    """Return the shape of the adapters that a run trains, or None if all weights are trained.
 
     Raises ConfigError for linears that the model does not have, or that cannot be adapted.
     """

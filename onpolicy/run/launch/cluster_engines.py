@@ -32,11 +32,11 @@ from onpolicy.train import Trainer
 logger = logging.getLogger(__name__)
 
 MakeEngines = Callable[..., EnginePair]
-"""Takes what `EnginePair` takes, less what makes its trainer."""
+"""A factory with the arguments of `EnginePair`, less its own `make_trainer`."""
 
 
 class OnCluster:
-    """Makes what a run has on the hosts of its cluster, which this process is in."""
+    """A factory of a run's engines on the hosts of its cluster, which this process has joined."""
 
     def __init__(self, config: TrainConfig, contract: NumericsContract):
         self.config, self.contract = config, contract
@@ -52,10 +52,10 @@ class OnCluster:
         longest_sequence: int,
         make_rollout: Callable[..., RolloutGroup] = make_rollout_group,
     ) -> EnginePair:
-        """Engines and ranks on the hosts that there are, and says where.
+        """Place engines and ranks on the present hosts, log their places, and return them.
 
-        Raises ConfigError if they do not fit there, or the memory of a cluster's host. Called again, as
-        after a loss, it raises EngineError for that, and does not wait for other hosts to join.
+        Raises ConfigError if they do not fit the hosts, or the memory of one of them. A second call,
+        after a loss, raises EngineError instead, and does not wait for other hosts to join.
         """
         config, is_again = self.config, self._places is not None
         if config.cluster.ray_address:
@@ -76,7 +76,7 @@ class OnCluster:
 
 @contextmanager
 def on_cluster(config: TrainConfig, contract: NumericsContract) -> Iterator[OnCluster]:
-    """Be in the run's cluster, and know what makes its engines there."""
+    """Join the run's cluster, and yield the factory of its engines."""
     with session(config.cluster, config.engine.rollout_start_timeout):
         yield OnCluster(config, contract)
 
@@ -85,8 +85,11 @@ def on_cluster(config: TrainConfig, contract: NumericsContract) -> Iterator[OnCl
 def trainer_on_cluster(
     config: TrainConfig, contract: NumericsContract, needs: Needs, logs: Path
 ) -> Iterator[Trainer]:
-    """A trainer without servers, in the run's cluster, on the hosts that there are; `logs`: a directory
-    for those of its ranks. Raises ConfigError if it does not fit there, or a cluster's host's memory."""
+    """Yield a trainer without servers on the hosts of the run's cluster.
+
+    `logs`: the directory for the logs of its ranks. Raises ConfigError if it does not fit the hosts, or
+    the memory of one of them.
+    """
     asked = needs if config.cluster.ray_address else None
     place = partial(fitting, partial(placement_of_trainer, config, contract), asked)
     start_seconds = config.engine.rollout_start_timeout
@@ -101,9 +104,11 @@ def trainer_on_cluster(
 def places_on_cluster(
     cluster: HostsConfig, place: PlaceOn, cpu_threads: int = 0, needs: Needs | None = None
 ) -> Iterator[Places]:
-    """Where servers without a trainer are: on this host, or with --ray-address on those of that cluster,
-    which this process is in meanwhile. Raises ConfigError if they do not fit, or, if it is known what
-    they hold, if the memory of one of its hosts is too small."""
+    """Yield the places of servers without a trainer: on this host, or on the cluster at --ray-address,
+    which this process joins meanwhile.
+
+    Raises ConfigError if they do not fit, or, if their needs are given, if a host has too little memory.
+    """
     with ExitStack() as stack:
         if cluster.ray_address:
             stack.enter_context(session(cluster))
@@ -124,8 +129,11 @@ def planned(
     contract: NumericsContract,
     longest_sequence: int,
 ) -> list[str]:
-    """Where a run would put everything now, in a line for each host; or why it would be refused, which
-    a dry run only says, since the run may be made elsewhere."""
+    """Return the places that a run would use at present, in a line for each host.
+
+    If the run would be refused, return the reason instead: a dry run only reports it, since the run may
+    be made elsewhere.
+    """
     try:
         if not config.cluster.ray_address:
             return placement_here(config, contract).describe()

@@ -1,4 +1,4 @@
-"""From what a user asks for to the numerics contract that every engine of a command keeps."""
+"""The numerics contract of all engines of a command, from its flags."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 def contract_for(
     config: TrainConfig | ServeConfig, hf_config: PretrainedConfig, *, aligned: bool
 ) -> NumericsContract:
-    """The contract of a model on this machine: on aligned operators, or on stock ones.
+    """Return the contract of a model on this machine, with aligned or stock operators.
 
     Raises ConfigError if the model, the machine or the environment cannot keep it.
     """
@@ -80,7 +80,7 @@ def contract_for(
 
 
 def rollout_format(config: TrainConfig | ServeConfig) -> str:
-    """--rollout-weight-format, where both engines are to compute with it."""
+    """Return --rollout-weight-format if both engines compute with it, else ""."""
     plan = config.plan
     is_of_both = plan.starts_aligned and not plan.is_governed
     return _servers(config).rollout_weight_format if is_of_both else ""
@@ -91,7 +91,7 @@ def _servers(config: TrainConfig | ServeConfig) -> ServerConfig:
 
 
 def require_roundable(facts: ModelFacts, weight_format: str) -> None:
-    """Raise ConfigError if some linears' weights are no matrices of their own in a checkpoint."""
+    """Raise ConfigError if the checkpoint stores weights of linears in tensors that are no matrices."""
     for name, parameter in facts.model.named_parameters():
         for stored, tensor in stored_tensors(facts.model, name, parameter).items():
             if tensor.dim() == 3:
@@ -104,7 +104,7 @@ def require_roundable(facts: ModelFacts, weight_format: str) -> None:
 def require_bytes(
     facts: ModelFacts, backend: str, formats: tuple[str, str], row_parallel_blocks: int
 ) -> None:
-    """Raise ConfigError if these operators had no bytes to multiply, or a rank no whole blocks."""
+    """Raise ConfigError if the formats are not FP8, or if a rank would hold part of a block."""
     if formats != ("fp8_e4m3_block128", "fp8_e4m3"):
         raise ConfigError(
             f"--operators={backend}: multiplies bytes of weights and inputs that both engines round. "
@@ -127,7 +127,7 @@ def require_bytes(
 
 
 def _deciding(context: int, hf_config: PretrainedConfig) -> int | None:
-    """`context`, if the model's angles depend on it."""
+    """Return `context` if the model's rotary angles depend on it, else None."""
     if not follows_context(hf_config):
         return None
     for chosen in choose_factors(copy.deepcopy(hf_config), context):

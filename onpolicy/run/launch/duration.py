@@ -1,7 +1,7 @@
-"""How long a command will take at least: its operations over the speed of a product on this device.
+"""The least time of a command: its operations over this device's measured speed of matrix products.
 
-A rough sum, to tell minutes from hours. What it leaves out (starting the engines, attention, pushes)
-takes a minute or two on small models.
+A rough estimate, to tell minutes from hours. The parts left out (starting the engines, attention,
+pushes) take a minute or two on small models.
 """
 
 from __future__ import annotations
@@ -19,41 +19,44 @@ from onpolicy.outputs.console import duration
 logger = logging.getLogger(__name__)
 
 FORWARD = 2
-"""Operations of a forward pass for each parameter and token."""
+"""The operations of a forward pass for each parameter and token."""
 
 STEP = 4 * FORWARD
-"""A training step: forward, forward again from the layers' inputs, and twice that backward."""
+"""The operations of a training step: forward, recomputed forward, and a backward pass of twice that."""
 
 ROWS = 256
 GPU_ROWS = 8192
 SECONDS = 0.3
 
 MOST_SAMPLED_PER_SECOND = 4000
-"""Tokens that a server on a CPU samples however small its model is, which its scheduler and its sampler
-see to; the most that benchmarks/README.md has is 3,545."""
+"""The most tokens that a CPU server samples in a second, limited by scheduler and sampler however small
+the model is; the highest rate in benchmarks/README.md is 3,545."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a command computes, in tokens that go through the model."""
+    """The computation of a command, in tokens that go through the model."""
 
     scored: int
-    """Prefilled by the server, or scored by the trainer."""
+    """The number of tokens prefilled by the server, or scored by the trainer."""
 
     trained: int
     decode_steps: int
-    """Steps of the server, each of which reads all weights for up to ROWS tokens."""
+    """The number of decode steps, each of which reads all weights for up to ROWS tokens."""
 
     sampled: int
-    """Tokens, by the server that samples most."""
+    """The number of tokens sampled by the server that samples most."""
 
     def operations(self, size: ModelSize) -> float:
-        """Floating-point operations; a step costs what ROWS tokens cost, since it waits for memory."""
+        """Return the number of floating-point operations.
+
+        A decode step is limited by memory and counts as much as ROWS / 4 tokens.
+        """
         tokens = FORWARD * (self.scored + ROWS // 4 * self.decode_steps) + STEP * self.trained
         return float(size.parameters) * tokens
 
     def seconds(self, size: ModelSize, operations_per_second: float, device: str) -> float:
-        """The least that it takes."""
+        """Return the least time in seconds."""
         sampling = self.sampled / MOST_SAMPLED_PER_SECOND if device == "cpu" else 0.0
         return sampling + self.operations(size) / operations_per_second
 
@@ -61,8 +64,8 @@ class Work:
 def verify_work(
     prompt_lens: Sequence[int], max_new_tokens: int, trained: int, at_once: int
 ) -> Work:
-    """The work of two rounds: prefill and scoring of all sequences each, and a step on the first
-    `trained`."""
+    """Return the work of two rounds, each with prefill and scoring of all sequences, and of a step on
+    the first `trained` sequences."""
     lens = [n + max_new_tokens for n in prompt_lens]
     waves = -(-len(lens) // max(1, at_once))
     return Work(
@@ -74,7 +77,7 @@ def verify_work(
 
 
 def say_how_long(work: Work, size: ModelSize, device: str) -> None:
-    """Log the least time of a command, and what it is made of."""
+    """Log the least time of a command, and its parts."""
     speed = operations_per_second(size, device)
     logger.info(
         "at least %s: %.1e operations (%d tokens prefilled or scored, %d trained on, %d decode steps) "
@@ -85,8 +88,10 @@ def say_how_long(work: Work, size: ModelSize, device: str) -> None:
 
 
 def operations_per_second(size: ModelSize, device: str) -> float:
-    """The speed of products of the model's width, measured for a moment: in float32, or on a GPU in
-    bfloat16, with enough rows to fill it."""
+    """Measure the speed of matrix products of the model's width, in operations per second.
+
+    On a CPU in float32, on a GPU in bfloat16 with enough rows to fill it.
+    """
     rows, dtype = (ROWS, torch.float32) if device == "cpu" else (GPU_ROWS, torch.bfloat16)
     x = torch.ones(rows, size.hidden, device=device, dtype=dtype)
     weight = torch.ones(2 * size.hidden, size.hidden, device=device, dtype=dtype)

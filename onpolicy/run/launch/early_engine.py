@@ -1,4 +1,4 @@
-"""The process of a run's engine, begun while the run is checked."""
+"""The process of a run's engine, started while the run is checked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from onpolicy.system.memory import num_gpus
 
 
 def engine_begun(config: TrainConfig) -> AbstractContextManager[None]:
-    """Let the one engine of a run on this host's cores import SGLang beside what is done in here."""
+    """Start the process of a run's only engine on this host's cores, so that it imports SGLang
+    meanwhile.
+
+    Do nothing for any other run.
+    """
     engine = config.engine
     if engine.rollout_server_url or config.cluster.ray_address or engine.num_started != 1:
         return nullcontext()
@@ -30,7 +34,7 @@ def engine_begun(config: TrainConfig) -> AbstractContextManager[None]:
 
 
 def _likely(config: TrainConfig) -> EngineSpec:
-    """What decides the environment of the engine's process, as far as flags tell."""
+    """Return a spec from flags alone, enough for the environment of the engine's process."""
     aligned = "cpu" if config.plan.aligned_by else "stock"
     contract = NumericsContract(
         backend="portable" if config.operators.is_portable else aligned,

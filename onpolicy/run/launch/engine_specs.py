@@ -1,4 +1,4 @@
-"""What SGLang servers are started with: those of a run's rollout, and the one of `onpolicy serve`."""
+"""The specs of SGLang servers: of a run's rollout, and of `onpolicy serve`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from onpolicy.run.launch.host_shares import placement_here, share_of_cores
 from onpolicy.run.launch.memory_model import RunMemory
 
 CACHE_BYTES = 2 << 30
-"""Memory for the key/value cache of one CPU engine, unless --sglang-max-total-tokens is given."""
+"""The size of a CPU engine's KV cache, in bytes, unless --sglang-max-total-tokens is given."""
 
 
 def make_rollout_group(
@@ -44,7 +44,7 @@ def make_rollout_group(
     places: Places | None = None,
     extensions: Mapping[str, str] | None = None,
 ) -> RolloutGroup:
-    """The rollout's servers, not started yet; without places all on this host."""
+    """Return the rollout's servers, not started yet; without `places`, all on this host."""
     spec = rollout_spec(config, hf_config, contract, longest_sequence)
     places = places or places_in(placement_here(config, contract), config)
     specs = places.specs(replace(spec, extensions=extensions or {})) or [spec]
@@ -55,7 +55,7 @@ def make_rollout_group(
 def places_in(
     placement: Placement, config: TrainConfig, require_room: RequireRoom | None = None
 ) -> Places:
-    """The places of a run's engines."""
+    """Return the places of a run's engines."""
     engine = config.engine
     return Places(
         placement,
@@ -71,10 +71,10 @@ def rollout_spec(
     contract: NumericsContract,
     longest_sequence: int = 0,
 ) -> EngineSpec:
-    """What each of the rollout's servers is, wherever it is; its cache holds a sequence of
-    `longest_sequence` tokens, or of the model's context if that is not known.
+    """Return the spec of the rollout's servers, before they are placed.
 
-    Raises ConfigError if GPUs are to be shared and there are none, or SGLang lacks a package.
+    The cache holds at least a sequence of `longest_sequence` tokens, or of the model's context if that
+    is 0. Raises ConfigError if GPUs are to be shared and there are none, or if SGLang lacks a package.
     """
     engine = config.engine
     requests = engine.rollout_max_concurrency
@@ -100,9 +100,9 @@ def rollout_spec(
 def serve_spec(
     config: ServeConfig, hf_config: PretrainedConfig, contract: NumericsContract
 ) -> EngineSpec:
-    """What the server of `onpolicy serve` is.
+    """Return the spec of the server of `onpolicy serve`.
 
-    Raises ConfigError if SGLang lacks a package, or if clients would have the key of runs.
+    Raises ConfigError if SGLang lacks a package, or if clients would get the key of runs.
     """
     spec = _spec(config, config.server, hf_config, contract)
     given = reveal("--client-api-key", config.client_api_key)
@@ -152,7 +152,7 @@ def _cache_tokens(
     longest_sequence: int,
     requests: int,
 ) -> int:
-    """The user's number; else our own on a CPU, and on a GPU what SGLang finds room for."""
+    """Return the user's cache tokens, else our own on a CPU, and 0 (SGLang's choice) on a GPU."""
     asked = max_total_tokens(config.sglang_args)
     if asked is not None or contract.device != "cpu":
         return asked or 0
@@ -164,13 +164,15 @@ def _cache_tokens(
 def cache_tokens(
     hf_config: PretrainedConfig, contract: NumericsContract, one: int, requests: int
 ) -> int:
-    """Tokens for the cache of a CPU engine: as many of `requests` sequences, which need `one` each, as
-    fit CACHE_BYTES, and one in any case. One more than that, since SGLang keeps room to spare when it
-    admits a request."""
+    """Return the number of tokens in the KV cache of a CPU engine.
+
+    It holds as many of `requests` sequences of `one` tokens each as fit CACHE_BYTES, and at least one.
+    There is room for one more than `requests`, since SGLang keeps some free when it admits a request.
+    """
     fitting = CACHE_BYTES // token_bytes(hf_config, contract)
     return max(one, min((requests + 1) * one, fitting))
 
 
 def replays_routing(config: TrainConfig, contract: NumericsContract) -> bool:
-    """Whether the trainer is to take the experts that the rollout took; aligned engines agree."""
+    """Return whether the trainer replays the rollout's expert choices; aligned engines agree anyway."""
     return config.fallback.use_rollout_routing_replay and not contract.is_aligned

@@ -1,4 +1,4 @@
-"""What each process of a command gets of its host: GPUs and cores."""
+"""The share of its host that each process of a command gets: GPUs and cores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from onpolicy.system.memory import num_gpus
 def placement_of(
     config: TrainConfig, contract: NumericsContract, hosts: Sequence[Host]
 ) -> Placement:
-    """Where each rank and each engine of a run is. Raises ConfigError with the sum that does not fit."""
+    """Return the placement of ranks and engines. Raises ConfigError with the sum that does not fit."""
     per_engine = tensor_parallel_size(config.sglang_args)
     if config.cluster.actor_num_gpus_per_node:
         _require_device(contract, hosts)
@@ -36,7 +36,7 @@ def placement_of_servers(
     contract: NumericsContract,
     hosts: Sequence[Host],
 ) -> Placement:
-    """Where each server of a command without a trainer is; raises as `placement_of` does."""
+    """Return the placement of servers without a trainer; raises as `placement_of` does."""
     _require_gpus_if_counted(count, contract, hosts)
     placement = place_engines(count.num_started, per_engine, contract.device, hosts)
     _require_device(contract, placement.hosts)
@@ -47,7 +47,7 @@ def placement_of_servers(
 def placement_of_trainer(
     config: TrainConfig, contract: NumericsContract, hosts: Sequence[Host]
 ) -> Placement:
-    """Where each rank of a command without servers is; raises as `placement_of` does."""
+    """Return the placement of ranks without servers; raises as `placement_of` does."""
     if config.cluster.actor_num_gpus_per_node:
         _require_device(contract, hosts)
     placement = place_trainer(config.cluster, contract.device, hosts)
@@ -67,8 +67,10 @@ def _require_gpus_if_counted(
 
 
 def _require_device(contract: NumericsContract, hosts: Sequence[Host]) -> None:
-    """Raise ContractError if the contract, made from this host, is for CPUs, and another of `hosts`,
-    which are taken, has GPUs, which its processes would leave unused."""
+    """Raise ContractError if the contract is for CPUs and another one of the hosts in use has GPUs.
+
+    The contract is made from this host, and the processes would leave those GPUs unused.
+    """
     with_gpus = (host for host in hosts if host.num_gpus and not host.is_here)
     if contract.device == "cpu" and (host := next(with_gpus, None)) is not None:
         raise ContractError(
@@ -79,18 +81,17 @@ def _require_device(contract: NumericsContract, hosts: Sequence[Host]) -> None:
 
 
 def placement_here(config: TrainConfig, contract: NumericsContract) -> Placement:
-    """The placement on this host alone."""
+    """Return the placement on this host alone."""
     return placement_of(config, contract, hosts_here())
 
 
 def hosts_here() -> list[Host]:
-    """This host with its GPUs, as a placement takes hosts."""
+    """Return this host with its GPUs, as a placement takes hosts."""
     return [this_host(num_gpus())]
 
 
 def require_reach(config: TrainConfig, placement: Placement) -> None:
-    """Raise ConfigError if weights cannot go to an engine the way they are asked to, or an address of
-    one host is given for several."""
+    """Raise ConfigError if --weight-sync cannot reach an engine, or if hosts share one address."""
     if placement.is_here:
         return
     _require_addresses_of_hosts(config.engine.rollout_host, placement)
@@ -99,8 +100,11 @@ def require_reach(config: TrainConfig, placement: Placement) -> None:
 
 
 def _require_gpu_memory_in_reach(may_lag: bool, placement: Placement) -> None:
-    """Raise ConfigError for an engine on a host without a rank that has weights for it: every rank in a
-    push, but rank 0 alone what a run that may lag keeps for a server that starts again."""
+    """Raise ConfigError if an engine's host has no rank that can send it weights over CUDA IPC.
+
+    Every rank sends in a push. In a run that may lag, a restarted server gets its weights from rank 0
+    alone, which keeps them.
+    """
     senders = [slot.host for slot in placement.trainer[: 1 if may_lag else None]]
     far = (i for i, slot in enumerate(placement.engines) if slot.host not in senders)
     if (engine := next(far, None)) is not None:
@@ -121,5 +125,5 @@ def _require_addresses_of_hosts(rollout_host: str, placement: Placement) -> None
 
 
 def share_of_cores(processes: int) -> int:
-    """Threads for each of some processes on this host."""
+    """Return the number of threads for each of some processes on this host."""
     return max(1, len(os.sched_getaffinity(0)) // processes)

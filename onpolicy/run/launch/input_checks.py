@@ -1,4 +1,4 @@
-"""Rules between a run's inputs: its flags, its checkpoint, its prompts and its ranks."""
+"""Checks of a run's inputs against each other: flags, checkpoints, prompts and ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_layout(config: TrainConfig) -> None:
 
 
 def require_experts(config: TrainConfig, hf_config: PretrainedConfig) -> None:
-    """Raise ConfigError if the rollout's choices of experts are to be taken where none are made."""
+    """Raise ConfigError if expert choices are to be replayed and the model has none that can be."""
     if not config.fallback.use_rollout_routing_replay:
         return
     architecture = (hf_config.architectures or ["none"])[0]
@@ -42,7 +42,7 @@ def require_experts(config: TrainConfig, hf_config: PretrainedConfig) -> None:
 
 
 def require_context(config: TrainConfig, hf_config: PretrainedConfig) -> int:
-    """The longest prompt that leaves room for the longest response.
+    """Return the number of tokens of the longest prompt that leaves room for the longest response.
 
     Raises ConfigError if that response alone does not fit the model's context.
     """
@@ -84,8 +84,8 @@ def require_full_batch(config: TrainConfig, num_prompts: int) -> None:
 
 
 def require_weights(config: TrainConfig, hf_config: PretrainedConfig) -> None:
-    """Raise ConfigError if the policy's weights, or another model's, are not of its own sizes, or if
-    another model cannot be computed, or laid out over the ranks, as the policy is."""
+    """Raise ConfigError if a checkpoint's weights (policy, reference or critic) do not have its model's
+    shapes, or if reference or critic cannot be computed or laid out as the policy is."""
     model = config.model
     require_fit(model.hf_checkpoint, hf_config, model.trust_remote_code)
     others = {

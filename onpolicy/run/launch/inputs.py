@@ -1,4 +1,4 @@
-"""Everything that a run reads, checked before anything is started."""
+"""The inputs of a run, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -51,37 +51,37 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Everything that is read and checked before anything is started."""
+    """Everything that a run reads, after all checks."""
 
     hf_config: PretrainedConfig
 
     ladder: Ladder
-    """What both engines are started from, and started again when the governor moves."""
+    """The contract and corrections of each rung, for the start and for moves of the governor."""
 
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSource
 
     eval_sets: dict[str, EvalPrompts]
-    """Each evaluation set by its name; the name of a single set may be empty."""
+    """The evaluation sets by name; the name of a single set may be empty."""
 
     stop_token_ids: tuple[int, ...]
 
     replayed: RolloutJournal | None = None
-    """What --replay repeats."""
+    """The journal that --replay repeats."""
 
     @property
     def evaluations(self) -> dict[str, str]:
-        """`digest_sets` of the evaluation sets."""
+        """Return the result of `digest_sets` for the evaluation sets."""
         sets = self.eval_sets.items()
         return digest_sets({name: (each.settings.measure, each.prompts) for name, each in sets})
 
     def max_context_len(self, config: TrainConfig) -> int:
-        """Most tokens of a sequence, given and sampled."""
+        """Return the limit on a sequence's tokens, given and sampled ones together."""
         room: int = self.hf_config.max_position_embeddings - CONTEXT_MARGIN
         return config.agent.rollout_max_context_len or room
 
     def longest_sequence(self, config: TrainConfig) -> int:
-        """Tokens of the longest sequence that the run may ask an engine for."""
+        """Return the tokens of the longest sequence that the run may request from an engine."""
         if has_agent(config.agent):
             return self.max_context_len(config)
         sampled = config.rollout.rollout_max_response_len
@@ -93,7 +93,7 @@ class Inputs:
 
 
 def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
-    """Read and check the checkpoint and all data. Raises ConfigError for whatever is wrong."""
+    """Read and check the checkpoint and all data. Raises ConfigError for any error in them."""
     check_layout(config)
     make_rollouter(config)
     check_sinks(config.output)
@@ -144,9 +144,9 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
 
 
 def make_ladder(config: TrainConfig, hf_config: PretrainedConfig) -> Ladder:
-    """Every contract that the run may be moved to, and its corrections.
+    """Return the contracts that the run may move between, with their corrections.
 
-    Raises ConfigError for a contract that cannot be kept, and for corrections that cannot be made.
+    Raises ConfigError for a contract that cannot be kept, and for invalid corrections.
     """
     require_experts(config, hf_config)
     try:

@@ -1,4 +1,4 @@
-"""What nobody asked for fits itself: lengths to the model's context, and say so; shared prefixes."""
+"""Default lengths that were not given, and the log line about them; --share-prefixes auto."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 def fit_run(config: TrainConfig) -> TrainConfig:
-    """A run whose longest response, if nobody asked for one, leaves half of the context to prompts, and
-    of which it is decided whether prefixes are shared."""
+    """Return a run whose default response length leaves half of the context to prompts, and which has
+    decided whether it shares prefixes."""
     hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
     flag, asked = "--rollout-max-response-len", config.rollout.rollout_max_response_len
     length = fit_length(flag, asked, hf_config.max_position_embeddings // 2, hf_config)
@@ -30,7 +30,7 @@ def fit_run(config: TrainConfig) -> TrainConfig:
 
 
 def fit_verify(config: Verify) -> Verify:
-    """A `verify`, or a command like it, whose responses leave half of the context to prompts."""
+    """Return a `verify` whose default response length leaves half of the context to prompts."""
     hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
     most = hf_config.max_position_embeddings // 2
     return replace(
@@ -40,7 +40,7 @@ def fit_verify(config: Verify) -> Verify:
 
 
 def fit_length(flag: str, length: int, most: int, hf_config: PretrainedConfig) -> int:
-    """The length of a flag; one that nobody asked for is at least 1 and at most `most` tokens."""
+    """Return a flag's length; a default is lowered to `most` tokens, but not below 1."""
     if not isinstance(length, Unasked) or length <= most:
         return int(length)
     logger.info(

@@ -1,5 +1,8 @@
-"""Whether the processes of a command fit the memory that is free, before any of them starts: on this
-host, or where a placement puts them on a cluster's. What other programs take is subtracted."""
+"""Memory checks of a command's processes before any of them starts.
+
+They are made on this host, or on the hosts of a cluster once a placement is known, against the memory
+that other programs leave free.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,12 @@ from onpolicy.system.memory import Gpu, free_memory, gib, gpus
 logger = logging.getLogger(__name__)
 
 Held = Callable[[int, int], list[ProcessMemory]]
-"""(ranks of the trainer, servers) -> what they hold on one host."""
+"""A function (ranks of the trainer, servers) -> their processes' memory on one host."""
 
 PlaceOn = Callable[[Sequence[Host]], Placement]
 
 GpusOf = Mapping[Host, Sequence[Gpu]]
-"""What `gpus_on` found: by number, of each host."""
+"""The result of `gpus_on`: each host's GPUs by number."""
 
 REMEDY = (
     "Choose a smaller model, shorter or fewer sequences, --activation-checkpointing or "
@@ -42,12 +45,12 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a command's processes hold, wherever they are placed."""
+    """The memory needs of a command's processes, wherever they are placed."""
 
     held: Held
 
     run: RunMemory | None = None
-    """The run that they are of, if they are a run's."""
+    """The run's own model of its memory, if the command is a run."""
 
     @staticmethod
     def of(
@@ -56,7 +59,7 @@ class Needs:
         contract: NumericsContract,
         longest_sequence: int,
     ) -> Needs:
-        """A run's; its longest sequence has so many tokens."""
+        """Return the needs of a run whose longest sequence has `longest_sequence` tokens."""
         spec = rollout_spec(config, hf_config, contract, longest_sequence)
         size = ModelSize.of(hf_config, config.model.trust_remote_code, contract.adapter)
         run = RunMemory(config, hf_config, spec, size)
@@ -66,9 +69,12 @@ class Needs:
 def require_run_fits(
     config: TrainConfig, hf_config: PretrainedConfig, spec: EngineSpec, size: ModelSize
 ) -> None:
-    """Say what a run takes. Raises ConfigError, with the sums, if its longest sequence does not fit the
-    cache of an engine, or its processes do not fit the memory that is free: of a dry run, which may be
-    made on another host, or while something else runs, that is only said."""
+    """Log the memory of a run.
+
+    Raises ConfigError, with the sums, if its longest sequence does not fit an engine's cache, or if its
+    processes do not fit the free memory. A dry run only logs the latter, since the run may be made on
+    another host or at another time.
+    """
     servers = config.engine.num_started
     if servers:
         require_cache(spec)
@@ -84,7 +90,7 @@ def require_run_fits(
 
 
 def require_cache(spec: EngineSpec) -> None:
-    """Raise ConfigError if one sequence does not fit the cache that is asked for; say if some wait."""
+    """Raise ConfigError if a sequence does not fit the requested cache; log if requests have to wait."""
     needed, tokens = spec.needed_tokens, spec.cache_tokens
     if not tokens:
         return  # as much as a GPU has room for, which its server tells when it has started
@@ -108,10 +114,11 @@ def require_memory(
     ray_address: str = "",
     run: RunMemory | None = None,
 ) -> None:
-    """Say what the processes take; raise ConfigError, with the sums, if they cannot fit.
+    """Log the memory of the processes; raise ConfigError, with the sums, if they cannot fit.
 
-    On a CPU they share the memory of this host; on GPUs each has one of its own, or those of `run` may
-    share it. Hosts of a cluster, at `ray_address`, are asked when placements are known (`fitting`).
+    On a CPU they share the memory of this host. On GPUs each process has one of its own, or a rank and a
+    server of `run` share one. Hosts of a cluster, at `ray_address`, are checked once placements are
+    known (`fitting`).
     """
     for process in processes:
         logger.info("memory of %s", process)
@@ -126,8 +133,11 @@ def require_memory(
 
 
 def require_host(processes: Sequence[ProcessMemory], host: str, free: int, device: str) -> str:
-    """The sum of what lies in a host's memory, in words; there all of it does if the processes compute
-    on a CPU. Raises ConfigError if it is more than the bytes that are free on the host."""
+    """Return the sum of the processes' memory on a host, in words.
+
+    On a CPU it is all of their memory, else the part beside the GPUs. Raises ConfigError if it exceeds
+    the host's `free` bytes.
+    """
     on_gpus = device == "cuda"
     needed = sum(p.host_bytes if on_gpus else p.bytes for p in processes)
     return _require(processes, needed, "beside GPUs" if on_gpus else "together", host, free)
@@ -141,9 +151,12 @@ def require_gpu(
     *,
     is_shared: bool = False,
 ) -> list[str]:
-    """The largest process, or all that is at the same time on a GPU that a rank and a server of `run`
-    share, in words. Raises ConfigError if it is more than the bytes that are free there, with the number
-    of ranks that would do; or if the server's part of them is too small."""
+    """Return the largest process on a GPU, in words, or everything that a rank and a server of `run`
+    hold on a shared one at the same time.
+
+    Raises ConfigError if that exceeds the `free` bytes, with the number of ranks that would suffice, or
+    if the server's share is too small.
+    """
     moments = run.moments() if run is not None and is_shared else processes
     largest = max(moments, key=lambda process: process.each)
     enough = ""
@@ -157,7 +170,7 @@ def require_gpu(
 
 
 def _enough_ranks(run: RunMemory, free: int) -> str:
-    """How many ranks would fit GPUs that have so many bytes free, in words."""
+    """Return, in words, the number of ranks that would fit GPUs with so many free bytes."""
     number = run.enough_ranks(free)
     if number is None:
         return "No number of ranks would do. "
@@ -166,8 +179,8 @@ def _enough_ranks(run: RunMemory, free: int) -> str:
 
 
 def _require_fraction(run: RunMemory, gpu: str, free: int) -> str:
-    """The servers' part of a shared GPU, in words. Raises ConfigError if it does not hold their weights
-    and the longest sequence."""
+    """Return the servers' share of a shared GPU, in words. Raises ConfigError if weights and the longest
+    sequence do not fit it."""
     given, needed = memory_fraction(run.spec.sglang_args), run.static_server()
     fraction = run.spec.memory_fraction if given is None else given
     part = int(fraction * free)
@@ -199,7 +212,8 @@ def _require(
 def fitting(
     place: PlaceOn, needs: Needs | None, hosts: Sequence[Host]
 ) -> tuple[Placement, list[str]]:
-    """A placement on hosts, and what to say of it. needs: None if memory and GPUs are not asked for.
+    """Return a placement on hosts, and the log lines about it. needs: None to skip memory and GPU
+    checks.
 
     Raises ConfigError if hosts are too few, or if one, or a GPU of one, has too little memory;
     ContractError if a host's GPUs are of another kind than this one's.
@@ -217,8 +231,8 @@ def fitting(
 
 
 def require_same_kind(placement: Placement, found: GpusOf) -> None:
-    """Raise ContractError for a host whose GPUs, of which some are taken, are of another compute
-    capability than those of this host, from which the contract was made."""
+    """Raise ContractError if a GPU in use has another compute capability than this host's GPUs, from
+    which the contract was made."""
     ours = next((gpus for host, gpus in found.items() if host.is_here), ())
     for host in placement.hosts:
         for number, gpu in enumerate(found[host]):
@@ -235,10 +249,10 @@ def _kind(gpu: Gpu) -> str:
 
 
 def require_gpus(placement: Placement, needs: Needs, found: GpusOf) -> list[str]:
-    """What the fullest GPU that is taken on each host must hold, in lines for each.
+    """Return the memory of the fullest GPU in use on each host, in words.
 
     Raises ConfigError for the first host whose processes do not see those GPUs, or where one has too
-    little memory free.
+    little free memory.
     """
     lines = []
     for host in placement.hosts:
@@ -259,7 +273,7 @@ def require_gpus(placement: Placement, needs: Needs, found: GpusOf) -> list[str]
 
 
 def require_hosts(placement: Placement, needs: Needs, free: Mapping[Host, int]) -> list[str]:
-    """The sum on each host, in a line each; `free`: bytes that new processes may take there.
+    """Return the memory sum of each host, in a line each. free: bytes that new processes may take there.
 
     Raises ConfigError for the first host whose ranks and servers do not fit.
     """
@@ -270,7 +284,7 @@ def require_hosts(placement: Placement, needs: Needs, free: Mapping[Host, int]) 
 
 
 def require_room_of(needs: Needs | None) -> RequireRoom:
-    """What asks hosts for the memory of engines that move there. needs: None if it is not asked for."""
+    """Return the memory check for engines that move to other hosts. needs: None to check nothing."""
 
     def require_room(before: Placement, after: Placement) -> None:
         pairs = list(zip(before.engines, after.engines, strict=True))

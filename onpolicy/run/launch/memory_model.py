@@ -1,7 +1,9 @@
-"""What the processes of a command will hold in memory, as plain sums, before any of them starts.
+"""The memory of a command's processes, estimated before any of them starts.
 
-What is large at the same time, in bytes, by what it is for, for every command and placement
-(`memory_checks.py`). Beside measured peaks, none of which is a GPU's: benchmarks/README.md."""
+Sums, in bytes and by purpose, of everything large that is held at the same time, for every command and
+placement (`memory_checks.py`). benchmarks/README.md compares them with measured peaks, none of them on a
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -29,34 +31,35 @@ FLOAT32 = 4
 MIB = 1 << 20
 
 LIBRARIES = 800 * MIB
-"""What a process holds that has imported PyTorch and transformers; on its GPU, what CUDA keeps there."""
+"""The memory of a process that has imported PyTorch and transformers; on its GPU, the CUDA context."""
 
 SERVER_LIBRARIES = 1600 * MIB
-"""SGLang's processes together: HTTP and tokenizer, scheduler, detokenizer, guard."""
+"""The memory of SGLang's processes together: HTTP and tokenizer, scheduler, detokenizer, guard."""
 
 WORKER_LIBRARIES = 64 * MIB
-"""A worker of agents, and the guard in front of it; 55 MiB were measured."""
+"""The memory of an agent worker and its guard; 55 MiB were measured."""
 
 UNCUT = 16384
-"""Tokens that are prefilled at once where prompts are not cut into chunks."""
+"""The number of tokens prefilled at once if prompts are not cut into chunks."""
 
 LOGITS_COPIES = 3
-"""Logits, their log-probabilities or gradients, and what they are computed from."""
+"""The number of buffers of logits: logits, log-probabilities or gradients, and an intermediate."""
 
 CHUNK = 8192
-"""Tokens of a prefill chunk on a large GPU, unless --sglang-chunked-prefill-size is given."""
+"""The tokens of a prefill chunk on a large GPU, unless --sglang-chunked-prefill-size is given."""
 
 HOLES = 125
-"""What lies unused between a rank's buffers on a CPU, in percent of its gradients, as measured."""
+"""The unused memory between a rank's buffers on a CPU, in percent of its gradients, as measured."""
 
 TOKEN_RECORD = 200
-"""A token in the controller: Python's numbers for its id, log-probability and advantage, and a copy
-of them in the trainer's share."""
+"""The bytes of a token in the controller: Python numbers for its id, log-probability and advantage, and
+their copy in the trainer's shard."""
 
 
 def _fsdp_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dict[str, int]:
-    """What is trained in float32, all else in the compute dtype, both shared out over the ranks; a
-    layer, and the next, gathered, with their gradients if they have any."""
+    """Return the bytes of a rank's model state under FSDP, by purpose. Trained weights are float32, all
+    others in the compute dtype, and both are sharded over the ranks. Two layers are gathered at a time,
+    with their gradients if they are trained."""
     ranks, trained = config.cluster.num_ranks, size.trained * config.takes_steps
     weights = ((FLOAT32 - itemsize) * size.trained + itemsize * size.parameters) // ranks
     gathered = itemsize + FLOAT32 * size.is_trained_whole
@@ -73,8 +76,9 @@ def _fsdp_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dict[st
 
 
 def _megatron_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dict[str, int]:
-    """Weights and gradient buffers, which are made with the model, shared out over the model's ranks;
-    what the optimizer keeps also over the others, if it is distributed."""
+    """Return the bytes of a rank's model state under Megatron, by purpose. Weights and gradient buffers
+    exist from the start and are sharded over the model-parallel ranks; optimizer state, if distributed,
+    over all ranks."""
     megatron, ranks = config.megatron, config.cluster.num_ranks
     model_ranks = megatron.megatron_tp * megatron.megatron_pp
     shards = ranks if megatron.megatron_distributed_optimizer else model_ranks
@@ -92,7 +96,7 @@ def _megatron_states(config: TrainConfig, size: ModelSize, itemsize: int) -> dic
 
 
 def _critic_size(config: TrainConfig, policy: ModelSize) -> list[ModelSize]:
-    """The critic's, if there is one, with an output projection that it has not."""
+    """Return the critic's size, if any, with an output projection that it does not have."""
     path, trust = config.critic.critic_load, config.model.trust_remote_code
     if path:
         return [ModelSize.of(load_config(path, trust, "--critic-load"), trust)]
@@ -100,16 +104,17 @@ def _critic_size(config: TrainConfig, policy: ModelSize) -> list[ModelSize]:
 
 
 def _tokens_at_once(config: TrainConfig, longest_sequence: int) -> int:
-    """The tokens of a micro-batch, or of all samples if they are fewer; episodes may have any number."""
+    """Return the tokens of a micro-batch, or of a rank's samples if fewer (without agents)."""
     total, most = config.samples_per_rollout * longest_sequence, config.trainer.max_tokens_per_gpu
-    ranks = 1 if config.trainer.shares_prefixes else config.cluster.num_ranks  # whole groups
+    # With shared prefixes, one rank may get all: groups are not split.
+    ranks = 1 if config.trainer.shares_prefixes else config.cluster.num_ranks
     fewer = most if has_agent(config.agent) else min(most, -(-total // ranks))
     return max(longest_sequence, fewer)
 
 
 def _activations(recomputes: bool, size: ModelSize, tokens: int, itemsize: int) -> int:
-    """What the linears of a layer take and give, of every layer; with checkpointing of one, and of
-    the others what enters them. Twice for one layer, whose gradients are computed."""
+    """Return the bytes of the inputs and outputs of every layer's linears. With checkpointing, one
+    layer's, and the other layers' inputs. One layer counts twice, for its gradients."""
     layer = tokens * size.width * itemsize
     if recomputes:
         return size.layers * tokens * size.hidden * itemsize + 2 * layer
@@ -117,14 +122,14 @@ def _activations(recomputes: bool, size: ModelSize, tokens: int, itemsize: int) 
 
 
 def _logits(size: ModelSize, rows: int) -> int:
-    """A chunk's logits, and twice the gradient of a trained head, which is summed over chunks."""
+    """Return the bytes of a chunk's logits, and twice a trained head's gradient, summed over chunks."""
     return FLOAT32 * size.vocab * (LOGITS_COPIES * rows + 2 * size.hidden * size.is_trained_whole)
 
 
 def server_memory(
     spec: EngineSpec, size: ModelSize, hf_config: PretrainedConfig, servers: int
 ) -> ProcessMemory:
-    """One tensor-parallel rank's; `count` are those of all servers."""
+    """Return the memory of `servers` servers, whose processes are their tensor-parallel ranks."""
     itemsize, ranks = getattr(torch, spec.contract.dtype).itemsize, spec.tp_size
     tokens = spec.cache_tokens or spec.needed_tokens
     each = itemsize + backend_of(spec.contract.backend).multiplies_bytes
@@ -143,7 +148,7 @@ def server_memory(
 
 @dataclass(frozen=True, slots=True)
 class RunMemory:
-    """What so many ranks and servers hold: of those sides that there are, on one host or in all."""
+    """The memory of a run's processes, with any number of ranks and servers, on one host or in all."""
 
     config: TrainConfig
     hf_config: PretrainedConfig
@@ -151,7 +156,7 @@ class RunMemory:
     size: ModelSize
 
     def trainer(self, count: int = 1) -> ProcessMemory:
-        """One rank's, while it takes a step; all ranks of the run share what is sharded."""
+        """Return the memory of `count` ranks during a step; state is sharded over all ranks."""
         config, spec, size = self.config, self.spec, self.size
         on_gpu = spec.contract.device == "cuda"
         itemsize = getattr(torch, config.model.dtype).itemsize
@@ -179,12 +184,13 @@ class RunMemory:
         return ProcessMemory("trainer rank", parts, count, host)
 
     def server(self, count: int = 1) -> ProcessMemory:
-        """Some of its servers."""
+        """Return the memory of some of its servers."""
         return server_memory(self.spec, self.size, self.hf_config, count)
 
     def push(self, senders: int = 1) -> ProcessMemory:
-        """Weights on their way from each rank that sends: gathered, in shared memory or a file, and in
-        the server; and those that are gathered meanwhile. Where adapters are merged, all of them too."""
+        """Return the memory of weights during a push, for each sending rank. A bucket is held four
+        times: gathered, in shared memory or a file, in the server, and the next bucket. Where adapters
+        are merged, all of them are held, too."""
         itemsize, size = getattr(torch, self.config.model.dtype).itemsize, self.size
         most = min(self.config.sync.update_weight_buffer_size * MIB, itemsize * size.parameters)
         bucket = max(most, itemsize * size.largest_parameter)
@@ -194,8 +200,8 @@ class RunMemory:
         return ProcessMemory("a push", parts, senders)
 
     def controller(self) -> ProcessMemory:
-        """The process that asks, whose libraries are in memory already: a rollout's samples, each of one
-        trajectory, since how often an episode branches is not known."""
+        """Return the memory of the controller beside its libraries: a rollout's samples. Each episode
+        counts as one trajectory, since the number of its branches is not known."""
         num_answers = self.config.rollout.rollout_batch_size * self.config.answers_per_prompt
         num_bytes = num_answers * self.spec.longest_sequence * TOKEN_RECORD
         branches = ", if no episode branches" * has_agent(self.config.agent)
@@ -203,7 +209,7 @@ class RunMemory:
         return ProcessMemory.on_host("controller", records, self.spec.contract.device)
 
     def agents(self) -> list[ProcessMemory]:
-        """The workers that episodes run in, without what their functions import and keep."""
+        """Return the memory of agent workers, without their functions' imports and data."""
         config, count = self.config, num_workers(self.config.agent)
         if not count:
             return []
@@ -213,12 +219,12 @@ class RunMemory:
         return [ProcessMemory.on_host("agent worker", parts, self.spec.contract.device, count)]
 
     def sides(self, ranks: int, servers: int) -> list[ProcessMemory]:
-        """Trainer and servers."""
+        """Return the memory of trainer and servers."""
         trainer = [self.trainer(ranks)] if ranks else []
         return trainer + ([self.server(servers)] if servers else [])
 
     def with_push(self, ranks: int, servers: int) -> list[ProcessMemory]:
-        """These processes, and a push between them, from several ranks to groups of servers."""
+        """Return the memory of these processes and of a push, which several ranks may send."""
         is_elsewhere = bool(self.config.engine.rollout_server_url)
         spreads = self.config.sync.weight_sync == "distributed"
         senders = max(min(ranks, servers), 1) if spreads else 1
@@ -226,15 +232,13 @@ class RunMemory:
 
     @property
     def is_colocated(self) -> bool:
-        """Whether ranks and servers share GPUs, each in its turn (--colocate)."""
+        """Return whether ranks and servers share GPUs, in turn (--colocate)."""
         return self.config.engine.colocate and self.spec.contract.device == "cuda"
 
     def moments(self) -> list[ProcessMemory]:
-        """What a rank and a server that share a GPU hold of it at the same time.
-
-        While servers sample, what the trainer keeps lies in its host's memory; while the trainer
-        computes, the servers' weights and caches are given back. During a push both have weights alone.
-        """
+        """Return the memory that a rank and a server hold of a shared GPU at the same time, for each
+        phase. While servers sample, the trainer's state is in host memory; while the trainer computes,
+        the servers' weights and caches are released. During a push both hold weights alone."""
         rank, server = self.trainer().parts, self.server().parts
         libraries = {"libraries": rank["libraries"] + server["libraries"]}
         weights = {"trainer's weights": rank["weights"], "server's weights": server["weights"]}
@@ -251,28 +255,26 @@ class RunMemory:
         return [ProcessMemory(f"while {doing}", parts) for doing, parts in moments.items()]
 
     def static_server(self) -> int:
-        """What a server must hold for as long as it samples: its weights, and one sequence."""
+        """Return the bytes that a server must hold while it samples: its weights, and one sequence."""
         cache = self.spec.needed_tokens * token_bytes(self.hf_config, self.spec.contract)
         return self.server().parts["weights"] + cache // self.spec.tp_size
 
     def beside_static(self) -> int:
-        """What SGLang wants free beside weights and cache, for activations and CUDA graphs.
-
-        Source: sglang/srt/arg_groups/memory_hook.py, of which this is the rule for one large GPU.
-        """
+        """Return the bytes that SGLang keeps free beside weights and cache, for activations and CUDA
+        graphs. Source: sglang/srt/arg_groups/memory_hook.py, the rule for one large GPU."""
         asked = chunked_prefill_size(self.spec.sglang_args)
         chunk = CHUNK if asked is None else asked if asked > 0 else UNCUT
         graphs = 2 * self.spec.max_concurrency
         return (512 + 3 * max(chunk, 2048) // 2 + graphs + 128 * self.spec.tp_size) * MIB
 
     def fraction(self, gpu_bytes: int) -> float:
-        """The part of a shared GPU that a server gets for weights and cache: all but what is beside them
-        while it samples; in hundredths, rounded down, and at least one."""
+        """Return the fraction of a shared GPU that a server gets for weights and cache. It leaves out
+        the memory beside them while the server samples; in hundredths, rounded down, at least 0.01."""
         beside = self.beside_static() + self.trainer().parts["libraries"]
         return max(math.floor(100 * (1 - beside / gpu_bytes)), 1) / 100
 
     def enough_ranks(self, most: int) -> int | None:
-        """The least number of ranks with which no GPU holds more bytes; None from 4,096 on."""
+        """Return the least number of ranks (< 4,096) with at most `most` bytes on a GPU, or None."""
         ranks, megatron = self.config.cluster.num_ranks, self.config.megatron
         step = megatron.megatron_tp * megatron.megatron_pp * megatron.megatron_cp
         for number in range(ranks + step, 4096, step):

@@ -1,4 +1,4 @@
-"""What one process holds in memory, by what it is for."""
+"""The memory of one process, by purpose."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from onpolicy.system.memory import gib
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Bytes of one process, by what they are for; or of several like it."""
+    """The bytes of one process, or of each of several equal ones, by purpose."""
 
     name: str
 
     parts: dict[str, int]
-    """Where it computes: on its GPU, or in the memory of its host."""
+    """The bytes where the process computes: on its GPU, or in host memory."""
 
     count: int = 1
 
     host: dict[str, int] = field(default_factory=dict)
-    """In the memory of the host of a process that computes on a GPU."""
+    """The bytes in host memory of a process that computes on a GPU."""
 
     @staticmethod
     def on_host(name: str, parts: dict[str, int], device: str, count: int = 1) -> ProcessMemory:
-        """One that computes nothing on the device."""
+        """Return the memory of a process that does not compute on the device."""
         on_gpus = device == "cuda"
         return ProcessMemory(name, {} if on_gpus else parts, count, parts if on_gpus else {})
 
     @property
     def each(self) -> int:
-        """One process's, where it computes."""
+        """Return the bytes of one process, where it computes."""
         return sum(self.parts.values())
 
     @property

@@ -1,4 +1,4 @@
-"""Prompts of a run and of its evaluation sets, read and checked."""
+"""The prompts of a run and of its evaluation sets, read and checked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from onpolicy.types import Prompt
 
 
 class EvalPrompts(NamedTuple):
-    """An evaluation set that was read."""
+    """An evaluation set with its prompts."""
 
     settings: EvalSet
     prompts: list[Prompt]
@@ -29,7 +29,7 @@ class EvalPrompts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptReader:
-    """Reads prompts. Raises ConfigError for the first that could not be sampled or scored."""
+    """A reader of prompts. Raises ConfigError for one that could not be sampled or scored."""
 
     config: TrainConfig
     scorer: Scorer
@@ -37,12 +37,12 @@ class PromptReader:
     vocab_size: int
 
     longest: int
-    """Tokens of a prompt, at most."""
+    """The most tokens of a prompt."""
 
     def read(
         self, file: str, flag: str, data: DataConfig | None = None, each: EvalSet | None = None
     ) -> list[Prompt]:
-        """Return the prompts of a file. each: the set that they are, which may say what scores them."""
+        """Return the prompts of a file. each: its evaluation set, which may name its own rewards."""
         given = self.longest, self.vocab_size, flag, self.config.seed
         sources = each.sources if each is not None and each.sources else self.scorer.sources
         prompts = load_prompts(
@@ -59,7 +59,7 @@ class PromptReader:
         return prompts
 
     def _read_of_a_row(self, sources: Collection[str]) -> Read:
-        """Return what these rewards, and the run's agent, read of a row beside its prompt."""
+        """Return the fields of a row that these rewards, and the run's agent, read beside its prompt."""
         label = any(name in RULES for name in sources)
         if "judge" in sources:
             file = self.config.reward.judge_prompt
@@ -72,8 +72,8 @@ class PromptReader:
         )
 
     def read_set(self, each: EvalSet) -> EvalPrompts:
-        """Those of an evaluation set."""
-        # Problems are made by a flag's name: the same ones wherever the set stands.
+        """Return an evaluation set with its prompts."""
+        # Problems are seeded by a flag's name, so that they do not depend on where the set is given.
         flag = "--eval-prompt-data" if is_procedural(each.path) else each.flag
         data = replace(self.config.data, input_key=each.input_key, label_key=each.label_key)
         prompts = self.read(each.path, flag, data, each)

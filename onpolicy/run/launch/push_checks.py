@@ -1,4 +1,4 @@
-"""Whether weights can go the way that --weight-sync names, on this machine; asked before a run."""
+"""The checks that weights can be pushed on this machine with the chosen --weight-sync."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _require_shared_memory(config: TrainConfig, contract: NumericsContract) -> N
 
 
 def _largest_bucket(config: TrainConfig, contract: NumericsContract) -> tuple[int, int]:
-    """Bytes of the largest weight, and of the largest bucket of weights that are sent at a time."""
+    """Return the bytes of the largest weight, and of the largest bucket."""
     itemsize = getattr(torch, contract.dtype).itemsize
     stored = stored_shapes(Path(config.model.hf_checkpoint), "--hf-checkpoint").values()
     sizes = [tensor.numel() * itemsize for tensor in stored]

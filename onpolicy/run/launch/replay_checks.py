@@ -1,4 +1,4 @@
-"""Whether a journal of rollouts is one of this run, asked before anything is started."""
+"""The checks that a journal of rollouts can be replayed by this run, before anything is started."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from onpolicy.types import Prompt
 logger = logging.getLogger(__name__)
 
 BY_CONTENT = frozenset({"hf_checkpoint"})
-"""Paths whose content is compared instead: the pushed weights. (`settings` leaves prompts to us.)"""
+"""The paths compared by the digest of the pushed weights; this module also compares prompts."""
 
 
 def read_replayed(config: TrainConfig, prompts: Sequence[Prompt]) -> RolloutJournal | None:
-    """The journal that --replay means, if any.
+    """Return the journal that --replay names, if any.
 
-    Raises ConfigError for the first difference between its run and this one, and for a rollout that it
-    does not hold.
+    Raises ConfigError for the first difference between its run and this one, and for a missing rollout.
     """
     if not (file := config.rollout.replay):
         return None

@@ -1,4 +1,4 @@
-"""Who rolls a run's prompts out, by its flags."""
+"""The rollouter that a run's flags select."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from onpolicy.run.launch.stop_tokens import stop_tokens_of
 
 
 def make_rollouter(config: TrainConfig) -> Rollouter:
-    """Raises ConfigError for a function that cannot be used."""
+    """Return the rollouter of a run. Raises ConfigError for a function that cannot be used."""
     if path := config.agent.custom_generate_function_path:
         return _calling(AgentFunction(path=path, flag=FLAG), config.agent)
     if path := config.agent.custom_agent_function_path:
@@ -37,7 +37,7 @@ def make_rollouter(config: TrainConfig) -> Rollouter:
 
 
 def _calling(own: AgentFunction, config: AgentConfig) -> Rollouter:
-    """Calls a function in worker processes, or in the run's own where there are to be none."""
+    """Return a rollouter that calls a function in workers, or, without any, in the run's process."""
     function = load_agent(own.path, own.flag, own.arguments)
     if workers := num_workers(config):
         return WorkerRollouter(own, workers, config.agent_hang_limit)

@@ -1,4 +1,4 @@
-"""Whether the other hosts of a cluster see a directory of this one, which their processes use."""
+"""The check that the other hosts of a cluster see a directory of this host."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from onpolicy.rollout.server import EngineServer
 
 
 def require_shared_by_servers(flag: str, directory: Path, servers: Sequence[EngineServer]) -> None:
-    """`require_shared`, of the hosts of these servers."""
+    """Check the hosts of these servers with `require_shared`."""
     taken = {server.spec.node for server in servers} - {""}
     if taken:
         require_shared(flag, directory, [host for host in alive_hosts() if host.name in taken])
 
 
 def require_shared(flag: str, directory: Path, hosts: Sequence[Host]) -> None:
-    """Raise ConfigError for the first of `hosts` that does not see what this one writes into
-    `directory`, which `flag` has put there."""
+    """Raise ConfigError for the first host that does not see this `directory`, named by `flag`."""
     with tempfile.NamedTemporaryFile(dir=directory, prefix="seen_by_") as file:
         mark = Path(file.name)
         seen = told_by(hosts, lambda: mark.exists(), f"whether {directory} is there")

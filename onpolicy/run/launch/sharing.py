@@ -1,4 +1,4 @@
-"""Whether a run shares prefixes if nobody asked, and what its plan says of that."""
+"""The choice of --share-prefixes auto, and the line about it in a run's plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onpolicy.config.rules import rule_against
 
 
 def fit_sharing(config: TrainConfig) -> TrainConfig:
-    """The run with `auto` made on or off: on where it is proven and there is something to share."""
+    """Return the run with --share-prefixes auto resolved: on where it is tested and saves something."""
     if config.trainer.share_prefixes != "auto":
         return config
     trainer = replace(config.trainer, share_prefixes="off" if _reason_not_to(config) else "on")
@@ -22,7 +22,7 @@ def fit_sharing(config: TrainConfig) -> TrainConfig:
 
 
 def _reason_not_to(config: TrainConfig) -> str:
-    """Why `auto` shares nothing; "" if it does."""
+    """Return the reason why `auto` shares nothing, or "" if it shares."""
     asked = replace(config, trainer=replace(config.trainer, share_prefixes="on"))
     if contradiction := rule_against(asked, "share_prefixes"):
         return contradiction
@@ -35,14 +35,14 @@ def _reason_not_to(config: TrainConfig) -> str:
 
 
 def distinct_share(prompt_lens: Sequence[int], response_len: int, n: int) -> float:
-    """The share of distinct tokens in n responses of `response_len` tokens to each prompt; fewer tokens
-    a response have a smaller one."""
+    """Return the fraction of distinct tokens in n responses of `response_len` tokens to each prompt;
+    shorter responses have a smaller one."""
     prompt = fmean(prompt_lens)
     return (prompt + n * response_len) / (n * (prompt + response_len))
 
 
 def sharing_described(config: TrainConfig, prompt_lens: Sequence[int]) -> str:
-    """Whether prefixes are shared, and how much of a step's tokens that leaves to compute at most."""
+    """Return a line on whether prefixes are shared, and the share of tokens left to compute."""
     why = _reason_not_to(config) or "--share-prefixes off"
     is_on = config.trainer.shares_prefixes
     said = "prefixes are shared" if is_on else f"prefixes are not shared ({why})"

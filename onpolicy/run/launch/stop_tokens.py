@@ -20,7 +20,7 @@ from onpolicy.system.reading import read_json_object
 logger = logging.getLogger(__name__)
 
 _OF_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-"""Files of which a checkpoint with a tokenizer has one."""
+"""The tokenizer files, of which a checkpoint with a tokenizer has at least one."""
 
 
 def stop_token_ids(
@@ -32,17 +32,17 @@ def stop_token_ids(
     of_chats: bool = True,
     at_turn_ends: bool = True,
 ) -> tuple[int, ...]:
-    """Return the tokens that end a response, in order.
+    """Return the tokens that end a response, sorted.
 
-    They are the `eos_token_id` of config.json and of generation_config.json, the tokenizer's
-    end-of-sequence token, which SGLang adds where it serves text and which `sft` teaches after a text,
-    and in chats the tokens with which the chat template ends an assistant's turn. Those that neither
-    file lists are said.
+    They are the `eos_token_id` of config.json and of generation_config.json; the tokenizer's
+    end-of-sequence token, which SGLang adds where it serves text and which `sft` teaches after a text;
+    and in chats the tokens with which the chat template ends an assistant's turn. Tokens that neither
+    file lists are logged.
 
     path: the checkpoint, whose tokenizer is read unless `tokenizer` is given.
     extra: the user's own tokens.
     of_chats: whether prompts go through the chat template.
-    at_turn_ends: whether what only the tokenizer and its template say ends a response.
+    at_turn_ends: whether a token known only from the tokenizer or its template ends a response.
     Raises ConfigError for a token that the model does not have.
     """
     name, file = f"--hf-checkpoint={path}", Path(path) / "generation_config.json"
@@ -101,7 +101,7 @@ def _asks_in_chats(config: TrainConfig) -> bool:
 def _ends_of_tokenizer(
     tokenizer: PreTrainedTokenizerBase, name: str, hf_config: PretrainedConfig, of_chats: bool
 ) -> dict[str, set[int]]:
-    """Return the tokens by what they end, as words of a message."""
+    """Return the tokens that end a text or a turn, keyed by the words for it in a message."""
     eos = tokenizer.eos_token_id
     of_text = _require_tokens(f"{name}: the tokenizer's eos_token_id", eos, hf_config)
     found = {"the tokenizer ends a text": of_text}
@@ -132,12 +132,12 @@ def _say_unlisted(name: str, what: str) -> None:
 
 @cache
 def _warn(message: str) -> None:
-    """Say it once: several parts of a run ask for its stop tokens."""
+    """Log a message once, although several parts of a run ask for its stop tokens."""
     logger.warning("%s", message)
 
 
 def _require_tokens(name: str, tokens: Any, config: PretrainedConfig) -> set[int]:
-    """Return the tokens that `name`, a flag or a field of a file, gives: one, several, or None."""
+    """Return the tokens given by `name`, a flag or a field of a file: one, several, or None."""
     given = list(tokens) if isinstance(tokens, (list, tuple)) else [tokens] * (tokens is not None)
     for token in given:
         if type(token) is not int or not 0 <= token < config.vocab_size:

@@ -1,4 +1,4 @@
-"""What a teacher must be, and what it holds of a rank's memory, before anything is started."""
+"""The checks of teachers, and their share of a rank's memory, before anything is started."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ FLAG = "--teacher-checkpoint"
 
 
 def require_teachers(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError if a teacher cannot score what the policy samples, or if a row of the prompts
-    names none.
+    """Raise ConfigError if a teacher cannot score the policy's tokens, or if a prompt's row names no
+    teacher.
 
     tokenizer: the policy's.
     """
@@ -64,7 +64,7 @@ def _require_teacher(path: str, config: TrainConfig, tokenizer: PreTrainedTokeni
 
 
 def _require_one_vocabulary(config: TrainConfig) -> None:
-    """A loss takes the tokens that the policy and all teachers have, which must be the same for all."""
+    """Raise ConfigError if the teachers' vocabularies differ in size: the loss needs one for all."""
     trust = config.model.trust_remote_code
     teachers = config.distillation.teachers
     sizes = {name: load_config(path, trust, FLAG).vocab_size for name, path in teachers.items()}
@@ -98,8 +98,8 @@ def _rows(config: TrainConfig) -> Iterator[Row]:
 
 
 def teacher_bytes(config: TrainConfig) -> int:
-    """What a rank holds of all teachers: its part of the weights, layers that are gathered, and what a
-    loss keeps of what they say."""
+    """Return the bytes that a rank holds of all teachers: its shard of the weights, gathered layers, and
+    the loss's copies of their outputs."""
     trust = config.model.trust_remote_code
     paths = config.distillation.teachers.values()
     sizes = [ModelSize.of(load_config(path, trust, FLAG), trust) for path in paths]
@@ -117,8 +117,11 @@ def _weight_bytes(config: TrainConfig, size: ModelSize, itemsize: int) -> int:
 
 
 def _loss_bytes(config: TrainConfig, sizes: Sequence[ModelSize], itemsize: int) -> int:
-    """What --opd-loss keeps: of each token of a rank's responses, and the teachers' heads. Logits and
-    log-probabilities of a chunk are as many as the policy's."""
+    """Return the bytes that --opd-loss keeps: for each token of a rank's responses, and the teachers'
+    heads.
+
+    Logits and log-probabilities of a chunk take as much as the policy's.
+    """
     flags = config.distillation
     if flags.opd_loss == "sampled" or not flags.names:
         return 0

@@ -1,20 +1,20 @@
-"""Checkpoints of a run: complete or not there at all, and resumable to the same bits.
+"""Checkpoints of a run: complete or absent, and resumable to the same bits.
 
 A checkpoint is a directory `step_000010` under --save, named after the rollouts done. It is written
-under another name and renamed when everything is on disk, so a kill at any moment leaves the last
-complete one usable.
+under another name and renamed when everything is on disk, so after a kill at any moment the last
+complete one is usable.
 
     step_000010/
       state.json    rollouts done (the position in the data), run hash, totals, the state of the
                     governor and of the learning rate, configuration, versions, and a digest of every
                     other file and of itself
-      rollouts.json what was drawn and not trained on yet, and the position in the prompts
+      rollouts.json samples that were not trained on yet, and the position in the prompts
       sharded/      torch DCP: weights, AdamW moments, random state; numbers.json beside it
       hf/           the policy as a Hugging Face checkpoint
       critic/       with --advantage-estimator gae: sharded/, and hf/, a token classifier of transformers
 
-Only directories of exactly such a name are looked at. Nothing is loaded from one before all its
-files have been found to be the bytes that were written.
+Directories with any other name are ignored. Nothing is loaded before the digests of all files have been
+checked.
 """
 
 from onpolicy.run.saving.best import better

@@ -1,4 +1,4 @@
-"""Which checkpoint is the best by an evaluation, and the name that stands for it."""
+"""The best checkpoint by an evaluation, and the link to it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from onpolicy.system import files
 logger = logging.getLogger(__name__)
 
 LINK = "best"
-"""A link beside the checkpoints, to the best of them."""
+"""The name of the link to the best checkpoint, beside the checkpoints."""
 
 
 def better(
     output: OutputConfig, best: Best | None, rollouts_done: int, metrics: Mapping[str, float]
 ) -> Best | None:
-    """The best, now that `metrics` were measured after so many rollouts; weights that were not saved are
-    never the best.
+    """Return the best evaluation, given the `metrics` after `rollouts_done` rollouts; weights that were
+    not saved are never the best.
 
-    A new one is logged and linked to: at every moment the link stands for one whole checkpoint.
+    A new best is logged, and the link is moved to it atomically.
     """
     metric, saved = output.save_best_metric, Path(output.save) / name_of(rollouts_done)
     if not metric or not saved.is_dir():

@@ -1,4 +1,4 @@
-"""A checkpoint on disk: its name, its record, and whether it is whole."""
+"""A checkpoint on disk: its name, its record, and the check that it is complete."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from onpolicy.types import Prompt
 
 STATE = "state.json"
 SHOWN = 10
-"""Damaged files that an error lists before it counts the others."""
+"""The number of damaged files that an error lists before it counts the others."""
 
 _NAME = re.compile("step_([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
-    """The best evaluation so far of weights that were saved; of equal ones the first."""
+    """The best evaluation so far of saved weights; the first of equal ones."""
 
     rollouts_done: int
     value: float
@@ -41,43 +41,43 @@ class Best:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """Where a run stands, besides its trainer."""
+    """The state of a run, besides its trainer."""
 
     rollouts_done: int
     run_hash: str
     totals: RunTotals
 
     governor: dict[str, Any]
-    """What `Ladder.state_dict` returned."""
+    """The result of `Ladder.state_dict`."""
 
     learning_rate: dict[str, Any]
-    """What `LearningRate.state_dict` returned."""
+    """The result of `LearningRate.state_dict`."""
 
     prompts: str
-    """`digest_prompts` of the training prompts, in which `rollouts_done` is the position."""
+    """The result of `digest_prompts` for the training prompts; the position is `rollouts_done`."""
 
     evaluations: Mapping[str, str] | None = None
-    """`digest_sets` of the evaluation sets; None from a version that did not write them down."""
+    """The result of `digest_sets` for the evaluation sets; None from a version that did not store it."""
 
     weights: str | None = None
     """The digest of the last push; None if there was none."""
 
     best: Best | None = None
-    """What --save-best-metric has found; None without it, or if there is none yet."""
+    """The best by --save-best-metric; None without the flag, or before the first one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A whole checkpoint."""
+    """A complete checkpoint."""
 
     directory: Path
     state: RunState
 
     config: dict[str, Any]
-    """`TrainConfig.to_dict` of the run that wrote it."""
+    """The result of `TrainConfig.to_dict` in the run that wrote it."""
 
     made_with: dict[str, Any]
-    """What `made_with` returned in that run."""
+    """The result of `made_with` in that run."""
 
 
 class _Totals(TypedDict):
@@ -95,7 +95,7 @@ class _Best(TypedDict):
 
 
 class _Record(TypedDict):
-    """`state.json`, without its digest."""
+    """The fields of `state.json`, without its digest."""
 
     rollouts_done: Annotated[int, Ge(0)]
     run_hash: str
@@ -115,8 +115,8 @@ _SHAPE = TypeAdapter(_Record)
 
 
 def made_with(config: AnyRun) -> dict[str, Any]:
-    """Return the versions of the packages, the number of trainer ranks, and what the files of the user's
-    own functions hold, without what they import (`<path> xxh3_128:<digest>`)."""
+    """Return package versions, the number of trainer ranks, and digests of the user's own function
+    files, without their imports (`<path> xxh3_128:<digest>`)."""
     given = config.to_dict()
     named = {name: path for name, path in given.items() if path and names_code(name)}
     own = {name: file for name, path in named.items() if (file := source_of(path)) is not None}
@@ -128,13 +128,13 @@ def made_with(config: AnyRun) -> dict[str, Any]:
 
 
 def names_code(name: str) -> bool:
-    """Return whether a setting names code of the user's own that decides results."""
+    """Return whether a setting names the user's own code, which decides results."""
     is_own = name.startswith("custom_") and name.endswith("_path") and name not in DECIDE_NO_RESULT
     return is_own or name == "environment"
 
 
 def digest_prompts(prompts: Sequence[Prompt]) -> str:
-    """A digest of everything that was read of the prompts."""
+    """Return a digest of every field of the prompts that policy and rewards may read."""
     digest = xxhash.xxh3_128()
     for prompt in prompts:
         read = (prompt.prompt_ids, prompt.label, prompt.text, prompt.metadata)
@@ -143,7 +143,7 @@ def digest_prompts(prompts: Sequence[Prompt]) -> str:
 
 
 def digest_sets(sets: Mapping[str, tuple[object, Sequence[Prompt]]]) -> dict[str, str]:
-    """A digest of each evaluation set by its name, of how it is measured and of its prompts."""
+    """Return a digest of each evaluation set by name, of its settings and its prompts."""
     return {
         name: xxhash.xxh3_128_hexdigest(f"{measure!r} {digest_prompts(prompts)}".encode())
         for name, (measure, prompts) in sets.items()
@@ -155,20 +155,20 @@ def name_of(rollouts_done: int) -> str:
 
 
 def number_of(directory: Path) -> int | None:
-    """The rollouts done by a directory's name; None if it is not the name of a checkpoint."""
+    """Return the number in a checkpoint directory's name; None for other names."""
     match = _NAME.fullmatch(directory.name)
     return int(match[1]) if match else None
 
 
 def checkpoints(root: Path) -> dict[int, Path]:
-    """What has the name of a checkpoint under `root`, whole or not, by its number, oldest first."""
+    """Return the checkpoint directories under `root`, complete or not, by number, oldest first."""
     paths = sorted(root.iterdir()) if root.is_dir() else []
     numbered = {number: path for path in paths if (number := number_of(path)) is not None}
     return dict(sorted(numbered.items()))
 
 
 def make_record(directory: Path, state: RunState, **about: Mapping[str, Any]) -> str:
-    """The content of `state.json` for the files that are in the directory."""
+    """Return the content of `state.json` for the files in the directory."""
     known = {name: value for name, value in asdict(state).items() if value is not None}
     record = {**known, **about, "files": digests.take(directory)}
     return json.dumps({**record, "digest": _digest(record)}, indent=2)
@@ -177,7 +177,7 @@ def make_record(directory: Path, state: RunState, **about: Mapping[str, Any]) ->
 def read(directory: Path) -> Checkpoint:
     """Check every byte of a checkpoint, and read its record.
 
-    Raises CheckpointError that says which files are damaged, missing or too many.
+    Raises a CheckpointError that lists damaged, missing and unexpected files.
     """
     read_record = _read_record(directory / STATE)
     try:
@@ -237,5 +237,5 @@ def _read_record(file: Path) -> dict[str, Any]:
 
 
 def _digest(record: Mapping[str, Any]) -> str:
-    """The digest of a record as its JSON is read back."""
+    """Return the digest of a record as its JSON is read back."""
     return xxhash.xxh3_128_hexdigest(json.dumps(record, sort_keys=True).encode())

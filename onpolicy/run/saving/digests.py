@@ -1,4 +1,4 @@
-"""A digest of every file of a directory: what is read is what was written."""
+"""Digests of every file of a directory, to check that files are read as they were written."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 import xxhash
 
 Digests = dict[str, str]
-"""`<bytes> <xxh3_128>` by path inside the directory."""
+"""The type of digests: `<bytes> <xxh3_128>` by path inside the directory."""
 
 
 def take(directory: Path, but: Iterable[str] = ()) -> Digests:
-    """The digests of all files but those named; 3.8 GB/s from memory on one core of an AMD EPYC.
+    """Return the digests of all files but those named; 3.8 GB/s from memory on one core of an AMD EPYC.
 
     xxh3 is no cryptographic hash: it guards against damage, not against an attacker.
     """
@@ -26,7 +26,7 @@ def take(directory: Path, but: Iterable[str] = ()) -> Digests:
 
 
 def compare(directory: Path, recorded: Mapping[str, str], but: Iterable[str] = ()) -> list[str]:
-    """What is wrong with the files, in words; nothing if they are those that were recorded."""
+    """Return the differences between files and their recorded digests, in words."""
     found = _files(directory) - set(but)
     problems = [f"{name}: missing" for name in sorted(recorded.keys() - found)]
     problems += [f"{name}: not of the checkpoint" for name in sorted(found - recorded.keys())]
@@ -36,7 +36,7 @@ def compare(directory: Path, recorded: Mapping[str, str], but: Iterable[str] = (
 
 
 def _changed(directory: Path, recorded: Mapping[str, str]) -> list[str]:
-    """Sizes first, which cost nothing."""
+    """Return the files that changed, in words. Sizes are compared first, since they cost nothing."""
     problems = []
     for name, digest in sorted(recorded.items()):
         size, written = (directory / name).stat().st_size, int(digest.split()[0])

@@ -1,4 +1,4 @@
-"""The Hugging Face checkpoint that a path means, and what is known of the run that wrote it."""
+"""The Hugging Face checkpoint at a path, and the settings of the run that wrote it."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from onpolicy.run.saving.checkpoint import STATE, checkpoints, read
 from onpolicy.system.reading import read_json_object
 
 OTHERWISE_IN_SFT = ("eval_prompt_data", "label_key")
-"""Flags of `onpolicy sft` that mean rows with answers to learn, and no prompts."""
+"""The flags of `onpolicy sft` that name answers to learn, where `onpolicy train` means prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """A checkpoint that any program can read."""
+    """A Hugging Face checkpoint, which any program can read."""
 
     hf_checkpoint: Path
     rollouts_done: int = 0
 
     config: Mapping[str, Any] = field(default_factory=dict)
-    """What the run that wrote it was given, by the names of flags; empty if no run of ours did."""
+    """The flags of the run that wrote it, by name; empty if no run of ours did."""
 
 
 def find_published(path: str) -> Published:
-    """What `path` means: a Hugging Face checkpoint; or one of ours, whose every byte is checked, which
-    may be the latest of a directory of checkpoints or of a run.
+    """Return the checkpoint at `path`: a Hugging Face checkpoint, one of ours, or the latest one in a
+    directory of checkpoints or of a run.
 
-    Raises ConfigError if it is none of these, or is damaged.
+    Every byte of one of ours is checked. Raises ConfigError if there is none, or if it is damaged.
     """
     given = Path(path)
     directory = given.parent if given.name == "hf" and (given.parent / STATE).exists() else given
@@ -60,7 +60,7 @@ def find_published(path: str) -> Published:
 
 
 def _latest(directory: Path) -> Path | None:
-    """The latest checkpoint there, or of the run whose directory it is.
+    """Return the latest checkpoint in a directory, or of the run whose directory it is.
 
     Raises ConfigError for a run that saved none.
     """

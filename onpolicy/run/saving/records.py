@@ -1,4 +1,4 @@
-"""The shape of what a checkpoint holds of rollouts, as JSON."""
+"""The JSON schema of the rollouts in a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Sample(TypedDict):
     index: Count
     trajectory: TrajectoryRecord
     seeds: NotRequired[list[Annotated[list[Count], Len(2, 2)]]]
-    """(seed, tokens); earlier versions did not write them."""
+    """The (seed, number of tokens) of each part; absent in earlier versions."""
     response: str
     reward: float | None
-    """None if it could not be scored; 0 there in a checkpoint from before that."""
+    """The reward, or None if the sample could not be scored (0 in checkpoints of earlier versions)."""
 
     reward_parts: dict[str, float]
     has_failed: NotRequired[bool]
@@ -78,7 +78,7 @@ class Episode(TypedDict):
     branches: list[Branch]
     failures: list[Failure]
     result: Result | None
-    """What became of a complete one."""
+    """The outcome of a complete episode."""
 
 
 @with_config(CLOSED)
@@ -86,7 +86,7 @@ class OpenGroup(TypedDict):
     number: Count
     episodes: list[Episode]
     observations: dict[str, Any]
-    """Under their keys (`rollout/observations.py`)."""
+    """The observations by key (`rollout/observations.py`)."""
 
 
 @with_config(CLOSED)

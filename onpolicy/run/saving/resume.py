@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whether it may."""
+"""The choice of the checkpoint to resume from, and the checks that the run may resume it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 def find(
     config: AnyRun, prompts: Sequence[Prompt], evaluations: Mapping[str, str]
 ) -> Checkpoint | None:
-    """The checkpoint that --load means, every byte of it checked; None for a run from scratch.
+    """Return the checkpoint that --load names, every byte checked; None for a run from scratch.
 
-    evaluations: `digest_sets` of the evaluation sets. Raises ConfigError if there is none, if it is
-    damaged, if it was made under other settings than may change or with other prompts or evaluation
-    sets, or if the run would write among the checkpoints of another.
+    evaluations: `digest_sets` of the evaluation sets. Raises ConfigError if there is no checkpoint, if
+    it is damaged, if settings differ that may not change, if prompts or evaluation sets differ, or if
+    the run would write among another run's checkpoints.
     """
     output = config.output
     directory = _asked_for(output)
@@ -51,10 +51,13 @@ def find(
 
 
 def take_over(found: Checkpoint, config: AnyRun, engines: EnginePair) -> None:
-    """Give the trainer what a checkpoint holds, and have the first push find the weights that were
-    pushed last: of a model with adapters the base is read from elsewhere."""
+    """Load a checkpoint into the trainer, and let the first push check the weights' digest.
+
+    The digest matters for a model with adapters, whose base weights are not in the checkpoint.
+    """
     engines.trainer.load(found.directory)
-    is_alike = versions().items() <= found.made_with.items()  # else names or digests may be others
+    # With other versions or settings, names or digests may differ.
+    is_alike = versions().items() <= found.made_with.items()
     if is_alike and not settings.changes(found.config, config):
         engines.expected_digest = found.state.weights or ""
     logger.info("resumed from %s", found.directory)
@@ -107,7 +110,8 @@ def _is_whole(directory: Path) -> bool:
 
 
 def _require_experts_laid_out_alike(found: Checkpoint, config: AnyRun) -> None:
-    """Megatron has an optimizer of its own for experts that ranks share, and a checkpoint has it so."""
+    """Raise ConfigError if experts were shared by ranks and are no longer, or the reverse: Megatron then
+    uses another optimizer, and the checkpoint another layout."""
     before, now = found.config.get("megatron_ep", 1), config.megatron.megatron_ep
     if (before > 1) != (now > 1):
         raise ConfigError(
@@ -170,7 +174,7 @@ def _require_same_evaluations(
 
 
 def _report_other_surroundings(found: Checkpoint, config: AnyRun) -> None:
-    """Warn if versions, the number of ranks or functions of the user's own differ: they are no settings,
+    """Warn if versions, the number of ranks or the user's own functions differ: they are no settings,
     but may change bits."""
     for name, now in made_with(config).items():
         if now != (before := found.made_with.get(name, now if names_code(name) else None)):
@@ -178,7 +182,7 @@ def _report_other_surroundings(found: Checkpoint, config: AnyRun) -> None:
 
 
 def _require_own(save: Path, found: Checkpoint | None) -> None:
-    """Refuse checkpoints under --save that are another run's, or later than `found`."""
+    """Raise ConfigError for checkpoints under --save of another run, or later than `found`."""
     there = checkpoints(save)
     if there and (found is None or found.directory.parent.resolve() != save.resolve()):
         raise ConfigError(

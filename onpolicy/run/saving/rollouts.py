@@ -1,6 +1,6 @@
-"""What was drawn and not trained on yet, in a checkpoint: tokens and numbers, to the bit.
+"""The samples in a checkpoint that were not trained on yet: tokens and numbers, to the bit.
 
-Its weights may be gone by the time of a resume, so it is kept and not drawn again.
+They are kept because they could not be sampled again: their weights may be gone at the resume.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _SHAPE = TypeAdapter(records.Rollouts)
 
 
 def is_the_same_run(config: TrainConfig, prompts: str, resumed: Checkpoint) -> bool:
-    """Whether what a checkpoint holds of rollouts is what this run would have drawn; says so if not.
+    """Return whether this run would have sampled the rollouts of a checkpoint; log a warning if not.
 
-    `prompts`: their digest.
+    prompts: the digest of the prompts.
     """
     if resumed.state.prompts == prompts and not settings.changes(resumed.config, config):
         return True
@@ -56,7 +56,7 @@ def is_the_same_run(config: TrainConfig, prompts: str, resumed: Checkpoint) -> b
 
 
 def write_rollouts(directory: Path, sampler: Sampler, rollouts: Drawing) -> None:
-    """Into a checkpoint that is being written; nothing is being drawn meanwhile."""
+    """Write the rollouts into a checkpoint in progress, while sampling is idle."""
     record: dict[str, Any] = {
         "next_number": sampler.open.next_number,
         "open": [_open_group(group, sampler.observations) for group in sampler.open.groups],
@@ -76,9 +76,9 @@ def write_rollouts(directory: Path, sampler: Sampler, rollouts: Drawing) -> None
 
 
 def read_rollouts(directory: Path, sampler: Sampler, rollouts: Drawing) -> None:
-    """From a checkpoint whose digests were compared; it may be of a run that draws nothing ahead.
+    """Read the rollouts of a checkpoint whose digests were checked; it may hold none.
 
-    Raises ConfigError for a file of another shape, or of what no run has drawn.
+    Raises ConfigError for a file of another shape, or with values that no run could have sampled.
     """
     file = directory / FILE
     if not file.exists():
@@ -155,7 +155,7 @@ def _failed(failed: FailedAttempt) -> dict[str, Any]:
 def _read_failed(prompts: Sequence[Prompt], record: records.FailedAttempt) -> FailedAttempt:
     return FailedAttempt(
         prompt=_prompt(prompts, record["prompt"]),
-        # A checkpoint from before groups were told apart has none.
+        # Checkpoints of earlier versions have no group number.
         group=record.get("group", record["prompt"]),
         sample_index=record["sample"],
         attempt=record["attempt"],

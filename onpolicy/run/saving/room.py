@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits on the disk, asked before the first step."""
+"""The check that a checkpoint fits on the disk, before the first step."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from onpolicy.models.lora.adapters import adapter_size
 from onpolicy.system.memory import gib
 
 MASTER = 3 * 4
-"""Bytes that training keeps of a parameter: its float32 weight and two moments of AdamW."""
+"""The bytes of training state for a parameter: its float32 weight and two moments of AdamW."""
 
 
 def require_room(
     config: AnyRun, hf_config: PretrainedConfig, adapter: AdapterShape | None = None
 ) -> None:
-    """Raise ConfigError, with the sum, if a checkpoint of the model, or of its adapters alone, does not
-    fit under --save."""
+    """Raise ConfigError, with the sum, if a checkpoint (of adapters alone, if any) does not fit."""
     trust = config.model.trust_remote_code
     parameters = _saved_parameters(hf_config, trust, adapter)
     if critic := config.critic_checkpoint:
@@ -45,26 +44,26 @@ def require_room(
 def _saved_parameters(
     hf_config: PretrainedConfig, trust_remote_code: bool, adapter: AdapterShape | None = None
 ) -> int:
-    """Those that a checkpoint holds of a model."""
+    """Return the number of a model's parameters that a checkpoint holds."""
     model = empty_causal_lm(hf_config, trust_remote_code)
     return adapter_size(model, adapter) if adapter else sum(x.numel() for x in model.parameters())
 
 
 def _whose(has_adapter: bool, has_critic: bool) -> str:
-    """Whose parameters they are, in words; nothing if they are all of one model."""
+    """Return the owners of the parameters, in words; "" if they are all of one model."""
     policy = "adapters" if has_adapter else "policy" * has_critic
     return f" of {policy}{' and critic' * has_critic}" if policy else ""
 
 
 def _saves_computed_weights(config: AnyRun) -> bool:
-    """Whether the weights in compute dtype are saved beside the master weights, as Megatron does
-    where the two are different tensors."""
+    """Return whether weights in compute dtype are saved beside the master weights, as Megatron does if
+    they are different tensors."""
     distributed = config.megatron.megatron_distributed_optimizer
     others = distributed or config.model.dtype != "float32"
     return config.trainer.train_backend == "megatron" and others
 
 
 def free_bytes(directory: Path) -> int:
-    """What an ordinary user may still write there, or where the directory will be."""
+    """Return the bytes that an ordinary user may still write at a directory, present or planned."""
     there = next(path for path in (directory, *directory.parents) if path.exists())
     return shutil.disk_usage(there).free

@@ -1,4 +1,4 @@
-"""Writes a checkpoint: all of it, or none."""
+"""The writing of a checkpoint, complete or not at all."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from onpolicy.train import Trainer
 logger = logging.getLogger(__name__)
 
 _PARTIAL = ".partial_"
-"""Before the name of what is being written, or deleted."""
+"""The prefix of directories that are being written or deleted."""
 
 _PROBE_BYTES = 4 << 20
-"""What is written to see whether a disk is full: more than a refused write leaves room for."""
+"""The number of bytes written to see whether a disk is full: more than a refused write leaves free."""
 
 
 class HasTrainer(Protocol):
-    """What a run keeps its trainer in."""
+    """An owner of the trainer, such as a run's engines."""
 
     trainer: Trainer
 
     def room(self) -> AbstractContextManager[None]:
-        """Meanwhile the trainer may take the memory that it shares with others."""
+        """Let the trainer use the memory that it shares with others, within the context."""
 
 
 def save(
@@ -56,18 +56,18 @@ def save(
     state: RunState,
     write_rollouts: Callable[[Path], None] = lambda directory: None,
 ) -> None:
-    """Write a checkpoint, then delete what is too old to keep.
+    """Write a checkpoint, then delete those too old to keep.
 
-    `write_rollouts` writes what was drawn and not trained on yet.
+    `write_rollouts` writes the samples that were not trained on yet.
 
-    Raises CheckpointError, leaving earlier ones as they are; so does the loss of a rank or a
-    host meanwhile, which keeps its own error, since a run may go on without it.
+    Raises CheckpointError, and leaves earlier checkpoints as they are. After the loss of a rank or a
+    host its own error is raised instead, since a run may continue without it.
     """
     root = Path(config.output.save)
     final = root / name_of(state.rollouts_done)
     partial = root / f"{_PARTIAL}{final.name}"
     try:
-        with locked(root, "--save"):  # again, if it was removed meanwhile
+        with locked(root, "--save"):  # locks again, in case the directory was removed meanwhile
             _begin(partial)
             with engines.room():
                 engines.trainer.save(partial)
@@ -84,8 +84,8 @@ def save(
 
 
 def _cause(partial: Path, error: Exception) -> str:
-    """Return what an error says, and why no more can be written, if that is so: of a full disk PyTorch's
-    writer says a position in a file."""
+    """Return an error's message, preceded by the reason if nothing more can be written: PyTorch's writer
+    reports a full disk as a position in a file."""
     if isinstance(error, OSError) and error.errno is not None:
         return str(error)
     try:
@@ -108,14 +108,14 @@ def _not_written(root: Path, name: str, cause: str) -> CheckpointError:
 
 
 def _begin(partial: Path) -> None:
-    """Make the directory to write into, and remove what a killed run left of earlier ones."""
+    """Make the directory to write into, and remove leftovers of killed runs."""
     for leftover in partial.parent.glob(f"{_PARTIAL}step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True)
 
 
 def _commit(config: AnyRun, state: RunState, partial: Path, final: Path) -> None:
-    """Put everything on disk, then give the directory its name."""
+    """Sync everything to disk, then give the directory its name."""
     record = make_record(partial, state, config=config.to_dict(), made_with=made_with(config))
     (partial / STATE).write_text(record)
     for path in [*partial.rglob("*"), partial]:
@@ -127,7 +127,7 @@ def _commit(config: AnyRun, state: RunState, partial: Path, final: Path) -> None
 
 
 def _set_aside(damaged: Path) -> None:
-    """Rename what has the new checkpoint's name: a damaged one, since `resume` refuses whole ones."""
+    """Rename a damaged checkpoint of the new one's name; `resume` refuses to overwrite complete ones."""
     if damaged.exists():
         number = 1
         while (kept := damaged.with_name(f"{damaged.name}.damaged{number}")).exists():
@@ -137,7 +137,7 @@ def _set_aside(damaged: Path) -> None:
 
 
 def _delete_old(root: Path, keep: int, best: Best | None) -> None:
-    """Delete the oldest but the best; renamed first: a kill leaves no half one under its name."""
+    """Delete the oldest checkpoints but the best; rename first, so that a kill leaves no half one."""
     for number, old in list(checkpoints(root).items())[:-keep] if keep else []:
         if best is not None and number == best.rollouts_done:
             continue

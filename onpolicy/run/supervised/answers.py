@@ -1,4 +1,4 @@
-"""Rows with answers as trajectories: what a policy would have been given, and what it is to learn."""
+"""Rows with answers as trajectories: given tokens, and tokens to learn."""
 
 from __future__ import annotations
 
@@ -22,18 +22,21 @@ from onpolicy.types import Prompt, Sample, TrainSample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A row."""
+    """A row with its trajectories."""
 
     prompt: Prompt
-    """What comes before the first answer; its text is that of the whole row, its label all answers."""
+    """The tokens before the first answer; `text` is the whole row's text, `label` all answers."""
 
     trajectories: list[Trajectory]
-    """One, but of a chat whose template writes the past anew (`chat/template.py`) one for each past, as
-    the policy would sample it. Every answer is learnt in the first that has it."""
+    """The row's trajectories: usually one.
+
+    For a chat whose template rewrites the past (`chat/template.py`) there is one for each past, as the
+    policy would sample it. Every answer is learnt in the first trajectory that has it.
+    """
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of the longest trajectory."""
+        """Return the number of tokens of the longest trajectory."""
         return max(len(trajectory.token_ids) for trajectory in self.trajectories)
 
 
@@ -45,9 +48,9 @@ def load_examples(
     max_tokens: int,
     flag: str,
 ) -> list[Example]:
-    """All rows of a file, in their order; `flag` is for messages.
+    """Return all rows of a file, in order; `flag` is for messages.
 
-    Raises ConfigError with where the first row stands that cannot be used, or has more than
+    Raises ConfigError, with its place, for the first row that cannot be used or is longer than
     `max_tokens`.
     """
     reader = _Reader(config, tokenizer, stop_token_ids)
@@ -66,7 +69,7 @@ def load_examples(
 
 
 def samples_of(examples: Iterable[Example]) -> list[TrainSample]:
-    """What the trainer learns from these rows; each is an episode."""
+    """Return the training samples of these rows; each row is an episode."""
     return [
         TrainSample(
             sample=Sample(prompt=example.prompt, sample_index=0, trajectory=trajectory),
@@ -79,7 +82,7 @@ def samples_of(examples: Iterable[Example]) -> list[TrainSample]:
 
 
 class _Reader:
-    """Makes examples of rows. Raises ConfigError for those of which it can make none."""
+    """A maker of examples from rows. Raises ConfigError for rows that cannot be used."""
 
     def __init__(
         self,
@@ -97,7 +100,7 @@ class _Reader:
             )
 
     def example(self, index: int, row: dict[str, Any], where: str) -> Example:
-        """Return the example of a row. Raises ConfigError with `where` if there can be none."""
+        """Return the example of a row. Raises ConfigError with `where` if the row cannot be used."""
         content = field_of(row, self._config.input_key, where)
         try:
             if self._config.apply_chat_template:
@@ -168,9 +171,9 @@ def _is_empty(message: Message) -> bool:
 def conversation(
     template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
 ) -> Iterator[Trajectory]:
-    """A chat as the policy would sample it, all answers of the assistant being learnt.
+    """Yield a chat as the policy would sample it, with all answers of the assistant to be learnt.
 
-    Raises ValueError for what the template does not take.
+    Raises ValueError for messages that the template does not take.
     """
     numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     now = Trajectory.begin(template.encode(template.opening(messages[: numbers[0]], tools)))
@@ -179,6 +182,7 @@ def conversation(
         if number > numbers[0]:
             new = messages[answered:number]
             more = template.go_on(now.token_ids, messages[:answered], new, tools)
+            # The template rewrote the past: a new trajectory begins after the tokens that it kept.
             if more.drift is not None:
                 yield now
                 now = now.until(more.kept).as_given(more.kept)
@@ -189,7 +193,7 @@ def conversation(
 
 
 def learning(given: Trajectory, answer_ids: Sequence[int]) -> Trajectory:
-    """A trajectory that goes on with tokens to learn."""
+    """Return a trajectory continued with tokens to learn."""
     count = len(answer_ids)
     return replace(
         given,

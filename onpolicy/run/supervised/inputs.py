@@ -1,4 +1,4 @@
-"""Everything that `onpolicy sft` reads, checked before anything is started."""
+"""The inputs of `onpolicy sft`, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class SftInputs:
-    """What a run of `onpolicy sft` starts from."""
+    """The inputs of a run of `onpolicy sft`, after all checks."""
 
     hf_config: PretrainedConfig
     contract: NumericsContract
     examples: list[Example]
     eval_examples: list[Example]
     source: PromptSource
-    """The order of the examples, by their numbers."""
+    """The order of the examples, by number."""
 
     num_steps: int
     train_config: TrainConfig
-    """What the trainer is told."""
+    """The trainer's configuration."""
 
     needs: Needs
-    """What it holds."""
+    """The memory needs of its ranks."""
 
     @property
     def evaluations(self) -> dict[str, str]:
-        """`digest_sets` of the rows that are measured."""
+        """Return the result of `digest_sets` for the evaluation rows."""
         measured = [example.prompt for example in self.eval_examples]
         return digest_sets({"": (None, measured)} if measured else {})
 
     def batch(self, step: int, size: int) -> list[Example]:
-        """The rows of an optimizer step."""
+        """Return the rows of an optimizer step."""
         places = range(step * size, (step + 1) * size)
         return [self.examples[self.source.at(place).index] for place in places]
 
 
 def read_inputs(config: SftConfig) -> SftInputs:
-    """Read and check the checkpoint and all rows. Raises ConfigError for whatever is wrong."""
+    """Read and check the checkpoint and all rows. Raises ConfigError for any error in them."""
     check_sinks(config.output)
     _require_free(config.output.save_hf)
     path, trust = config.model.hf_checkpoint, config.model.trust_remote_code
@@ -111,7 +111,7 @@ def _require_free(save_hf: str) -> None:
 
 
 def _num_steps(config: SftConfig, num_examples: int) -> int:
-    """The optimizer steps of the whole run. Raises ConfigError if the rows are too few for one."""
+    """Return the number of optimizer steps. Raises ConfigError if the rows are too few for one."""
     size = config.trainer.global_batch_size
     if size > num_examples:
         raise ConfigError(
@@ -133,7 +133,7 @@ def _needs(
     contract: NumericsContract,
     examples: list[Example],
 ) -> Needs:
-    """What the ranks hold. Says it, and raises ConfigError if it is more than is free here."""
+    """Log and return the ranks' memory needs. Raises ConfigError if they exceed the free memory."""
     longest = max(example.num_tokens for example in examples)
     spec = rollout_spec(train_config, hf_config, contract, longest)
     size = ModelSize.of(hf_config, config.model.trust_remote_code)

@@ -30,21 +30,21 @@ logger = logging.getLogger(__name__)
 Metrics = dict[str, float]
 
 SILENCE = 2.0
-"""Seconds between two lines of progress, at least."""
+"""The least number of seconds between two lines of progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftSummary:
-    """What a run ends with."""
+    """The result of a run."""
 
     steps: int
     loss: float
     run_hash: str
-    """Equal for two runs whose losses and weights are the same bits."""
+    """A hash that is equal for two runs whose losses and weights are equal bit by bit."""
 
 
 def fine_tune(config: SftConfig, inputs: SftInputs) -> SftSummary:
-    """Take all optimizer steps that are left, and write what is asked for."""
+    """Take all remaining optimizer steps, and write the checkpoints and the model."""
     prompts = [example.prompt for example in inputs.examples]
     with ExitStack() as stack:
         if save := config.output.save:
@@ -64,7 +64,7 @@ def fine_tune(config: SftConfig, inputs: SftInputs) -> SftSummary:
 
 
 class SupervisedRun:
-    """Learns from rows with a trainer that is there, from where a checkpoint left off."""
+    """The optimizer steps on rows, with a given trainer, from scratch or from a checkpoint."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class SupervisedRun:
             logger.info("resumed from %s", resumed.directory)
 
     def go(self) -> SftSummary:
-        """Every step, and the model in the end."""
+        """Take every step, and write the model at the end."""
         metrics: Metrics = {}
         output = self.config.output
         while self.steps_done < self.inputs.num_steps:
@@ -163,11 +163,11 @@ class SupervisedRun:
         saving.save(self.config, self, state)
 
     def room(self) -> AbstractContextManager[None]:
-        """No server shares the trainer's memory."""
+        """Do nothing: no server shares the trainer's memory."""
         return nullcontext()
 
     def _export(self, directory: Path) -> None:
-        """The whole model, or no directory."""
+        """Write the whole model atomically."""
         directory.parent.mkdir(parents=True, exist_ok=True)
         partial = directory.with_name(f".partial_{directory.name}")
         with self._directory.writing():

@@ -1,9 +1,9 @@
-"""Gradients of all micro-batches and ranks, added in one order however many ranks there are.
+"""Sums of gradients over all micro-batches and ranks, in one order for any number of ranks.
 
-FSDP2 adds what the ranks have of a micro-batch each, in the communication library's order, and then that
-to what is there. Additions round, so another number of ranks has other bits. Here a rank adds what it
-gets of its shard in the order of the packing (`train/shares.py`), onto what is there, as one rank does
-that computes every micro-batch.
+FSDP2 adds the ranks' gradients of one micro-batch each, in the communication library's order, and adds
+that sum to the earlier ones. Additions round, so the bits depend on the number of ranks. Here a rank
+adds the contributions to its shard in the order of the packing (`train/shares.py`), one by one, as a
+single rank does that computes every micro-batch.
 """
 
 from __future__ import annotations
@@ -21,30 +21,31 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from onpolicy.train import distributed
 
 NOTHING = -0.0
-"""What changes no number that it is added to; 0.0 makes another zero of -0.0."""
+"""Neutral element of addition; 0.0 would turn -0.0 into 0.0."""
 
 
 @dataclass(slots=True)
 class Turn:
-    """The micro-batch that a rank computes, and what those before it have added up to."""
+    """The current micro-batch of a rank, and the sums of the micro-batches before it."""
 
     is_filler: bool = False
 
     sums: dict[object, Tensor] = field(default_factory=dict)
-    """The sums of this optimizer step, by who adds; they are the gradients' memory, and go with them."""
+    """Sums of this optimizer step, by reduce-scatter; they share the gradients' memory and are cleared
+    with them."""
 
 
 def sum_gradients(model: nn.Module, *, in_order: bool) -> Turn:
-    """Have FSDP2 add the ranks' gradients, which it would average; in the order of micro-batches, or in
-    the communication library's own.
+    """Make FSDP2 sum the ranks' gradients instead of averaging them: in the order of micro-batches, or
+    in the communication library's own.
 
-    Before every backward pass the returned `Turn` has to be set, on every rank.
+    The returned `Turn` must be set before every backward pass, on every rank.
     """
     turn = Turn()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # A mean of three ranks would round. Without a sum by force, a factor of 1 is a product
-            # that gloo has not.
+            # A mean over three ranks would round. Unless the sum is forced, a factor of 1 becomes
+            # a premultiplied sum, which gloo lacks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if in_order:
@@ -53,9 +54,9 @@ def sum_gradients(model: nn.Module, *, in_order: bool) -> Turn:
 
 
 class OrderedReduceScatter(ReduceScatter):
-    """Adds the gradients of one `fully_shard`ed module, on ranks that are more than one.
+    """A reduce-scatter of the gradients of one `fully_shard`ed module, over more than one rank.
 
-    As many bytes as a ring sends, and a buffer as large as the module's gradients in float32.
+    It sends as many bytes as a ring, and needs a buffer as large as the module's gradients in float32.
     """
 
     def __init__(self, turn: Turn):
@@ -74,10 +75,11 @@ class OrderedReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """float32 [ranks * N] -> [N]; FSDP2 makes the first output of a step the gradients' memory, and
-        adds the later ones to it."""
+        """Reduce float32 [ranks * N] to [N]. FSDP2 keeps the first output of a step as the gradients'
+        memory and adds later outputs to it."""
         if self.turn.is_filler:
             input_tensor.fill_(NOTHING)
+        # Sums go into the first output; later outputs stay neutral, since FSDP2 adds them to it.
         output_tensor.fill_(NOTHING)
         total = self.turn.sums.setdefault(self, output_tensor)
         distributed.add_in_order(total, input_tensor, group)

@@ -1,10 +1,11 @@
-"""The weights that an optimizer moves and a checkpoint holds, where a model computes with rounded ones.
+"""Master weights, which the optimizer updates and a checkpoint holds, where a model computes with
+rounded weights.
 
-The gradient of a rounded weight moves its master: straight-through (Bengio et al., arXiv:1308.3432).
-Masters are rounded once after each step, and from the dtype that is pushed, as a deployment would round
-what it was sent: float32 is rounded to other numbers here and there. A whole tensor is rounded, of which
-each rank keeps its rows, since rows of several ranks may share a scale. What is not trained is rounded
-once, and needs none: the base that adapters are beside, a reference.
+The gradient of a rounded weight updates its master: straight-through (Bengio et al., arXiv:1308.3432).
+Masters are rounded once after each step, from the dtype that is pushed, since a deployment rounds the
+weights that it receives, and rounding from float32 sometimes differs. Whole tensors are rounded and
+each rank keeps its rows, since rows of several ranks may share a scale. Frozen weights (the base model
+of adapters, a reference) are rounded once and have no masters.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from onpolicy.weights.rounding import is_rounded, round_weight
 
 
 class Masters:
-    """Every method is collective."""
+    """The masters of a model's rounded weights; every method is collective."""
 
     def __init__(self, module: PolicyModel, weight_format: str, dtype: torch.dtype):
-        """Rounds the weights of `module`, if there is a format, and keeps what the trained ones were."""
+        """Round the weights of `module`, if there is a format, and keep masters of the trained ones."""
         self._module, self._format, self._dtype = module, weight_format, dtype
         named = dict(module.named_parameters())
         self._rounded = {
@@ -38,24 +39,24 @@ class Masters:
         }
         """Float32 masters, sharded as the parameters of the same names."""
         self.held: dict[str, nn.Parameter] = {**named, **self.beside}
-        """What is trained and saved: masters, and the model's parameters that have none."""
+        """Trained and saved tensors: masters, and parameters without a master."""
         for name, parameter in self._rounded.items():
             self._round(name, parameter)
 
     def take_gradients(self) -> None:
-        """Give the masters what was computed for the rounded weights."""
+        """Give the masters the gradients of the rounded weights."""
         for name, master in self.beside.items():
             master.grad = self._rounded[name].grad
 
     def round(self) -> None:
-        """Let the model compute with what the masters are now."""
+        """Set the model's weights to the rounded masters."""
         for name, master in self.beside.items():
             master.grad = None
             self._round(name, master)
 
     @torch.no_grad()
     def _round(self, name: str, held: nn.Parameter) -> None:
-        """Let the model compute with `held`, rounded."""
+        """Set a parameter to `held`, rounded."""
         cast, parameter = held.detach().to(self._dtype, copy=True), self._rounded[name]
         assert isinstance(cast, DTensor) and isinstance(parameter, DTensor)
         whole = cast.full_tensor()
@@ -64,7 +65,7 @@ class Masters:
         parameter.to_local().copy_(rows_of(parameter, whole))
 
     def _parts(self, name: str, whole: Tensor) -> list[Tensor]:
-        """Those of the tensors that a checkpoint has of it that are rounded, as views."""
+        """Return views of the parts that are rounded, one for each tensor in a checkpoint."""
         if not name.startswith(PREFIX):
             return []  # a critic's head
         stored = stored_tensors(self._module.causal_lm, name.removeprefix(PREFIX), whole)

@@ -19,10 +19,10 @@ from onpolicy.train.state import create_missing_moments
 def make_optimizer(
     parameters: Iterable[nn.Parameter], config: TrainerConfig, *, portable: bool = False
 ) -> torch.optim.AdamW:
-    """AdamW with the run's settings; every step is given its learning rate.
+    """Make AdamW with the run's settings; every step is given its learning rate.
 
-    portable: by PyTorch's fused kernel, whose square root is exactly rounded. The other's is MKL's,
-    which has other bits on AMD's processors than on Intel's.
+    portable: use PyTorch's fused kernel, whose square root is correctly rounded. The other kernel uses
+    MKL's, whose bits differ between AMD's and Intel's processors.
     """
     return torch.optim.AdamW(
         list(parameters),
@@ -36,8 +36,8 @@ def make_optimizer(
 
 @torch.no_grad()
 def take_step(optimizer: torch.optim.AdamW, operators: Operators, rate: float) -> None:
-    """`optimizer.step()` at a learning rate, to the same bits: on a CPU block by block, so that each
-    reads memory once."""
+    """Step the optimizer at a learning rate, with the bits of `optimizer.step()`: on a CPU block by
+    block, so that memory is read once."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     moved = [
@@ -63,7 +63,7 @@ def take_step(optimizer: torch.optim.AdamW, operators: Operators, rate: float) -
 def _step_block(
     group: dict[str, Any], step: float, weights: Tensor, grads: Tensor, mean: Tensor, square: Tensor
 ) -> None:
-    """PyTorch's own step of one block, after `step` steps."""
+    """Run PyTorch's own AdamW step on one block, after `step` steps."""
     beta1, beta2 = group["betas"]
     adamw(
         [weights],

@@ -1,5 +1,5 @@
-"""A model under FSDP2: one sharded copy of weights, gradients and optimizer state, which torch DCP
-writes for any number of ranks."""
+"""A model under FSDP2: weights, gradients and optimizer state are sharded once, and torch DCP writes
+them for any number of ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from onpolicy.weights.digest import WeightBucket, WeightPart
 
 
 class FsdpModel(ShardedModel):
-    """A model that computes in the contract's dtype; everything that is summed is in float32."""
+    """A model that computes in the contract's dtype, and sums in float32."""
 
     module: PolicyModel
 
@@ -151,7 +151,8 @@ class FsdpModel(ShardedModel):
         self.turn.sums.clear()
 
     def _free_gathered_weights(self) -> None:
-        """Free what FSDP2 keeps of the root after a forward pass, for a backward pass to come."""
+        """Free the root's gathered weights, which FSDP2 keeps after a forward pass for a
+        backward pass."""
         assert isinstance(self.module, FSDPModule)
         self.module.reshard()
 
@@ -180,13 +181,13 @@ class FsdpModel(ShardedModel):
         self.masters.round()
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Everything that is saved, under flat names: weights, moments and random state."""
+        """Return everything that is saved, under flat names: weights, moments and random state."""
         assert self.optimizer is not None
         create_missing_moments(self.optimizer)
         tensors = {"random_state": torch.get_rng_state()}
         for name, parameter in self.masters.held.items():
             if self.adapter is not None and not parameter.requires_grad:
-                continue  # it is as --hf-checkpoint has it
+                continue  # frozen, so --hf-checkpoint holds it
             tensors[f"model.{name}"] = parameter.detach()
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 tensors[f"optimizer.{name}.{key}"] = value

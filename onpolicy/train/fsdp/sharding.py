@@ -1,8 +1,8 @@
-"""A Hugging Face checkpoint as an FSDP2-sharded model, and back; each rank reads its own shards.
+"""Loading of a Hugging Face checkpoint into an FSDP2-sharded model, and gathering back.
 
-FSDP2 shares every parameter by its rows. A parameter may be made of several stored tensors (all
-experts of a layer are two parameters), so each rank looks where a stored tensor stands in the
-parameter, on the meta device, and reads those of its rows that are its own.
+FSDP2 shards every parameter by its rows. Several stored tensors may make up a parameter (all experts of
+a layer are two parameters), so each rank locates a stored tensor in the parameter, on the meta device,
+and reads only its own rows of it.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def load_sharded_policy(
     adapter: AdapterShape | None = None,
     trained: bool = True,
 ) -> PolicyModel:
-    """Load the weights, each rank its shards: those that are trained in float32, and all others in
-    `dtype`, in which everything is computed.
+    """Load the weights, each rank its shards: trained weights in float32, all others in `dtype`, in
+    which everything is computed.
 
-    Every rank reads its own shards of the checkpoint's files. Adapters have no numbers yet.
+    Adapters are left uninitialised; see `fill_adapters`.
     """
     config = load_config(path, trust_remote_code, context=context)
     model = empty_policy(config, operators, trust_remote_code, row_parallel_blocks, kind, adapter)
@@ -71,7 +71,7 @@ def load_sharded_policy(
 
 @torch.no_grad()
 def fill_adapters(model: PolicyModel, values: FactorValues) -> None:
-    """Give adapters numbers, each rank its rows of them."""
+    """Set the adapters' weights, each rank its rows."""
     for name, parameter in model.named_parameters():
         if is_adapters(name):
             assert isinstance(parameter, DTensor)
@@ -87,7 +87,7 @@ def _shard(model: PolicyModel, dtype: torch.dtype, activation_checkpointing: boo
     )
     model.float()
     for parameter in model.parameters():
-        if not parameter.requires_grad:  # a cast to dtype now, or before each layer: the same bits
+        if not parameter.requires_grad:  # FSDP2 would cast before each layer, to the same bits
             parameter.data = parameter.data.to(dtype)
     for layer in model.layers:
         if activation_checkpointing:
@@ -102,7 +102,7 @@ def _assign_buffer(model: nn.Module, name: str, buffer: Tensor) -> None:
 
 
 def _stored_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that belong to a checkpoint, such as a router's correction of its scores."""
+    """Return the buffers that belong to a checkpoint, such as a router's correction of its scores."""
     stored = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in stored}
 
@@ -115,11 +115,11 @@ def gather_buckets(
     ranks: Collection[int] = (0,),
     masters: Mapping[str, Tensor] | None = None,
 ) -> Iterator[WeightBucket]:
-    """Whole tensors of a part under the names a checkpoint has for them, `max_bytes` at a time.
+    """Yield whole tensors of a part under a checkpoint's names, `max_bytes` at a time.
 
-    Parameters are cast to `dtype`; buffers are what they are. Collective: every rank
-    has to take all of them. They are full on `ranks`; the others keep nothing of what they help to
-    gather. `masters`, by the names of parameters, take their places.
+    Parameters are cast to `dtype`; buffers keep theirs. It is collective: every rank has to iterate
+    over all buckets. They are full on `ranks`; other ranks keep nothing that they help to gather.
+    `masters`, by parameter name, replace the parameters.
     """
     whole = _checkpoint_tensors(model, dtype, part, masters or {})
     yield from in_buckets((each for each in whole if distributed.rank() in ranks), max_bytes)
@@ -134,7 +134,7 @@ def _checkpoint_tensors(
             yield VALUE_HEAD + name.removeprefix(_VALUE_HEAD), tensor
             continue
         own_name = name.removeprefix(PREFIX)
-        if is_adapters(name):  # which no checkpoint has, so nothing renames it
+        if is_adapters(name):  # no checkpoint has them, so nothing renames them
             yield own_name, tensor
             continue
         stored = stored_tensors(model.causal_lm, own_name, tensor)
@@ -150,7 +150,7 @@ def _checkpoint_tensors(
 def _whole_tensors(
     model: PolicyModel, dtype: torch.dtype, part: WeightPart, masters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """One at a time, gathered from all ranks; never the model's own memory."""
+    """Yield tensors gathered from all ranks, one at a time; never the model's own memory."""
     for name, parameter in model.named_parameters():
         if part not in ("all", "trained" if parameter.requires_grad else "frozen"):
             continue
@@ -165,8 +165,8 @@ def _whole_tensors(
 def load_shards(
     model: nn.Module, prefix: str, path: str, config: PretrainedConfig, trust_remote_code: bool
 ) -> None:
-    """Fill this rank's shards of `model`, whose parameters are DTensors under `prefix` and the names
-    that transformers gives them, and the buffers that the checkpoint holds.
+    """Fill this rank's shards of `model`, whose parameters are DTensors named `prefix` plus
+    transformers' names, and the buffers that the checkpoint holds.
 
     Raises ConfigError if the checkpoint is not of this model.
     """
@@ -179,7 +179,7 @@ def load_shards(
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *buffers.items()):
             if not name.startswith(prefix) or is_adapters(name):
-                continue  # a critic's head, or what no checkpoint has
+                continue  # a critic's head, or an adapter, which no checkpoint has
             shard = _Shard.of(tensor)
             whole = torch.empty(tensor.shape, device="meta")
             for stored, place in stored_tensors(matched, name.removeprefix(prefix), whole).items():
@@ -192,7 +192,7 @@ def load_shards(
 
 
 def _load_head(head: ValueHead, path: str) -> None:
-    """The head that a checkpoint has; zeros in the place of what it lacks."""
+    """Load the value head of a checkpoint; parameters that it lacks become zeros."""
     reader = CheckpointReader(path)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
@@ -204,8 +204,8 @@ def _load_head(head: ValueHead, path: str) -> None:
 
 
 def _names(model: PreTrainedModel, name: str) -> Iterator[str]:
-    """Under which names a checkpoint may hold a tensor: its own, another module's that shares it, the
-    base model's."""
+    """Yield the names under which a checkpoint may hold a tensor: its own, the name of a tied tensor,
+    the base model's."""
     yield name
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     yield from (other for other, source in tied.items() if source == name)
@@ -213,19 +213,19 @@ def _names(model: PreTrainedModel, name: str) -> Iterator[str]:
 
 
 def rows_of(parameter: DTensor, whole: Tensor) -> Tensor:
-    """This rank's rows of a whole tensor, as it holds those of `parameter`."""
+    """Return this rank's rows of a whole tensor, sharded like `parameter`."""
     shard = _Shard.of(parameter)
     return whole[shard.first : shard.first + len(shard.held)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """Some rows of a tensor, which this rank holds."""
+    """This rank's rows of a tensor."""
 
     held: Tensor
     first: int
     stride: int
-    """Elements of a row of the whole tensor."""
+    """Number of elements of a row of the whole tensor."""
 
     @staticmethod
     def of(tensor: Tensor) -> _Shard:
@@ -238,8 +238,9 @@ class _Shard:
         return _Shard(tensor.to_local(), offset[0] if offset else 0, stride)
 
     def fill(self, place: Tensor, read: Callable[[Sequence[slice]], Tensor]) -> None:
-        """Read what a stored tensor, which stands at `place` in the whole one, has of these rows."""
+        """Read this rank's rows of a stored tensor that is the view `place` of the whole tensor."""
         first = place.storage_offset() // self.stride
+        # Find the axis of the stored tensor, if any, that runs along the rows of the whole one.
         sizes = enumerate(zip(place.shape, place.stride(), strict=True))
         axis = next((d for d, (size, step) in sizes if size > 1 and step == self.stride), None)
         count = 1 if axis is None else place.shape[axis]

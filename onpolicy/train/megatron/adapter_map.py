@@ -1,6 +1,6 @@
-"""The names and the places of adapters, which follow from those of the weights that they are beside.
+"""Names and shards of adapters, derived from the weights that they are beside.
 
-A linear of Megatron's may be several of transformers', each of which has an adapter of its own:
+One linear of Megatron may hold several of transformers, each with an adapter of its own:
 `...self_attention.linear_qkv.lora.k_proj.B` is `...self_attn.k_proj.lora.B`.
 """
 
@@ -22,10 +22,10 @@ JOINED = {
     "shared_gate": ("shared_expert_gate",),
     "output_layer": ("lm_head",),
 }
-"""The linears of transformers that are one of Megatron's, in the order of its rows."""
+"""Linears of transformers that one linear of Megatron holds, in the order of its rows."""
 
 EXPERTS = "experts"
-"""All experts of a layer, which are one module in both."""
+"""Name of all experts of a layer, which are one module in both."""
 
 ADAPTED = {name for names in JOINED.values() for name in names} | {EXPERTS}
 
@@ -33,7 +33,7 @@ ADAPTED = {name for names in JOINED.values() for name in names} | {EXPERTS}
 def adapter_shapes(
     config: PretrainedConfig, weights: Mapping[str, tuple[int, ...]], adapter: AdapterShape | None
 ) -> dict[str, tuple[int, ...]]:
-    """The factors that are beside these weights, by the names of both in transformers."""
+    """Return the shapes of the adapters' factors for these weights, by transformers' names."""
     shapes: dict[str, tuple[int, ...]] = {}
     if adapter is None:
         return shapes
@@ -64,7 +64,7 @@ def _expert_shapes(
 
 
 def adapter_parameters(parameters: Iterable[str], adapter: AdapterShape | None) -> list[str]:
-    """Megatron's names of the factors that are beside these parameters."""
+    """Return Megatron's names of the factors for these parameters."""
     targets = adapter.targets if adapter is not None else ()
     names: list[str] = []
     for parameter in parameters:
@@ -79,9 +79,9 @@ def adapter_parameters(parameters: Iterable[str], adapter: AdapterShape | None) 
 
 
 def adapter_part(parameter: str, parts_of: Callable[[str], Iterable[Part]]) -> Part:
-    """What a rank holds of a factor, by Megatron's name of it.
+    """Return a rank's part of a factor, given by Megatron's name.
 
-    parts_of: what it holds of a weight. The rows that it has of one tensor follow each other.
+    parts_of: the rank's parts of a weight. Its rows of one tensor must be contiguous.
     """
     linear, _, own = parameter.partition(".lora.")
     name, _, factor = own.partition(".")
@@ -97,7 +97,7 @@ def adapter_part(parameter: str, parts_of: Callable[[str], Iterable[Part]]) -> P
 
 
 def expert_adapter_part(parameter: str, experts: slice, inner: slice) -> Part:
-    """What a rank holds of a factor of all experts, of which it has some, and of each a part of the
+    """Return a rank's part of an experts' factor: some of the experts, and of each a part of the
     intermediate axis."""
     layers, _, own = parameter.partition(".mlp.experts.")
     layer = layers.rpartition(".")[2]

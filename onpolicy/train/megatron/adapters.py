@@ -1,8 +1,8 @@
-"""Low-rank adapters beside Megatron's linears: one for each linear of transformers that is in it.
+"""Low-rank adapters beside Megatron's linears, one for each linear of transformers that they hold.
 
-The arithmetic is `onpolicy/ops/low_rank.py`'s, as in the rollout. Where tensor-parallel ranks share N,
-each has its rows of B, and its part of the gradient of A, which is whole on every rank; where they share
-K, each has its columns of A, and B is whole.
+`onpolicy/ops/low_rank.py` computes them, as in the rollout. Where tensor-parallel ranks shard N, each
+has its rows of B and a partial gradient of A, which is whole on every rank; where they shard K, each
+has its columns of A, and B is whole.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class PartLowRank(Pair):
-    """What is added to the result of one linear of transformers, which is a part of Megatron's."""
+    """The adapter of one linear of transformers, which is a part of a linear of Megatron."""
 
     def __init__(self, a: Tensor, b: Tensor, linear: Any, shape: AdapterShape):
         super().__init__(a, b)
@@ -44,11 +44,11 @@ class PartLowRank(Pair):
         self.row_parallel: RowParallel = getattr(linear, "row_parallel", WHOLE)
         shares_rows = isinstance(linear, ColumnParallelLinear)
         self.group: dist.ProcessGroup | None = linear.tp_group if shares_rows else None
-        """The ranks that share N."""
+        """Ranks that shard N; None where N is not sharded."""
         _note_for_megatron(self, linear)
 
     def forward(self, x: Tensor, out: Tensor) -> Tensor:
-        """[..., K] and what the part gives, [..., N] -> [..., N] in its dtype."""
+        """Add to the part's output: [..., K], [..., N] -> [..., N] in the output's dtype."""
         assert self.config.operators is not None
         return add_low_rank(self.config.operators, x, out, self.factors, self.row_parallel)
 
@@ -61,10 +61,10 @@ class PartLowRank(Pair):
 
 
 class JoinedLowRank(LowRankModule):
-    """What is added to the result of one of Megatron's linears, or to a rank's part of it.
+    """The adapters of one linear of Megatron, or of a rank's shard of it.
 
-    `parts` names the linears of transformers that it is, of which `sizes` rows follow each other, again
-    and again; those of them that are targets have a pair of factors under their names.
+    `parts` names the linears of transformers that it holds, whose `sizes` rows alternate in groups. The
+    parts that are targets have a pair of factors under their names.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class JoinedLowRank(LowRankModule):
                 self.add_module(part, PartLowRank(a, b, linear, shape))
 
     def forward(self, x: Tensor, out: Tensor) -> Tensor:
-        """[..., K] and what the linear gives, [..., N] -> [..., N] in its dtype."""
+        """Add to the linear's output: [..., K], [..., N] -> [..., N] in the output's dtype."""
         if not self.is_on:
             return out
         by_part = zip(self.parts, self.split(out, out.dim() - 1), strict=True)
@@ -91,32 +91,32 @@ class JoinedLowRank(LowRankModule):
         return torch.cat(apart, dim=-1).flatten(-2)
 
     def split(self, x: Tensor, axis: int) -> list[Tensor]:
-        """What of an axis of N belongs to each of the linears."""
+        """Split an axis of N by the linears of transformers."""
         apart = x.unflatten(axis, (self.groups, -1)).split(self.sizes, dim=axis + 1)
         return [part.flatten(axis, axis + 1) for part in apart]
 
     def _added(self, name: str, x: Tensor, out: Tensor) -> Tensor:
-        """[..., K] and what one of the linears gives -> its sum."""
+        """Add a part's adapter, if it has one, to the part's output."""
         part = self._modules.get(name)
         return out if part is None else part(x, out)
 
 
 def _note_for_megatron(pair: Pair, linear: Any) -> None:
-    """Say of what is trained whose gradients Megatron adds up, and counts in their norm."""
+    """Mark the factors whose gradients Megatron sums over ranks, and counts in the gradient norm."""
     whole = [pair.A, pair.B]
     if isinstance(linear, ColumnParallelLinear):
         set_tensor_model_parallel_attributes(pair.B, True, 0, 1)
-        return  # the gradient of A is added up where it is computed
+        return  # the gradient of A is summed where it is computed
     if isinstance(linear, RowParallelLinear):
         set_tensor_model_parallel_attributes(pair.A, True, 1, 1)
         whole = [pair.B]
-    for factor in whole:  # each rank has that of its own tokens
+    for factor in whole:  # each rank has the gradient of its own tokens
         factor.sequence_parallel = linear.config.sequence_parallel  # type: ignore[attr-defined]
 
 
 def add_adapters(model: Any, shape: AdapterShape | None) -> None:
-    """Put adapters, which are zeros, beside the linears of a pipeline stage that a contract names; all
-    else is frozen from now on. Without a shape nothing is done."""
+    """Add zero adapters to the target linears of a pipeline stage and freeze all other weights; without
+    a shape, do nothing."""
     if shape is None:
         return
     model.requires_grad_(False)
@@ -128,13 +128,13 @@ def add_adapters(model: Any, shape: AdapterShape | None) -> None:
         elif leaf == EXPERTS and EXPERTS in shape.targets:
             linear.lora = _beside_experts(linear, shape)
     if model.pre_process:
-        # Megatron computes layers again, and sends gradients back through a pipeline, only if what
-        # enters them has a gradient.
+        # Megatron recomputes layers, and sends gradients back through a pipeline, only if their
+        # inputs require a gradient.
         model.embedding.register_forward_hook(_require_gradient)
 
 
 def _beside_experts(experts: Any, shape: AdapterShape) -> ExpertLowRank:
-    """With the adapters of this rank's experts."""
+    """Make the adapters of this rank's experts."""
     weights = experts.down.detach()
     count, hidden, inner = weights.shape
     adapter = ExpertLowRank(weights, (count, inner, hidden), shape)
@@ -150,7 +150,8 @@ def _require_gradient(embedding: nn.Module, args: Any, out: Tensor) -> Tensor:
 
 
 def _sizes(linear: Any, parts: Sequence[str]) -> list[int]:
-    """Megatron keeps the queries of a group, then its key, then its value; then the next group."""
+    """Return the rows of each part. In a linear_qkv, each group has its queries, its key, then its
+    value."""
     if len(parts) == 3:
         config = linear.config
         queries = config.num_attention_heads // config.num_query_groups
@@ -159,7 +160,7 @@ def _sizes(linear: Any, parts: Sequence[str]) -> list[int]:
 
 
 def factors_of(output_layer: nn.Module) -> Factors | None:
-    """Those beside the output projection, where they are on."""
+    """Return the factors beside the output projection, if they exist and are switched on."""
     adapter = output_layer._modules.get(CHILD)
     if not isinstance(adapter, JoinedLowRank) or not adapter.is_on:
         return None
@@ -169,8 +170,8 @@ def factors_of(output_layer: nn.Module) -> Factors | None:
 
 
 def sharded_adapters(model: nn.Module, key_of: Callable[[str], str]) -> dict[str, ShardedTensor]:
-    """All that Megatron's checkpoints hold of a stage with adapters, by its own names of them; `key_of`
-    a name is that in the whole model."""
+    """Return the checkpoint entries of a stage with adapters, by Megatron's names; `key_of` maps a name
+    to the whole model's."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     replicas = {

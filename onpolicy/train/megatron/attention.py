@@ -1,9 +1,9 @@
-"""Rotary embedding and attention over packed sequences, by the contract's operators.
+"""Rotary embedding and attention over packed sequences, on the contract's operators.
 
-Megatron's own rotary embedding moves to the current CUDA device, and its attention without
-Transformer Engine takes neither packed sequences nor context parallelism. Ours rotates with Hugging
-Face's angles, so every kind of RoPE scaling follows, and gathers keys and values where a sequence
-is shared by context-parallel ranks.
+Megatron's own rotary embedding moves to the current CUDA device, and its attention without Transformer
+Engine supports neither packed sequences nor context parallelism. Ours rotates by Hugging Face's angles,
+so that every kind of RoPE scaling works, and gathers keys and values where context-parallel ranks shard
+a sequence.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from onpolicy.train.megatron.family import is_rotated
 
 
 class AlignedAttention(nn.Module):
-    """What Megatron calls core attention: from projected heads to their weighted values."""
+    """Megatron's core attention: from projected heads to weighted values."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class AlignedAttention(nn.Module):
         packed_seq_params: LocalTokens,
         **_: Any,
     ) -> Tensor:
-        """[T, H, D], [T, H_kv, D], [T, H_kv, D] -> [T, H * D]; the rows are this rank's."""
+        """Attend over this rank's rows: [T, H, D], [T, H_kv, D], [T, H_kv, D] -> [T, H * D]."""
         operators, local = self.config.operators, packed_seq_params
         assert operators is not None and local.angles is not None
         q, k = query, key
@@ -66,9 +66,11 @@ class AlignedAttention(nn.Module):
 def rotated(
     operators: Operators, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """[T, H, D], [T, H_kv, D], [1, T, D'], [1, T, D'] -> the first two, rotated.
+    """Rotate queries and keys: [T, H, D], [T, H_kv, D], angles [1, T, D'] twice -> the first two,
+    rotated.
 
-    What the operator was not made for the rollout leaves to transformers (`models/rotary.py`).
+    Cases that the operator does not support use transformers' code, as in the rollout
+    (`models/rotary.py`).
     """
     q, k = (x.transpose(0, 1)[None] for x in (query, key))
     if cos.shape[-1] == q.shape[-1] and cos.dtype == q.dtype:
@@ -79,6 +81,7 @@ def rotated(
 
 
 def _rotated_part(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The first D' elements of each head (GLM-4-MoE), by angles in float32 (OLMo-2): [1, H, T, D]."""
+    """Rotate the first D' elements of each head (GLM-4-MoE), by angles in float32 (OLMo-2): [1, H, T,
+    D]."""
     size = cos.shape[-1]
     return torch.cat((rotate(x[..., :size], cos, sin).to(x.dtype), x[..., size:]), -1)

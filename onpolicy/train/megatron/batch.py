@@ -1,9 +1,9 @@
-"""The part of a packed micro-batch that one rank computes, on its way through Megatron's modules.
+"""One rank's part of a packed micro-batch, on its way through Megatron's modules.
 
 Under context parallelism a sequence is cut into 2 x c chunks of equal length, and rank r of c holds
-chunks r and 2c - 1 - r: every rank then computes about as many scores as the others (Megatron's
-zigzag). Rows are in the order: the first chunk of every sequence, then the second of every sequence.
-Sequences are padded at their ends for that, which no earlier token can see.
+chunks r and 2c - 1 - r, so that all ranks compute about as many attention scores (Megatron's zigzag).
+The order of rows is: the first chunk of every sequence, then the second of every sequence. Sequences
+are padded at their ends for that; causal attention hides the padding from earlier tokens.
 """
 
 from __future__ import annotations
@@ -31,54 +31,56 @@ FILLER_TOKEN = 0
 
 @dataclass(kw_only=True)
 class LocalTokens(PackedSeqParams):
-    """T: this rank's tokens, before sequence parallelism shares them; R: tokens asked for."""
+    """One rank's tokens of a micro-batch. T: its tokens, before sequence parallelism shards them; R:
+    the tokens to score."""
 
     qkv_format: str = "thd"
 
     tokens: Tensor
-    """int64 [1, T]"""
+    """Token ids, int64 [1, T]."""
 
     positions: Tensor
-    """int64 [1, T]: within each sequence"""
+    """Positions within each sequence, int64 [1, T]."""
 
     layouts: tuple[AttentionLayout, ...]
-    """One layout for each of equal parts of the rows: one, or one for each chunk under context
+    """Attention layouts of equal parts of the rows: one, or one for each chunk under context
     parallelism."""
 
     angles: tuple[Tensor, Tensor] | None = None
     """Cosines and sines of the rotary embedding, [1, T, D]."""
 
     rows: Tensor
-    """int64 [R']: rows here whose next token is asked for, padded to as many as any rank has"""
+    """Rows whose next token is scored, int64 [R'], padded to the largest number of any rank."""
 
     shared_rows: SharedRows | None = None
-    """As in `PackedTokens`; None under context parallelism."""
+    """Shared rows as in `PackedTokens`; None under context parallelism."""
 
     targets: Tensor
-    """int64 [R']"""
+    """Tokens to score, int64 [R']."""
 
     temperature: Tensor
-    """float32 [R']"""
+    """Temperatures, float32 [R']."""
 
     order: Tensor | None = None
-    """int64 [R]: where each token asked for is among the ranks' R' each; None: in order, all here"""
+    """Index of each scored token among the ranks' R' each, int64 [R]; None: all are here, in order."""
 
     routed_experts: Tensor | None = None
-    """int64 [T, layers x k]: as in `PackedTokens`; under sequence parallelism of this rank's rows"""
+    """Experts to replay, int64 [T, layers x k], as in `PackedTokens`; under sequence parallelism, of
+    this rank's rows."""
 
     kept: KeptTokens | None = None
-    """The tokens that each of the R' tokens was drawn from, if they were cut."""
+    """Tokens that each of the R' tokens was drawn from, if they were cut."""
 
     draws: Draws | None = None
-    """How the R' tokens were drawn, and which of them to draw again."""
+    """Draws of the R' tokens, and the choice of those to redraw."""
 
     wants_hidden: bool = False
     teacher: TeacherRows | None = None
-    """As in `PackedTokens`; of the R' tokens."""
+    """The teacher's rows as in `PackedTokens`, for the R' tokens."""
 
     @staticmethod
     def of(batch: PackedTokens, config: AlignedConfig, context_rank: int) -> LocalTokens:
-        """What rank `context_rank` of the context-parallel group computes of `batch`."""
+        """Return the part of `batch` that rank `context_rank` of the context-parallel group computes."""
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
         if config.context_parallel_size > 1:
             return _zigzag(batch, config.context_parallel_size, context_rank, multiple)
@@ -86,7 +88,7 @@ class LocalTokens(PackedSeqParams):
 
 
 def _whole(batch: PackedTokens, multiple: int) -> LocalTokens:
-    """All tokens, and a filler sequence up to a multiple."""
+    """Return all tokens, padded by a filler sequence to a multiple."""
     filler = -len(batch.tokens) % multiple
     layout = _with_filler(batch.layout, filler) if filler else batch.layout
     return LocalTokens(
@@ -106,7 +108,7 @@ def _whole(batch: PackedTokens, multiple: int) -> LocalTokens:
 
 
 def _with_filler(layout: AttentionLayout, count: int) -> AttentionLayout:
-    """The layout of one sequence more, of so many tokens after all others."""
+    """Append a sequence of `count` tokens to a layout."""
     first = sum(layout.query_lens)
     own = torch.arange(first, first + count, device=layout.key_rows.device)
     return AttentionLayout(
@@ -118,7 +120,8 @@ def _with_filler(layout: AttentionLayout, count: int) -> AttentionLayout:
 
 
 def _pad_experts(batch: PackedTokens, rows: Tensor, padding: int) -> Tensor | None:
-    """The tokens' experts at `rows` of as many and `padding` more, where routers choose themselves."""
+    """Place the tokens' experts at `rows` of a longer batch; in the `padding` rows routers choose
+    themselves."""
     experts = batch.routed_experts
     if experts is None:
         return None
@@ -135,6 +138,8 @@ def _zigzag(batch: PackedTokens, ranks: int, rank: int, multiple: int) -> LocalT
     tokens[padded] = batch.tokens
     positions = batch.positions.new_zeros(plan.num_tokens)
     positions[padded] = batch.positions
+    # Every rank scores the tokens whose rows it holds, padded to the largest rank's number; `order`
+    # puts the gathered scores back into the order of the batch.
     mine = plan.rows_of(rank).to(device)
     owner, local_row = plan.owners()
     asked = plan.padded_rows[batch.rows.cpu()]
@@ -163,7 +168,7 @@ def _zigzag(batch: PackedTokens, ranks: int, rank: int, multiple: int) -> LocalT
 
 
 class _ZigzagPlan:
-    """Which rank of a context-parallel group holds which token of padded sequences, laid end to end."""
+    """A plan of which rank of a context-parallel group holds which token of padded sequences."""
 
     def __init__(self, lens: Sequence[int], ranks: int, multiple: int):
         self.ranks = ranks
@@ -176,10 +181,10 @@ class _ZigzagPlan:
         self.num_tokens = int(sizes.sum())
         offsets = [start + torch.arange(n) for start, n in zip(self.starts, lens, strict=False)]
         self.padded_rows = torch.cat(offsets)
-        """int64: where each token of the unpadded sequences is among the padded ones."""
+        """Index of each unpadded token among the padded ones, int64."""
 
     def rows_of(self, rank: int) -> Tensor:
-        """int64: padded tokens of a rank, in the order in which it computes them."""
+        """Return a rank's padded tokens in the order in which it computes them, int64."""
         return torch.cat(
             [
                 start + chunk * n + torch.arange(n)
@@ -189,7 +194,7 @@ class _ZigzagPlan:
         )
 
     def owners(self) -> tuple[Tensor, Tensor]:
-        """The rank that holds each padded token, and its row there."""
+        """Return the rank that holds each padded token, and its row on that rank."""
         owner = torch.empty(self.num_tokens, dtype=torch.int64)
         row = torch.empty(self.num_tokens, dtype=torch.int64)
         for rank in range(self.ranks):
@@ -198,9 +203,10 @@ class _ZigzagPlan:
         return owner, row
 
     def layouts(self, rank: int, device: torch.device) -> tuple[AttentionLayout, AttentionLayout]:
-        """The layouts of a rank's first and second chunks, over the keys of all ranks in the ranks'
-        order."""
+        """Return the layouts of a rank's first and second chunks, over the gathered keys of all
+        ranks."""
         owner, row = self.owners()
+        # Gathered keys are in rank order; map positions of padded sequences to rows among them.
         stored = owner * (self.num_tokens // self.ranks) + row
         longest = 2 * self.ranks * max(self.chunk_lens)
         rows = (self.starts[:, None] + torch.arange(longest)).clamp_(max=self.num_tokens - 1)

@@ -1,7 +1,7 @@
-"""Rows of tensors between ranks, with gradients that are summed in the order of the ranks.
+"""Exchanges of tensor rows between ranks, with gradients summed in the order of the ranks.
 
-Megatron's own mappings name CUDA devices, and leave the order of a sum to the communication
-library. These run wherever the tensors are, and always give the same bits.
+Megatron's own mappings name CUDA devices, and leave the order of a sum to the communication library.
+These run on any device, and always give the same bits.
 """
 
 from __future__ import annotations
@@ -20,35 +20,36 @@ Way = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All ranks' rows, in their order: [T, ...] -> [ranks * T, ...]; T is equal everywhere.
+    """Gather all ranks' rows in rank order: [T, ...] -> [ranks * T, ...]; T is equal on all ranks.
 
-    Every rank uses them for results of its own, so gradients are summed over ranks.
+    Every rank computes different results from them, so gradients are summed over ranks.
     """
     return _pass(x, group, _gather, _sum)
 
 
 def sum_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's rows of the sum over ranks: [ranks * T, ...] -> [T, ...]; T is equal everywhere."""
+    """Return this rank's rows of the sum over ranks: [ranks * T, ...] -> [T, ...]; T is equal on all
+    ranks."""
     return _pass(x, group, _sum, _gather)
 
 
 def tree_sum_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`sum_rows` along the tree of a row-parallel linear (`ops/row_parallel.py`)."""
+    """Sum rows as `sum_rows` does, along the tree of a row-parallel linear (`ops/row_parallel.py`)."""
     return _pass(x, group, _tree_sum, _gather)
 
 
 def share_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All ranks' rows, in their order: [T, ...] -> [ranks * T, ...]; T is equal everywhere.
+    """Gather all ranks' rows in rank order: [T, ...] -> [ranks * T, ...]; T is equal on all ranks.
 
-    Every rank computes the same with them, so each takes back the gradient of its own rows.
+    Every rank computes the same results from them, so each takes back the gradient of its own rows.
     """
     return _pass(x, group, _gather, _own)
 
 
 def own_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's of rows that all ranks have alike: [ranks * T, ...] -> [T, ...].
+    """Return this rank's part of rows that are equal on all ranks: [ranks * T, ...] -> [T, ...].
 
-    Every rank takes back the gradients of all of them.
+    Every rank gets the gradients of all rows.
     """
     return _pass(x, group, _own, _gather)
 
@@ -56,9 +57,10 @@ def own_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def exchange_rows(
     x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """Rows to every rank and from every rank: [sum(send), ...] -> [sum(receive), ...].
+    """Send rows to every rank and receive rows from every rank: [sum(send), ...] -> [sum(receive),
+    ...].
 
-    send[r] and receive[r] are the numbers of rows for rank r and from it, in the ranks' order.
+    send[r] and receive[r] are the numbers of rows to and from rank r, in rank order.
     """
     there = partial(_exchange, send=send, receive=receive)
     return _pass(x, group, there, partial(_exchange, send=receive, receive=send))
@@ -69,7 +71,7 @@ def _pass(x: Tensor, group: dist.ProcessGroup, there: Way, back: Way) -> Tensor:
 
 
 class _Passed(torch.autograd.Function):
-    """Rows go one way, and their gradients another one back."""
+    """An autograd function that moves rows one way, and their gradients by another way back."""
 
     @staticmethod
     def forward(
@@ -91,7 +93,7 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _parts(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """What every rank has for this one, in their order."""
+    """Return every rank's part for this rank, in rank order."""
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     dist.all_to_all_single(received, x.contiguous(), group=group)
     return received.chunk(group.size())

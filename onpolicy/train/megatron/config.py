@@ -1,4 +1,4 @@
-"""A Hugging Face configuration and a layout as Megatron's configuration of a model."""
+"""Megatron's model configuration, from a Hugging Face configuration and a layout."""
 
 from __future__ import annotations
 
@@ -31,39 +31,40 @@ from onpolicy.train.megatron.layout import MegatronLayout
 
 @dataclass
 class AlignedConfig(TransformerConfig):
-    """Megatron's configuration, which reaches every module, and what our modules ask of it."""
+    """Megatron's configuration, which reaches every module, with the fields that our modules need."""
 
     hf_config: PretrainedConfig | None = None
 
     family: Family = field(default_factory=Family)
-    """What sets the architecture apart."""
+    """Features of the architecture."""
 
     rotary: type[nn.Module] | None = None
-    """transformers' class for this architecture, which makes the angles."""
+    """transformers' rotary embedding of this architecture, which computes the angles."""
 
     router: type[nn.Module] | None = None
-    """transformers' class that chooses a token's experts, if the model has some."""
+    """transformers' router of this architecture, if the model has experts."""
 
     unread: tuple[str, ...] = ()
-    """Patterns of names in a checkpoint that transformers reads over, as of multi-token prediction."""
+    """Patterns of checkpoint names that transformers ignores, such as multi-token prediction."""
 
     operators: Operators | None = None
-    """What every module computes with; another contract's may be put here between rollouts."""
+    """Operators of every module; they may be replaced between rollouts."""
 
     windows: tuple[int | None, ...] = ()
-    """Keys that a query of each layer sees at most, or None."""
+    """Largest number of keys that a query of each layer attends to, or None."""
 
     row_parallel_blocks: int = 1
-    """The contract's."""
+    """Number of row-parallel blocks in the contract."""
 
     activation_format: str = ""
-    """The contract's."""
+    """Activation format in the contract."""
 
     adapter: AdapterShape | None = None
-    """The contract's."""
+    """Adapter shape in the contract."""
 
     expert_dispatch: str = "alltoall"
-    """The layout's; Megatron's own setting would refuse micro-batches of different lengths."""
+    """Token dispatcher of the layout; Megatron's own setting would refuse micro-batches of different
+    lengths."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,7 +74,7 @@ class AlignedConfig(TransformerConfig):
 
     @contextmanager
     def around_operators(self, around: Callable[[Operators], Operators]) -> Iterator[None]:
-        """Meanwhile let every module compute with what `around` makes of the operators."""
+        """Wrap the operators of every module by `around` within this context."""
         own = self.operators
         assert own is not None
         self.operators = around(own)
@@ -89,7 +90,7 @@ def make_config(
     operators: Operators,
     layout: MegatronLayout,
 ) -> AlignedConfig:
-    """The configuration of a model whose layout `MegatronLayout.check` accepts."""
+    """Make the configuration of a model whose layout `MegatronLayout.check` accepts."""
     dtype = getattr(torch, contract.dtype)
     family, facts = family_of(hf_config), ModelFacts(hf_config)
     rotary: Any = facts.model.base_model.rotary_emb
@@ -126,7 +127,7 @@ def make_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Memory for this rank's shards alone, on the host, with nothing in it: weights are loaded.
+        # Allocate this rank's shards alone, on the host and uninitialised: weights are loaded.
         use_cpu_initialization=True,
         perform_initialization=False,
         deterministic_mode=True,

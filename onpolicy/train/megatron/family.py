@@ -1,4 +1,4 @@
-"""What sets the architectures apart that Megatron's model is made for: one table.
+"""A table of the features in which the architectures that Megatron's model supports differ.
 
 Routers and rotary embeddings are not here: they are transformers' own (`config.py`).
 """
@@ -14,44 +14,44 @@ from onpolicy.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What an architecture has that Llama has not; a string is the configuration's name for it."""
+    """Features of an architecture that Llama lacks; a string names a field of the configuration."""
 
     qkv_bias: bool | str = False
 
     qk_norm: bool | str = False
 
     qk_norm_joins_heads: bool = False
-    """Whether one norm is over all heads of a token, not over each."""
+    """Whether one norm covers all heads of a token, instead of each head."""
 
     norms_after: bool = False
-    """Whether the norms of a layer are of what attention and MLP return, not of what they take."""
+    """Whether a layer's norms apply to the outputs of attention and MLP, instead of their inputs."""
 
     norm_rounds_last: bool = False
-    """See `Operators.rms_norm`."""
+    """Whether the norm rounds last; see `Operators.rms_norm`."""
 
     rotated_layers: str | None = None
-    """A number for every layer, 0 where queries and keys are not rotated."""
+    """Field with a number for every layer, 0 where queries and keys are not rotated."""
 
     num_experts: str | None = None
 
     expert_size: str = "moe_intermediate_size"
 
     sparse_name: str = "mlp"
-    """A checkpoint's name for the layer that holds router and experts; transformers' is mlp."""
+    """A checkpoint's name of the module with router and experts; transformers' is mlp."""
 
     expert_linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """A checkpoint's names for them."""
+    """A checkpoint's names of an expert's linears."""
 
     router_buffers: tuple[str, ...] = ()
-    """Float32 [experts], in the checkpoint and without gradient."""
+    """Buffers of the router, float32 [experts], in the checkpoint and without gradient."""
 
     shared_expert: str | None = None
-    """Name of the MLP that every token goes through beside its experts."""
+    """Name of the MLP that every token passes besides its experts."""
 
     shared_expert_is_gated: bool = False
 
     shared_expert_is_whole: bool = False
-    """Whether tensor-parallel ranks do not share its sums: so says the plan in transformers."""
+    """Whether the shared expert is not tensor-parallel, as in transformers' plan."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -85,11 +85,11 @@ FAMILIES: dict[str, Family] = {
         shared_expert="shared_experts",
     ),
 }
-"""The families, by the name of the class in transformers."""
+"""Families by the class name in transformers."""
 
 
 def family_of(config: Any) -> Family:
-    """The family of a Hugging Face configuration. Raises ConfigError for one that is not in the
+    """Return the family of a Hugging Face configuration. Raises ConfigError for one that is not in the
     table."""
     architecture = (getattr(config, "architectures", None) or ["none"])[0]
     # A critic's checkpoint may be a token classifier, of the same family.
@@ -103,30 +103,30 @@ def family_of(config: Any) -> Family:
 
 
 def is_so(config: Any, fact: bool | str) -> bool:
-    """A fact of a family about the model of this configuration."""
+    """Return whether a family's feature holds for the model of this configuration."""
     return bool(getattr(config, fact)) if isinstance(fact, str) else fact
 
 
 def num_experts(config: Any) -> int:
-    """Experts of a sparse layer; 0: the model has none."""
+    """Return the number of experts of a sparse layer; 0 if the model has none."""
     name = family_of(config).num_experts
     return getattr(config, name) if name else 0
 
 
 def expert_size(config: Any) -> int:
-    """The intermediate size of an expert."""
+    """Return the intermediate size of an expert."""
     size: int = getattr(config, family_of(config).expert_size)
     return size
 
 
 def shared_expert_size(config: Any) -> int:
-    """The intermediate size of the shared expert; experts that are always taken count as one."""
+    """Return the intermediate size of the shared expert; several shared experts count as one."""
     own = getattr(config, "shared_expert_intermediate_size", None)
     return own or expert_size(config) * int(config.n_shared_experts)
 
 
 def is_sparse(config: Any, layer: int) -> bool:
-    """Whether layer `layer` (from 0) has experts in place of one MLP."""
+    """Return whether layer `layer` (from 0) has experts instead of one MLP."""
     if not num_experts(config):
         return False
     is_dense = layer in (getattr(config, "mlp_only_layers", None) or ())
@@ -135,13 +135,13 @@ def is_sparse(config: Any, layer: int) -> bool:
 
 
 def is_rotated(config: Any, layer: int) -> bool:
-    """Whether layer `layer` (from 0) rotates queries and keys."""
+    """Return whether layer `layer` (from 0) rotates queries and keys."""
     name = family_of(config).rotated_layers
     return name is None or bool(getattr(config, name)[layer])
 
 
 def divided_sizes(config: Any) -> Iterator[tuple[str, int]]:
-    """What tensor-parallel ranks share equally, by the configuration's names."""
+    """Yield the sizes that tensor-parallel ranks divide equally, by the configuration's names."""
     family = family_of(config)
     yield "num_attention_heads", config.num_attention_heads
     yield "num_key_value_heads", config.num_key_value_heads

@@ -1,4 +1,4 @@
-"""How a Megatron model is spread over ranks, checked against the model before anything is started."""
+"""The layout of a Megatron model over ranks, checked against the model before anything starts."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ from onpolicy.train.megatron.family import divided_sizes, family_of, num_experts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronLayout:
-    """Degrees of parallelism. Data parallelism takes the ranks that these leave over."""
+    """Degrees of parallelism. The remaining factor of the number of ranks is data parallelism."""
 
     tensor_model_parallel_size: int = 1
-    """Ranks that share every linear layer, and the vocabulary."""
+    """Number of ranks that shard every linear layer and the vocabulary."""
 
     pipeline_model_parallel_size: int = 1
-    """Stages that the layers are cut into."""
+    """Number of pipeline stages."""
 
     context_parallel_size: int = 1
-    """Ranks that share the tokens of every sequence."""
+    """Number of ranks that shard the tokens of every sequence."""
 
     expert_model_parallel_size: int = 1
-    """Ranks that share the experts, each whole ones; out of those that hold different tokens."""
+    """Number of ranks that divide the whole experts among them; a subset of ranks with different
+    tokens."""
 
     sequence_parallel: bool = False
-    """Between linear layers, share the tokens among the tensor-parallel ranks."""
+    """Whether tensor-parallel ranks shard the tokens between linear layers."""
 
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "alltoall"
-    """How tokens reach experts of other ranks: all of them to all, or each where it is wanted."""
+    """Dispatch of tokens to experts on other ranks: all tokens to all ranks, or each to its experts'
+    ranks."""
 
     recompute_activations: bool = False
-    """Keep only the input of every layer for the backward pass, and compute the layer again."""
+    """Whether the backward pass recomputes each layer from its input, which alone is kept."""
 
     @property
     def needs_cuda_names(self) -> bool:
-        """Whether Megatron's own code for this calls functions that exist only with CUDA."""
+        """Return whether Megatron's code for this layout calls functions that exist only with CUDA."""
         return (
             self.sequence_parallel
             or self.recompute_activations
@@ -47,7 +49,8 @@ class MegatronLayout:
         )
 
     def check(self, config: Any, contract: NumericsContract, world_size: int) -> None:
-        """Raise ConfigError if a model of this Hugging Face configuration cannot be laid out so."""
+        """Raise ConfigError if a model of this Hugging Face configuration does not support this
+        layout."""
         family = family_of(config)
         for name in ("attention_bias", "mlp_bias"):
             if getattr(config, name, False) and name != family.qkv_bias:

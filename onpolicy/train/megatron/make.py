@@ -1,6 +1,6 @@
-"""From a run's flags to Megatron as a training engine: its version and layout first, then groups.
+"""Start of Megatron as a training engine from a run's flags: version and layout first, then groups.
 
-The modules beside this one are written for the internals of one version of Megatron-core.
+The modules beside this one depend on the internals of one version of Megatron-core.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _REMEDY = (
 )
 
 SEED = 1234
-"""The seed of Megatron's generators, which nothing here draws from: there is no dropout."""
+"""Seed of Megatron's generators, which are unused, since there is no dropout."""
 
 
 def require_megatron() -> None:
-    """Raise ConfigError if megatron-core is missing or another version."""
+    """Raise ConfigError if megatron-core is missing or has another version."""
     try:
         installed = version("megatron-core")
     except PackageNotFoundError as error:
@@ -56,7 +56,8 @@ def require_megatron() -> None:
 
 
 def _require_blocks_of_heads(operators: str, hf_config: PretrainedConfig) -> None:
-    """Queries, keys and values are one weight here, head by head, whose blocks must be theirs."""
+    """Raise ConfigError if scale blocks would cross heads: queries, keys and values are one weight,
+    head by head."""
     size = head_dim(hf_config)
     if operators != "auto" and backend_of(operators).multiplies_bytes and size % FP8_BLOCK:
         raise ConfigError(
@@ -67,14 +68,14 @@ def _require_blocks_of_heads(operators: str, hf_config: PretrainedConfig) -> Non
 
 
 def check(config: TrainConfig, hf_config: PretrainedConfig, contract: NumericsContract) -> None:
-    """Raise ConfigError if this model cannot be laid out so over the run's ranks; starts nothing."""
+    """Raise ConfigError if the run's ranks do not support this model and layout; starts nothing."""
     require_megatron()
     _require_blocks_of_heads(config.operators.operators, hf_config)
     _layout(config, hf_config).check(hf_config, contract, config.cluster.num_ranks)
 
 
 def megatron_engine(config: TrainConfig, contract: NumericsContract) -> TrainingEngine:
-    """Make Megatron's groups of the ranks, once; models are loaded into them."""
+    """Make Megatron's groups of the ranks, once, and return the engine that loads models into them."""
     hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
     layout = _layout(config, hf_config)
     layout.check(hf_config, contract, distributed.world_size())
@@ -104,9 +105,9 @@ def _layout(config: TrainConfig, hf_config: PretrainedConfig) -> MegatronLayout:
 
 
 def initialize(layout: MegatronLayout) -> None:
-    """Make Megatron's groups of the ranks. The layout is checked before.
+    """Make Megatron's groups of the ranks, for a checked layout.
 
-    Raises ContractError where the layout needs CUDA, there is none, and nothing stands in for it.
+    Raises ContractError if the layout needs CUDA and there is neither CUDA nor its stand-in.
     """
     require_megatron()
     if layout.needs_cuda_names and not (torch.cuda.is_available() or megatron_on_cpu.is_active()):

@@ -1,8 +1,9 @@
-"""What the weights were before they were rounded, where a model computes with rounded ones.
+"""Master weights under Megatron, where a model computes with rounded weights.
 
-As FSDP2's masters (`train/fsdp/masters.py`): rounded once after each step, over whole tensors, which
-tensor-parallel ranks put together for that. Pipeline stages and ranks of experts have whole ones anyway.
-A master has the dtype that is pushed; in bfloat16 Megatron's optimizer has its own in float32 beside.
+As FSDP2's masters (`train/fsdp/masters.py`), they are rounded once after each step, over whole tensors,
+which tensor-parallel ranks gather for that; pipeline stages and expert-parallel ranks hold whole
+tensors. A master has the dtype that is pushed; in bfloat16 Megatron's optimizer keeps its own float32
+copy.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from onpolicy.weights.rounding import is_rounded, round_weight
 
 
 class Masters:
-    """Made after the optimizer, which begins with weights as they were. What is not trained, as the base
-    that adapters are beside, is rounded once and has none."""
+    """The masters of a model's rounded weights. Make it after the optimizer, which starts from
+    unrounded weights. Frozen weights, such as the base model of adapters, are rounded once and have no
+    masters."""
 
     def __init__(self, model: nn.Module, weight_format: str, *, trained: bool):
-        """Rounds the weights of `model`, if there is a format; `trained`: and keeps what they were."""
+        """Round the weights of `model`, if there is a format; `trained`: keep masters."""
         policy = unwrap(model)
         self._map, self._format, self._place = weight_map_of(policy), weight_format, Place.mine()
         shapes = self._map.shapes() if weight_format else {}
@@ -47,7 +49,7 @@ class Masters:
             self._round(name)
 
     def round(self) -> None:
-        """Keep what the parameters are, and let the model compute with that rounded; collective."""
+        """Copy the parameters to the masters, and round the parameters; collective."""
         for name in self.beside:
             self._round(name)
 
@@ -64,7 +66,7 @@ class Masters:
             parameter[part.target] = whole[part.name][part.source]
 
     def swap(self) -> None:
-        """Let masters and rounded weights change places."""
+        """Swap masters and rounded weights."""
         for name, master in self.beside.items():
             rounded = self._rounded[name].clone()
             self._rounded[name].copy_(master)
@@ -72,7 +74,7 @@ class Masters:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Meanwhile the model's parameters are the masters."""
+        """Put the masters into the model's parameters within this context."""
         self.swap()
         try:
             yield
@@ -80,7 +82,7 @@ class Masters:
             self.swap()
 
     def _put_together(self, name: str, held: Sequence[Tensor]) -> dict[str, Tensor]:
-        """A checkpoint's tensors, of what each tensor-parallel rank has for `name`."""
+        """Assemble a checkpoint's tensors from each tensor-parallel rank's shard of `name`."""
         whole: dict[str, Tensor] = {}
         for rank, parameter in enumerate(held):
             for part in self._parts(name, rank):
@@ -89,6 +91,6 @@ class Masters:
         return whole
 
     def _parts(self, name: str, tp_rank: int) -> list[Part]:
-        """What a parameter holds of tensors that are rounded."""
+        """Return a parameter's parts of tensors that are rounded."""
         parts = self._map.parts(name, tp_rank, self._place.ep_rank)
         return [part for part in parts if part.name in self._shapes]

@@ -1,4 +1,4 @@
-"""Megatron's GPTModel made of our modules, that answers with log-probabilities of tokens."""
+"""Megatron's GPTModel with our modules, which returns log-probabilities of tokens."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ from onpolicy.train.megatron.moe import AlignedMoeLayer, SparseLayer
 
 
 class PolicyGptModel(GPTModel):
-    """One pipeline stage. The last one returns scores, or values; the others hidden states."""
+    """One pipeline stage. The last one returns scores or values, the others hidden states."""
 
     config: AlignedConfig
     value_head: ValueHead | None
-    """In the place of the output projection of a critic, whole on every tensor-parallel rank."""
+    """Value head of a critic, instead of the output projection; whole on every tensor-parallel rank."""
 
     def __init__(self, config: AlignedConfig, *, has_values: bool = False):
         hf_config = config.hf_config
@@ -92,11 +92,11 @@ class PolicyGptModel(GPTModel):
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         if self.value_head is None:
             return super().sharded_state_dict(*args, **kwargs)
-        # GPTModel's looks for the projection that a critic has not.
+        # GPTModel's own looks for the output projection, which a critic lacks.
         return MegatronModule.sharded_state_dict(self, *args, **kwargs)
 
     def localize(self, batch: PackedTokens) -> LocalTokens:
-        """This rank's part of a micro-batch."""
+        """Return this rank's part of a micro-batch."""
         local = LocalTokens.of(batch, self.config, self.cp_group.rank())
         like = torch.empty(0, dtype=self.config.params_dtype, device=batch.tokens.device)
         local.angles = self.rotary(like, local.positions)
@@ -123,7 +123,7 @@ class PolicyGptModel(GPTModel):
         return type(scores)._make(share_rows(x, self.cp_group)[local.order] for x in scores)
 
     def head(self) -> Head:
-        """The output projection of the last stage, this rank's rows of it."""
+        """Return this rank's rows of the last stage's output projection."""
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         assert self.config.operators is not None and self.config.hf_config is not None
@@ -132,7 +132,7 @@ class PolicyGptModel(GPTModel):
         return Head(self.config.operators, weight, None, vocabulary, adapter=adapter)
 
     def _values(self, hidden: Tensor, head: ValueHead, local: LocalTokens) -> Values:
-        """Every tensor-parallel rank computes all of them, and all of their gradient."""
+        """Compute all values and their whole gradient, on every tensor-parallel rank."""
         assert self.config.operators is not None
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, False, group=self.tp_group)
@@ -143,7 +143,7 @@ class PolicyGptModel(GPTModel):
 
 
 def block_spec(config: AlignedConfig) -> TransformerBlockSubmodules:
-    """Megatron's local layers with our modules in them, for this pipeline stage."""
+    """Return Megatron's layer specification with our modules, for this pipeline stage."""
     first = get_transformer_layer_offset(config)
     layers = range(first, first + get_num_layers_to_build(config))
     return TransformerBlockSubmodules(
@@ -195,9 +195,9 @@ def build_model(
     *,
     has_values: bool = False,
 ) -> PolicyGptModel:
-    """This rank's pipeline stage, with memory for its weights and nothing in it.
+    """Build this rank's pipeline stage, with uninitialised weights.
 
-    `initialize` (`make.py`) comes before, `load_hf_weights` (`weights.py`) after.
+    Call `initialize` (`make.py`) before, and `load_hf_weights` (`weights.py`) after it.
     """
     config = make_config(hf_config, contract, operators, layout)
     model = PolicyGptModel(config, has_values=has_values)
@@ -207,12 +207,12 @@ def build_model(
 
 
 def packed_forward(model: nn.Module, batch: PackedTokens) -> Any:
-    """The forward step of one micro-batch, for Megatron's schedules or alone.
+    """Run the forward step of one micro-batch, for Megatron's schedules or alone.
 
-    Returns what a `PolicyModel` returns, or a critic's values, of the tokens asked for on the last
-    pipeline stage, on every tensor- and context-parallel rank alike; hidden states to send on the other
-    stages. Summed over context-parallel ranks, parameters get the gradient of a loss that every one of
-    them computes. `model` may be wrapped, as by DistributedDataParallel.
+    On the last pipeline stage it returns the output of a `PolicyModel`, or a critic's values, for the
+    scored tokens, equal on every tensor- and context-parallel rank; on the other stages, hidden states
+    to send. If every context-parallel rank computes the same loss, the sum of their gradients is the
+    gradient of that loss. `model` may be wrapped, as by DistributedDataParallel.
     """
     local = get_attr_wrapped_model(model, "localize")(batch)
     result: Any = model(local.tokens, local.positions, None, packed_seq_params=local)

@@ -1,4 +1,4 @@
-"""The norms, linears and MLPs of Megatron's layers, computed by the contract's operators."""
+"""Norms, linears and MLPs of Megatron's layers, on the contract's operators."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from onpolicy.train.megatron.config import AlignedConfig
 
 
 class AlignedNorm(nn.Module):
-    """For layers, and for the heads of queries and keys."""
+    """An RMS norm of layers, and of the heads of queries and keys."""
 
     def __init__(self, config: AlignedConfig, hidden_size: int, eps: float, **_: Any):
         super().__init__()
         self.config, self.eps = config, eps
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
-        # Under sequence parallelism every rank sees other tokens: Megatron adds up the gradients.
+        # Under sequence parallelism every rank has other tokens: Megatron sums the gradients.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,28 +46,27 @@ class AlignedNorm(nn.Module):
 
 
 class JoinedHeadsNorm(AlignedNorm):
-    """A norm of all `heads` of queries, or of keys, at once; every tensor-parallel rank has some of
-    them."""
+    """A norm over all `heads` of queries, or of keys, at once; tensor-parallel ranks shard the heads."""
 
     def __init__(self, config: AlignedConfig, hidden_size: int, eps: float, heads: int):
         super().__init__(config, heads * hidden_size, eps)
         self.group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, 1, H / P, D] -> the same."""
+        """Normalise this rank's heads by the norm of all: [T, 1, H / P, D] -> the same shape."""
         mine = slice(self.group.rank() * x.shape[2], (self.group.rank() + 1) * x.shape[2])
         whole = gather_rows(x.movedim(2, 0), self.group).movedim(0, 2)
         return super().forward(whole.flatten(2)).view(whole.shape)[:, :, mine]
 
 
 class AlignedColumnLinear(ColumnParallelLinear):
-    """Rows of the weight are shared; every rank computes the output columns of its own."""
+    """A linear with sharded output features; every rank computes its own."""
 
     config: AlignedConfig
 
     def __init__(self, *args: Any, stride: int = 1, **kwargs: Any):
         super().__init__(*args, stride=stride, **kwargs)
-        # What Megatron's initialisation would note, and its gradient norm counts by.
+        # Megatron's initialisation would set these, and its gradient norm reads them.
         set_tensor_model_parallel_attributes(self.weight, True, 0, stride)
         self.lora: JoinedLowRank | None = None
 
@@ -92,7 +91,7 @@ class AlignedColumnLinear(ColumnParallelLinear):
 
 
 class AlignedRowLinear(RowParallelLinear):
-    """Columns of the weight are shared; float32 partials of all ranks are added along a tree."""
+    """A linear with sharded input features; float32 partial sums of all ranks are added along a tree."""
 
     config: AlignedConfig
 
@@ -110,14 +109,14 @@ class AlignedRowLinear(RowParallelLinear):
 
 
 class WholeLinear(nn.Module):
-    """A linear that every tensor-parallel rank holds whole, for the tokens that are there."""
+    """A linear that every tensor-parallel rank holds whole, applied to the rank's tokens."""
 
     def __init__(self, config: AlignedConfig, input_size: int, output_size: int):
         super().__init__()
         self.config = config
         weight = torch.empty(output_size, input_size, dtype=config.params_dtype)
         self.weight = nn.Parameter(weight)
-        # Under sequence parallelism every rank sees other tokens: Megatron adds up the gradients.
+        # Under sequence parallelism every rank has other tokens: Megatron sums these gradients.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.lora: JoinedLowRank | None = None
 
@@ -128,11 +127,11 @@ class WholeLinear(nn.Module):
 
 
 LINEARS = (AlignedColumnLinear, AlignedRowLinear, WholeLinear)
-"""What stands for the linears of a checkpoint, but for its output projection and routers."""
+"""Classes of the linears of a checkpoint, except its output projection and routers."""
 
 
 class NormedRowLinear(AlignedRowLinear):
-    """What ends a sublayer where the norm comes after it."""
+    """The last linear of a sublayer whose norm comes after it."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -144,14 +143,14 @@ class NormedRowLinear(AlignedRowLinear):
 
 
 def last_linear(config: AlignedConfig) -> type[AlignedRowLinear]:
-    """What ends attention and a dense MLP."""
+    """Return the class of the last linear of attention and of a dense MLP."""
     return NormedRowLinear if config.family.norms_after else AlignedRowLinear
 
 
 def row_parallel(config: AlignedConfig, group: dist.ProcessGroup) -> RowParallel:
-    """How a row-parallel linear over `group` sums: into all tokens, or into this rank's of them.
+    """Return how a row-parallel linear over `group` sums: into all tokens, or into this rank's tokens.
 
-    It can be sent to other processes where the group is of one rank, which has all of K.
+    For a group of one rank, which has all of K, the result can be pickled.
     """
     kind = ScatteredRowParallel if config.sequence_parallel else RowParallel
     return kind(config.row_parallel_blocks, group if group.size() > 1 else None)
@@ -159,21 +158,22 @@ def row_parallel(config: AlignedConfig, group: dist.ProcessGroup) -> RowParallel
 
 @dataclass(frozen=True, slots=True)
 class ScatteredRowParallel(RowParallel):
-    """Sequence parallelism: the same sums, and every rank takes its part of the tokens."""
+    """A row-parallel sum under sequence parallelism: the same sums, of which every rank keeps its
+    tokens."""
 
     def sum(self, partials: Sequence[Tensor]) -> Tensor:
-        """[T, ...] of all tokens -> [T / ranks, ...]."""
+        """Sum over blocks and ranks: [T, ...] of all tokens -> [T / ranks, ...]."""
         mine = tree_sum(partials)
         return mine if self.group is None else tree_sum_rows(mine, self.group)
 
 
 class AlignedMLP(MLP):
-    """Two linears, and between them `Operators.gated`, as in the rollout."""
+    """Two linears with `Operators.gated` between them, as in the rollout."""
 
     config: AlignedConfig
 
     def __init__(self, config: AlignedConfig, size: int | None = None):
-        """size: the intermediate one, if it is another than that of the model's dense layers."""
+        """Make an MLP of intermediate size `size`, by default the size of the model's dense layers."""
         sized = copy.copy(config)  # Megatron takes the second linear's size from here alone
         sized.ffn_hidden_size = size or config.ffn_hidden_size
         super().__init__(
@@ -183,10 +183,10 @@ class AlignedMLP(MLP):
             tp_group=parallel_state.get_tensor_model_parallel_group(),
         )
         for module in self.modules():
-            module.config = config  # the one that other operators are put into
+            module.config = config  # the shared one, whose operators may be replaced
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        """[T, 1, H] -> the same; under sequence parallelism this rank's tokens."""
+        """Apply the MLP: [T, 1, H] -> the same shape; under sequence parallelism, this rank's tokens."""
         assert self.config.operators is not None
         gate, up = self.linear_fc1(hidden_states)[0].chunk(2, dim=-1)
         hidden = self.config.operators.gated(self.config.activation, gate, up)
@@ -194,7 +194,7 @@ class AlignedMLP(MLP):
 
 
 class WholeMLP(nn.Module):
-    """An MLP that every tensor-parallel rank holds whole, for the tokens that are there."""
+    """An MLP that every tensor-parallel rank holds whole, applied to the rank's tokens."""
 
     def __init__(self, config: AlignedConfig, size: int):
         super().__init__()
@@ -203,7 +203,7 @@ class WholeMLP(nn.Module):
         self.linear_fc2 = WholeLinear(config, size, config.hidden_size)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
-        """[T, 1, H] -> the same."""
+        """Apply the MLP: [T, 1, H] -> the same shape."""
         assert self.config.operators is not None
         gate, up = self.linear_fc1(hidden_states).chunk(2, dim=-1)
         hidden = self.config.operators.gated(self.config.activation, gate, up)

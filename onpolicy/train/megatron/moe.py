@@ -1,8 +1,7 @@
-"""A layer of experts in place of Megatron's, which applies routing weights before the last linear; and
-how tokens reach the ranks that hold their experts.
+"""A layer of experts instead of Megatron's, which applies routing weights before the last linear; and
+the dispatch of tokens to the ranks of their experts.
 
-The arithmetic is `onpolicy/ops/experts.py`'s, as in the rollout. Megatron's part is who holds which
-expert, and what becomes of the gradients.
+`onpolicy/ops/experts.py` computes it, as in the rollout; Megatron places experts and sums gradients.
 """
 
 from __future__ import annotations
@@ -39,21 +38,22 @@ from onpolicy.train.megatron.family import shared_expert_size
 from onpolicy.train.megatron.modules import AlignedMLP, WholeLinear, WholeMLP, row_parallel
 
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""(rows [S, H], int64 [S]: which of this rank's experts) -> float32 [S, ...]: the experts' results."""
+"""(rows [S, H], int64 [S]: index of this rank's expert) -> float32 [S, ...]: the experts' outputs."""
 
 Dispatch = Callable[[Tensor, Tensor, int, Compute, dist.ProcessGroup], Tensor]
 """(x [T, H], experts int64 [T, k], experts per rank, compute, group) -> float32 [T * k, ...]."""
 
 
 class Exchange:
-    """The way of rows to the ranks of their experts, sorted by these, and back; collective.
+    """An exchange of rows with the ranks of their experts, there and back; collective.
 
-    Row j of token t is its j-th choice. An expert computes a row as if it were alone, so it does not
-    matter which rows meet on its rank; results come home unrounded, to be mixed in the router's order.
+    Row j of token t is its j-th choice. An expert's output for a row does not depend on other rows, so
+    any rows may meet on a rank; outputs return unrounded, to be mixed in the router's order.
     """
 
     def __init__(self, experts: Tensor, per_rank: int, group: dist.ProcessGroup):
-        """experts: int64 [T, k]; `per_rank` of them are on each rank of `group`."""
+        """Prepare the exchange for experts int64 [T, k]; each rank of `group` holds `per_rank`
+        experts."""
         self.group = group
         chosen, self.order = experts.reshape(-1).sort(stable=True)
         counts = torch.bincount(chosen // per_rank, minlength=group.size())
@@ -61,22 +61,21 @@ class Exchange:
         dist.all_to_all_single(arriving, counts, group=group)
         self._send, self._receive = counts.tolist(), arriving.tolist()
         self.experts = self.there(chosen % per_rank)
-        """int64 [S]: of the rows that arrive here, which of this rank's experts each wants."""
+        """Index of this rank's expert for each row that arrives here, int64 [S]."""
 
     def there(self, rows: Tensor) -> Tensor:
-        """Send this rank's rows, in `order`, to the ranks that compute them: [T * k, ...] -> [S,
-        ...]."""
+        """Send this rank's rows, in `order`, to their experts' ranks: [T * k, ...] -> [S, ...]."""
         return exchange_rows(rows, self._send, self._receive, self.group)
 
     def back(self, rows: Tensor) -> Tensor:
-        """The inverse of `there`."""
+        """Invert `there`."""
         return exchange_rows(rows, self._receive, self._send, self.group)
 
 
 def all_to_all(
     x: Tensor, experts: Tensor, per_rank: int, compute: Compute, group: dist.ProcessGroup
 ) -> Tensor:
-    """Every row goes to the rank of its expert, and to no other."""
+    """Send every row only to the rank of its expert, and return the outputs."""
     exchange = Exchange(experts, per_rank, group)
     order = exchange.order
     rows = exchange.there(x[order // experts.shape[1]])
@@ -89,7 +88,7 @@ def all_to_all(
 def all_gather(
     x: Tensor, experts: Tensor, per_rank: int, compute: Compute, group: dist.ProcessGroup
 ) -> Tensor:
-    """Every rank gets all rows, and computes those of its own experts."""
+    """Gather all rows on every rank, which computes the rows of its own experts."""
     tokens, k = experts.shape
     longest = torch.tensor([tokens], device=x.device)
     dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
@@ -99,7 +98,7 @@ def all_gather(
     chosen = gather_rows(F.pad(experts, (0, 0, 0, missing), value=-1), group).reshape(-1) - first
     mine = ((chosen >= 0) & (chosen < per_rank)).nonzero()[:, 0]
     results = compute(everything[mine // k], chosen[mine])
-    # Every row has one expert, so each sum over ranks has one term that is not 0.
+    # Every row has one expert, so each sum over ranks has one nonzero term and is exact.
     spread = results.new_zeros(len(chosen), *results.shape[1:]).index_copy(0, mine, results)
     return sum_rows(spread, group)[: tokens * k]
 
@@ -108,9 +107,9 @@ DISPATCH: dict[str, Dispatch] = {"alltoall": all_to_all, "allgather": all_gather
 
 
 class SparseLayer(TransformerLayer):
-    """Megatron's layer, which hands its experts the ones that the rollout took.
+    """Megatron's layer with routing replay.
 
-    They come with the micro-batch, to every call: of any pipeline stage, and when it is recomputed.
+    Every call gets the rollout's experts with its micro-batch, in each stage and in recomputation.
     """
 
     mlp: AlignedMoeLayer
@@ -127,7 +126,7 @@ class SparseLayer(TransformerLayer):
 
 
 class AlignedMoeLayer(MegatronModule):
-    """Router and experts, and maybe one that all tokens share.
+    """Router and experts, with an optional shared expert.
 
     Each rank holds E / EP experts, and I / TP of their intermediate axis.
     """
@@ -146,11 +145,11 @@ class AlignedMoeLayer(MegatronModule):
             self.shared_gate = WholeLinear(config, config.hidden_size, 1)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Megatron's, from 1."""
+        """Set the layer's index from Megatron's number, which counts from 1."""
         self.layer = layer_number - 1
 
     def forward(self, hidden_states: Tensor, routed_experts: Tensor | None) -> tuple[Tensor, None]:
-        """[T, 1, H], this rank's tokens, to the same; experts as in `LocalTokens`."""
+        """Apply the experts to this rank's tokens: [T, 1, H] -> the same shape. See `LocalTokens`."""
         x = hidden_states[:, 0]
         weights, chosen = self._route(x, routed_experts)
         group = parallel_state.get_tensor_model_parallel_group()
@@ -163,7 +162,7 @@ class AlignedMoeLayer(MegatronModule):
         return self._with_shared(mixed, hidden_states), None
 
     def _with_shared(self, mixed: Tensor, hidden_states: Tensor) -> Tensor:
-        """What the experts return and what the shared one does, all [T, 1, H]."""
+        """Add the shared expert's output to the experts' output, all [T, 1, H]."""
         if self.shared_expert is None:
             return mixed
         shared: Tensor = self.shared_expert(hidden_states)[0]
@@ -174,7 +173,7 @@ class AlignedMoeLayer(MegatronModule):
         return mixed + shared
 
     def _route(self, x: Tensor, routed_experts: Tensor | None) -> tuple[Tensor, Tensor]:
-        """[T, H] -> weights [T, k] and experts int64 [T, k]: the router's own, or the rollout's."""
+        """Choose experts, the router's or the rollout's: [T, H] -> weights [T, k], int64 [T, k]."""
         assert self.config.operators is not None
         with ByOperators(self.config.operators, self._replay(routed_experts)):
             _, weights, chosen = self.router(x)
@@ -189,7 +188,7 @@ class AlignedMoeLayer(MegatronModule):
 
 
 def _router(config: AlignedConfig) -> Any:
-    """transformers' own, whose code runs by the operators."""
+    """Make transformers' router, whose code runs on the operators."""
     assert config.router is not None
     router: Any = config.router(config.hf_config)
     weight = nn.Parameter(torch.empty_like(router.weight, dtype=config.params_dtype))
@@ -199,7 +198,7 @@ def _router(config: AlignedConfig) -> Any:
 
 
 class AlignedExperts(nn.Module):
-    """This rank's experts."""
+    """This rank's experts of a layer."""
 
     def __init__(self, config: AlignedConfig):
         super().__init__()
@@ -209,9 +208,9 @@ class AlignedExperts(nn.Module):
         self.tensor_group = parallel_state.get_expert_tensor_parallel_group()
         self.row_parallel = row_parallel(config, self.tensor_group)
         self.of_rows = RowParallel(config.row_parallel_blocks, self.row_parallel.group)
-        """The same sums before tokens are shared out."""
+        """Row-parallel sums before the tokens are scattered."""
         self.rounding: InputRounding | None = None
-        """What their products read goes through it, if it is rounded."""
+        """Rounding of the inputs of their linears, if there is any."""
         count = config.num_moe_experts // self.group.size()
         inner = config.moe_ffn_hidden_size // self.tensor_group.size()
         dtype, hidden = config.params_dtype, config.hidden_size
@@ -224,9 +223,10 @@ class AlignedExperts(nn.Module):
         self.lora: ExpertLowRank | None = None
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, own_weights: Tensor) -> Tensor:
-        """[T, H], [T, k], int64 [T, k] -> float32 [T, H]; under sequence parallelism this rank's T.
+        """Mix the experts' outputs: [T, H], [T, k], int64 [T, k] -> float32 [T, H].
 
-        own_weights: those of the tokens that come out, whose gradients are not summed over ranks.
+        own_weights: weights of the output tokens, whose gradients are not summed over ranks. Under
+        sequence parallelism the output has this rank's tokens.
         """
         results = self._results(x, chosen)
         if self._factors() is None:
@@ -241,13 +241,13 @@ class AlignedExperts(nn.Module):
         if self.lora is None or not self.lora.is_on:
             return None
         gate_up, down = self.lora.factors
-        # Each rank has its rows of B, and its blocks, and so its part of the gradients of what is whole.
+        # Each rank has its rows of B and its blocks, and so a partial gradient of the whole factor A.
         shared = partial(copy_to_tensor_model_parallel_region, group=self.tensor_group)
         return ExpertFactors(gate_up._replace(a=shared(gate_up.a)), down)
 
     def _results(self, x: Tensor, chosen: Tensor) -> Sequence[Tensor]:
-        """The results of every token's k choices: float32 [T * k, H] for each of this rank's blocks, and
-        of adapters (`expert_outputs`)."""
+        """Return the outputs of every token's k choices, float32 [T * k, H], for each of this rank's
+        blocks and for adapters (`expert_outputs`)."""
         if self.group.size() == 1:
             rows = x[:, None].expand(-1, chosen.shape[1], -1).reshape(-1, x.shape[1])
             return self._outputs(rows, chosen.reshape(-1))
@@ -255,7 +255,7 @@ class AlignedExperts(nn.Module):
         return dispatch(x, chosen, len(self.gate_up), self._stacked, self.group).unbind(1)
 
     def _outputs(self, rows: Tensor, experts: Tensor) -> list[Tensor]:
-        """[S, H], int64 [S] -> float32 [S, H] for each of this rank's blocks of the sum over I."""
+        """Compute [S, H], int64 [S] -> float32 [S, H] for each of this rank's blocks over I."""
         assert self.config.operators is not None
         gate = gated_halves(self.config.operators, self.config.activation)
         if self.rounding is not None:
@@ -280,7 +280,7 @@ class AlignedExperts(nn.Module):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """For Megatron's checkpoints: shared by experts, and by the intermediate axis."""
+        """Return Megatron's checkpoint entries, sharded by expert and by the intermediate axis."""
         layers = len(sharded_offsets)
         experts = (layers, self.group.rank(), self.group.size())
         inner = (layers + 2, self.tensor_group.rank(), self.tensor_group.size())

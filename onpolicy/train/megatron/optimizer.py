@@ -1,9 +1,9 @@
 """Megatron's gradient buffers and optimizer, with the run's settings.
 
-Megatron adds up a rank's micro-batches in its buffers, and then what all ranks' buffers hold. Here ranks
-exchange what they hold after every micro-batch, and each adds its part in the order of the packing
-(`train/shares.py`), as one rank does that computes every micro-batch: gradients are added in one order
-however many ranks there are.
+Megatron sums a rank's micro-batches in its buffers, and then the buffers of all ranks. Here ranks
+exchange their buffers after every micro-batch, and each adds its part in the order of the packing
+(`train/shares.py`), as a single rank does that computes every micro-batch. Gradients are therefore
+added in one order for any number of ranks.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.schedule import config_of
 
 _BLOCK = 1 << 24
-"""Elements that ranks exchange at once."""
+"""Number of elements that ranks exchange at once."""
 
 
 def orders_gradients(layout: MegatronLayout) -> bool:
-    """Whether buffers hold one micro-batch at a time, of one rank's samples: a pipeline runs backward
-    passes of several at its end, and a rank's experts compute the tokens of other ranks too."""
+    """Return whether buffers hold one micro-batch of one rank's samples at a time. A pipeline runs
+    several backward passes at its end, and a rank's experts compute other ranks' tokens too."""
     return layout.pipeline_model_parallel_size == layout.expert_model_parallel_size == 1
 
 
 class _Block(NamedTuple):
-    """Some elements of a gradient buffer, and of their sums those that this rank keeps."""
+    """A block of a gradient buffer, and this rank's part of the sums over it."""
 
     held: Tensor
     sums: Tensor
@@ -63,9 +63,9 @@ class _Block(NamedTuple):
 
 
 class OrderedGradients:
-    """The sums so far of a model's gradient buffers, of which every rank keeps a part.
+    """Running sums of a model's gradient buffers, sharded over the ranks.
 
-    It stands in front of Megatron's own sum over ranks, to which it leaves nothing to round.
+    It runs before Megatron's own sum over ranks, which has nothing left to round.
     """
 
     def __init__(self, model: DistributedDataParallel):
@@ -78,7 +78,7 @@ class OrderedGradients:
         config_of(model).finalize_model_grads_func = self._finish
 
     def start(self) -> None:
-        """Begin an optimizer step, whose buffers are zero."""
+        """Begin an optimizer step; its buffers are zero."""
         self._blocks = [
             _Block(held, held.new_zeros(-(-len(held) // group.size())), group)
             for gradients, group in self._buffers
@@ -86,12 +86,13 @@ class OrderedGradients:
         ]
 
     def take(self) -> None:
-        """Add what the buffers of all ranks hold of one micro-batch each, and empty them."""
+        """Add the buffers of all ranks, which hold one micro-batch each, and clear them."""
         for block in self._blocks:
             block.take()
 
     def _finish(self, *args: Any, **kwargs: Any) -> None:
-        """Every element is in one rank's buffer now, and 0 in the others': any sum of them is exact."""
+        """Put the sums back and run Megatron's reduction: every element is in one rank's buffer and 0
+        in the others', so any sum of them is exact."""
         self.take()
         for block in self._blocks:
             block.put_back()
@@ -100,7 +101,8 @@ class OrderedGradients:
 
 
 def with_gradients(model: nn.Module, config: TrainConfig) -> DistributedDataParallel:
-    """The model with float32 gradients, summed (not averaged) over data- and context-parallel ranks."""
+    """Wrap the model with float32 gradients, summed (not averaged) over data- and context-parallel
+    ranks."""
     model_config = config_of(model)
     model_config.finalize_model_grads_func = finalize_model_grads
     buffers = DistributedDataParallelConfig(
@@ -113,7 +115,7 @@ def with_gradients(model: nn.Module, config: TrainConfig) -> DistributedDataPara
 def make_optimizer(
     model: DistributedDataParallel, config: TrainConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """AdamW on float32 master weights; every step is given its learning rate."""
+    """Make AdamW on float32 master weights; every step is given its learning rate."""
     trainer = config.trainer
     settings = OptimizerConfig(
         lr=0.0,
@@ -136,7 +138,8 @@ def make_optimizer(
 
 
 def gradient_norm(optimizer: MegatronOptimizer, operators: Operators) -> float:
-    """The norm of all prepared gradients of all ranks, as `ChainedOptimizer.get_grad_norm` has it."""
+    """Return the norm of all prepared gradients of all ranks, defined as in
+    `ChainedOptimizer.get_grad_norm`."""
     shards: defaultdict[dist.ProcessGroup, list[Tensor]] = defaultdict(list)
     for part in optimizer.chained_optimizers:
         shards[part.get_grad_stats_parallel_group()] += part.get_main_grads_for_grad_norm()
@@ -144,11 +147,11 @@ def gradient_norm(optimizer: MegatronOptimizer, operators: Operators) -> float:
 
 
 def use_settings(optimizer: MegatronOptimizer, config: TrainConfig) -> None:
-    """Set AdamW to this run's flags: loading a Megatron checkpoint restores the earlier run's."""
+    """Set AdamW to this run's flags, since loading a Megatron checkpoint restores the earlier run's."""
     trainer = config.trainer
     for group in optimizer.param_groups:
         group["betas"] = (trainer.adam_beta1, trainer.adam_beta2)
         group["eps"] = trainer.adam_eps
         group["weight_decay"] = trainer.weight_decay
         if config.operators.is_portable:
-            group["fused"] = True  # why: `onpolicy/train/fsdp/optimizer.py`
+            group["fused"] = True  # see `onpolicy/train/fsdp/optimizer.py`

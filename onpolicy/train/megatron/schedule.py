@@ -1,5 +1,5 @@
-"""Micro-batches through Megatron's pipeline schedules, with or without gradients; and what only the
-last stage of a pipeline knows of them, told to the others.
+"""Micro-batches through Megatron's pipeline schedules, with or without gradients; and the broadcast of
+results from the last stage of a pipeline.
 
 On a machine without CUDA they need the stand-in (`compat/megatron_on_cpu.py`).
 """
@@ -26,13 +26,13 @@ T = TypeVar("T")
 
 
 def num_stages() -> int:
-    """Stages of the pipeline."""
+    """Return the number of pipeline stages."""
     stages: int = parallel_state.get_pipeline_model_parallel_world_size()
     return stages
 
 
 def config_of(model: nn.Module) -> AlignedConfig:
-    """The configuration that all modules of a stage share."""
+    """Return the configuration that all modules of a stage share."""
     config: AlignedConfig = get_model_config(model)
     return config
 
@@ -40,7 +40,7 @@ def config_of(model: nn.Module) -> AlignedConfig:
 def share_vectors(
     vectors: Sequence[Tensor], sizes: Sequence[int], device: torch.device
 ) -> list[Tensor]:
-    """The last stage's float32 vectors of the given sizes, on every stage."""
+    """Return the last stage's float32 vectors of the given sizes, on every stage."""
     if num_stages() == 1:
         return list(vectors)
     is_last = parallel_state.is_pipeline_last_stage()
@@ -50,7 +50,7 @@ def share_vectors(
 
 
 def share_object(value: T) -> T:
-    """The last stage's value, on every stage."""
+    """Return the last stage's value, on every stage."""
     if num_stages() == 1:
         return value
     values = [value]
@@ -65,14 +65,14 @@ def _last() -> int:
 
 
 Loss = Callable[[int, Any], Tensor]
-"""(number of the micro-batch, its scores) -> its part of a sum over all micro-batches."""
+"""(number of the micro-batch, its scores) -> part of a sum over all micro-batches."""
 
 
 def score(model: nn.Module, batches: Sequence[PackedTokens]) -> list[Any]:
-    """The scores, or values, of every micro-batch, without gradient, on every rank.
+    """Return the scores, or values, of every micro-batch, without gradient, on every rank.
 
-    Ranks of a pipeline, and of tensor and context parallelism, pass the same micro-batches; all
-    ranks pass equally many.
+    Ranks of a pipeline, and of tensor and context parallelism, pass the same micro-batches; all ranks
+    pass equally many.
     """
     with torch.no_grad():
         results = _run(model, batches, None)
@@ -93,13 +93,13 @@ def accumulate_gradients(model: nn.Module, batches: Sequence[PackedTokens], loss
 
     `model` is wrapped in DistributedDataParallel; if its configuration has Megatron's
     `finalize_model_grads`, gradients are complete on return. `loss` is called on the last pipeline
-    stage, on all tensor- and context-parallel ranks alike. Batches as in `score`.
+    stage, equally on all tensor- and context-parallel ranks. Batches as in `score`.
     """
     _run(model, batches, loss)
 
 
 def _run(model: nn.Module, batches: Sequence[PackedTokens], loss: Loss | None) -> list[Any]:
-    """What the last stage computed; nothing on the others."""
+    """Run Megatron's schedule; return the last stage's results, and nothing on other stages."""
 
     def forward_step(
         numbered: Iterator[tuple[int, PackedTokens]], model: nn.Module
@@ -109,7 +109,7 @@ def _run(model: nn.Module, batches: Sequence[PackedTokens], loss: Loss | None) -
         def finish(scores: Any) -> tuple[Tensor, Tensor, Any]:
             first, *_ = scores
             total = first.new_zeros(()) if loss is None else loss(number, scores)
-            # A loss is a sum with its own shares: 0 tokens keep Megatron from dividing it.
+            # The loss is a sum of weighted tokens: a count of 0 keeps Megatron from dividing it.
             tokens = torch.zeros((), dtype=torch.int, device=first.device)
             return total, tokens, scores._make(x.detach() for x in scores)
 

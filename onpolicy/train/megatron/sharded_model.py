@@ -89,7 +89,7 @@ class MegatronModel(ShardedModel):
     ) -> nn.Module:
         trust = self.config.model.trust_remote_code
         hf_config = load_config(path, trust, context=contract.context)
-        # A teacher may be of other sizes than the policy, whose shapes the contract has.
+        # A teacher's sizes may differ from the policy's, which the contract holds.
         shapes = operator_shapes(ModelFacts(hf_config, trust), contract.row_parallel_blocks)
         contract = replace(contract, shapes=shapes, adapter=self.adapter)
         model = build_model(
@@ -109,7 +109,7 @@ class MegatronModel(ShardedModel):
     def fill_adapters(self, values: FactorValues) -> None:
         fill_adapters(self.module, values)
         if self.optimizer is not None:
-            self.optimizer.reload_model_params()  # of which it may have copies in float32
+            self.optimizer.reload_model_params()  # it may hold float32 copies
 
     def head(self) -> Head:
         head: Head = get_attr_wrapped_model(self.module, "head")()
@@ -121,7 +121,7 @@ class MegatronModel(ShardedModel):
         packed = [batch.packed for batch in batches]
         if check is not None and num_stages() > 1:
             # A pipeline runs backward passes before the last forward pass, and only its last stage
-            # knows log-probabilities; so they are compared before, by a forward pass of their own.
+            # has log-probabilities, so a separate forward pass compares them first.
             for scores, batch in zip(self.score(packed), batches, strict=True):
                 check(scores.log_probs, batch, scores.entropy, scores.drawn)
             check = None
@@ -131,7 +131,7 @@ class MegatronModel(ShardedModel):
         def loss_of(number: int, scores: Scores | Values) -> Tensor:
             batch = batches[number]
             if self.ordered is not None and number:
-                self.ordered.take()  # the one before, whose backward pass is over
+                self.ordered.take()  # the previous micro-batch, whose backward pass is done
             train_log_probs.append(scores[0].detach())
             if check is not None:
                 assert not isinstance(scores, Values)  # a critic has no log-probabilities

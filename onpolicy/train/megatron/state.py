@@ -1,4 +1,4 @@
-"""Model and optimizer as Megatron's distributed checkpoints: sharded, for other layouts to load."""
+"""Megatron's distributed checkpoints of model and optimizer: sharded, loadable under other layouts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from onpolicy.train.megatron.weights import first_layer, global_name, unwrap
 from onpolicy.train.state import IndexReader, create_missing_moments
 
 _METADATA = {
-    # One tensor a layer: the moments of a weight that is frozen in some layers fill no tensor of all.
+    # One tensor a layer: a weight frozen in some layers has no moments for a tensor of all layers.
     "non_homogeneous_layers": True,
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
@@ -42,10 +42,10 @@ _METADATA = {
 def write_tensors(
     directory: Path, model: DistributedDataParallel, optimizer: MegatronOptimizer
 ) -> None:
-    """Weights and moments; collective.
+    """Write weights and moments; collective.
 
-    A rank waits until its files are written, so a queue of its own says what was. Megatron would have it
-    in another process, for a rank that goes on meanwhile; which imports PyTorch, and stays.
+    A rank waits until its files are written, so an in-process queue collects the results. Megatron
+    would start a process for asynchronous saving, which imports PyTorch and stays alive.
     """
     distributed.run_on_rank_zero(directory.mkdir)
     try:
@@ -61,7 +61,7 @@ def read_tensors(
 ) -> None:
     """Read back, in place, what `write_tensors` wrote; collective."""
     try:
-        # Megatron's own reader would run any code in an index, whatever was checked before.
+        # Megatron's own reader would run code in an index, even if the index was checked before.
         with _replaced(torch_strategy, "_get_filesystem_reader", _index_reader):
             state = dist_checkpointing.load(
                 _state(model, optimizer, is_loading=True),
@@ -71,7 +71,7 @@ def read_tensors(
             )
     except CheckpointingException as error:
         raise CheckpointError(str(error)) from error
-    # Of a model with adapters all else is as --hf-checkpoint has it.
+    # With adapters, the checkpoint lacks the frozen weights, which --hf-checkpoint holds.
     model.module.load_state_dict(state["model"], strict=unwrap(model).config.adapter is None)
     _load_optimizer(optimizer, state["optimizer"])
 
@@ -82,7 +82,7 @@ def _index_reader(path: str | Path, cache_metadata: bool = False) -> IndexReader
 
 @contextmanager
 def _replaced(holder: object, name: str, value: object) -> Iterator[None]:
-    """Let a module, or another object, have something else under a name meanwhile."""
+    """Replace an attribute of a module or another object within this context."""
     own = getattr(holder, name)
     setattr(holder, name, value)
     try:
@@ -92,13 +92,13 @@ def _replaced(holder: object, name: str, value: object) -> Iterator[None]:
 
 
 class _CommonStrategy(TorchCommonLoadStrategy):
-    """Runs no code even where TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set."""
+    """A loader that runs no code even if TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set."""
 
     def load_common(self, checkpoint_dir: str | Path) -> Any:
         file = Path(checkpoint_dir) / COMMON_STATE_FNAME
         try:
             return torch.load(file, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:  # whose words suggest to run it
+        except pickle.UnpicklingError as error:  # its message suggests running the code
             raise CheckpointError(f"{file.name} holds more than data") from error
 
 
@@ -121,8 +121,9 @@ def _state(
 
 @contextmanager
 def _padding_counted(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """A parameter's place in a buffer counts the padding of buckets, and Megatron reads there in a copy
-    without: behind a padded bucket, as of a tied embedding, it would take its neighbours' numbers."""
+    """Count the padding of buckets as data within this context. A parameter's offset in a buffer
+    includes the padding, but Megatron reads from a copy without it: behind a padded bucket, as of a
+    tied embedding, it would read its neighbours' numbers."""
     with ExitStack() as stack:
         for part in optimizer.chained_optimizers:
             for buffer in part.buffers if isinstance(part, DistributedOptimizer) else ():
@@ -133,7 +134,7 @@ def _padding_counted(optimizer: MegatronOptimizer) -> Iterator[None]:
 
 
 def _create_missing_moments(optimizer: MegatronOptimizer) -> None:
-    """Megatron's distributed optimizer asks PyTorch's AdamW for moments whether there are any or not."""
+    """Create PyTorch AdamW's moments, which Megatron's distributed optimizer requires to exist."""
     for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, torch.optim.AdamW):
             create_missing_moments(part.optimizer)
@@ -150,7 +151,8 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None
 
 
 def _load_distributed(optimizer: DistributedOptimizer, state: dict[str, Any]) -> None:
-    """Megatron's reads no step counts of PyTorch's AdamW, and has all parameters share one tensor."""
+    """Load the state but keep the step counts of PyTorch's AdamW, which Megatron ignores, and which
+    would share one tensor."""
     sharded = state.pop("param_state")
     optimizer.load_state_dict(state)
     own = optimizer.optimizer.state

@@ -1,8 +1,8 @@
-"""Which block of which Hugging Face tensor stands where in which rank's Megatron parameter.
+"""A map from blocks of Hugging Face tensors to their places in each rank's Megatron parameters.
 
 One table serves both directions: loading copies blocks into parameters, exporting copies them out.
-Names of Megatron parameters are global here: `decoder.layers.7.` is the model's eighth layer,
-whichever pipeline stage holds it.
+Names of Megatron parameters are global here: `decoder.layers.7.` is the model's eighth layer, whichever
+pipeline stage holds it.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ class WeightMap:
     config: PretrainedConfig
     layout: MegatronLayout
     has_values: bool = False
-    """Whether a critic's head is in the place of the output projection."""
+    """Whether a critic's head replaces the output projection."""
 
     adapter: AdapterShape | None = None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every Hugging Face tensor of the model, in the order in which they are exported; adapters
+        """Return the shape of every Hugging Face tensor of the model, in the order of export; adapters
         last."""
         stored = self.stored_shapes()
         return {**stored, **adapter_shapes(self.config, stored, self.adapter)}
 
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Those that a checkpoint has."""
+        """Return the shapes of the tensors in a checkpoint."""
         c = self.config
         shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (c.vocab_size, c.hidden_size)}
         for layer in range(c.num_hidden_layers):
@@ -70,7 +70,7 @@ class WeightMap:
         return shapes
 
     def is_buffer(self, name: str) -> bool:
-        """Whether a tensor, by either name, is float32 and has no gradient."""
+        """Return whether a tensor, by either name, is float32 and has no gradient."""
         return name.rpartition(".")[2] in self.family.router_buffers
 
     def _layer_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -112,7 +112,7 @@ class WeightMap:
         yield "self_attn.o_proj.weight", (hidden, self.config.num_attention_heads * dim)
 
     def parameters(self, stage: int) -> list[str]:
-        """Global names of the parameters of one pipeline stage, and of the buffers it stores."""
+        """Return global names of the parameters of one pipeline stage, and of the buffers it stores."""
         stages = self.layout.pipeline_model_parallel_size
         count = self.config.num_hidden_layers // stages
         names = ["embedding.word_embeddings.weight"] if stage == 0 else []
@@ -150,7 +150,8 @@ class WeightMap:
         ]
 
     def parts(self, parameter: str, tp_rank: int, ep_rank: int) -> Iterator[Part]:
-        """The blocks that make up a parameter, by its global name, on the ranks of these indices."""
+        """Yield the blocks that make up a parameter, by its global name, on the ranks of these
+        indices."""
         if is_adapters(parameter):
             yield self._adapter_part(parameter, tp_rank, ep_rank)
             return
@@ -198,7 +199,7 @@ class WeightMap:
             yield from _mlp_parts(leaf, "mlp.", share)
 
     def _query_key_value(self, kind: str, tp_rank: int) -> Iterator[tuple[str, Block, Block]]:
-        """Megatron keeps the queries of a group, then its key, then its value; then the next group."""
+        """Yield the blocks of a linear_qkv: each group has its queries, its key, then its value."""
         groups = self._share(self.config.num_key_value_heads, tp_rank)
         row = 0
         for group in range(groups.start, groups.stop):
@@ -230,7 +231,7 @@ class WeightMap:
         )
 
     def _stored(self, layer: int, leaf: str) -> str:
-        """The checkpoint's name of a tensor, by the one that it has in a layer of transformers."""
+        """Return a checkpoint's name of a tensor, from its name within a layer of transformers."""
         if leaf.startswith("mlp.") and is_sparse(self.config, layer):
             leaf = self.family.sparse_name + leaf.removeprefix("mlp")
         return f"model.layers.{layer}.{leaf}"
@@ -284,7 +285,7 @@ def _mlp_shapes(
 
 
 def _mlp_parts(leaf: str, prefix: str, share: slice) -> Iterator[tuple[str, Block, Block]]:
-    """The parts of Megatron's MLP, whose first linear makes gate, then up."""
+    """Yield the blocks of Megatron's MLP, whose first linear holds gate, then up."""
     gate, up, down = _LINEARS
     size = share.stop - share.start
     if leaf.endswith("linear_fc1.weight"):

@@ -1,4 +1,4 @@
-"""Hugging Face weights into Megatron's parameters and back, exactly, a few at a time."""
+"""Conversion of Hugging Face weights to Megatron's parameters and back, exactly, a few at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from onpolicy.weights.digest import WeightBucket, WeightPart
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a rank holds: its pipeline stage, and its shares of linears and of experts."""
+    """A rank's place in the layout: its pipeline stage, and its shards of linears and of experts."""
 
     stage: int
     tp_rank: int
@@ -52,16 +52,16 @@ def load_hf_weights(model: nn.Module, path: str | Path) -> None:
     shapes, unread = weight_map.stored_shapes(), policy.config.unread
     assert parameters.keys() == set(weight_map.parameters(place.stage))
     if policy.has_values:
-        # A head that is not there begins with zeros, and a projection is not read.
+        # A missing value head starts as zeros, and the output projection is not read.
         shapes = {n: s for n, s in shapes.items() if n in reader or not n.startswith(VALUE_HEAD)}
         unread = (*unread, re.escape(HEAD))
     reader.require(shapes, unread)
     with torch.no_grad():
         for name, parameter in parameters.items():
-            if is_adapters(name):  # which no checkpoint has
+            if is_adapters(name):  # no checkpoint has them
                 continue
             filled = 0
-            parameter.zero_()  # what no token stands for in a vocabulary that does not divide
+            parameter.zero_()  # padding rows of a vocabulary that does not divide
             for part in weight_map.parts(name, place.tp_rank, place.ep_rank):
                 if part.name in shapes:
                     block = reader.read(part.name, part.source)
@@ -73,7 +73,7 @@ def load_hf_weights(model: nn.Module, path: str | Path) -> None:
 
 @torch.no_grad()
 def fill_adapters(model: nn.Module, values: FactorValues) -> None:
-    """Give adapters numbers, each rank those that it holds."""
+    """Set the adapters' weights, each rank its shards."""
     policy, place = unwrap(model), Place.mine()
     weight_map = weight_map_of(policy)
     shapes = weight_map.shapes()
@@ -92,12 +92,13 @@ def export_buckets(
     ranks: Collection[int] = (0,),
     masters: Mapping[str, Tensor] | None = None,
 ) -> Iterator[WeightBucket]:
-    """Whole tensors of a part under their Hugging Face names, `max_bytes` at a time, in fixed order.
+    """Yield whole tensors of a part under their Hugging Face names, `max_bytes` at a time, in fixed
+    order.
 
-    Collective: every rank has to take all buckets. They are full on `ranks` and empty elsewhere;
-    a tensor larger than `max_bytes` is a bucket of its own. Tensors have the parameters' dtype,
-    buffers (a router's correction of its scores) their own, in buckets of one dtype each. `masters`, by
-    the global names of parameters, take their places.
+    It is collective: every rank has to iterate over all buckets. They are full on `ranks` and empty
+    elsewhere; a tensor larger than `max_bytes` is a bucket of its own. Tensors have the parameters'
+    dtype, buffers (a router's correction of its scores) their own, in buckets of one dtype each.
+    `masters`, by the global names of parameters, replace them.
     """
     policy = unwrap(model)
     weight_map = weight_map_of(policy)
@@ -123,7 +124,7 @@ def export_buckets(
 
 
 def _frozen_names(policy: PolicyGptModel) -> set[str]:
-    """The Hugging Face tensors that are not trained, wherever they are; collective."""
+    """Return the names of all frozen Hugging Face tensors, on any rank; collective."""
     weight_map, first, place = weight_map_of(policy), first_layer(policy), Place.mine()
     ours = {
         part.name
@@ -143,7 +144,7 @@ def _all_places() -> list[Place]:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A part, the parameter it is a block of, and the rank that sends it."""
+    """A part, the parameter that holds it, and the rank that sends it."""
 
     part: Part
     parameter: str
@@ -151,7 +152,7 @@ class _Held:
 
 
 def _holders(weight_map: WeightMap, places: list[Place]) -> dict[str, list[_Held]]:
-    """For every Hugging Face tensor, the parts that make it up, each from the first rank with it."""
+    """Return the parts that make up each Hugging Face tensor, each from the first rank that holds it."""
     first: dict[tuple[str, int, int], int] = {}
     for rank, place in enumerate(places):
         for parameter in weight_map.parameters(place.stage):
@@ -159,6 +160,7 @@ def _holders(weight_map: WeightMap, places: list[Place]) -> dict[str, list[_Held
             first.setdefault((parameter, place.tp_rank, ep_rank), rank)
     holders: dict[str, list[_Held]] = {}
     seen: set[tuple[str, str]] = set()
+    # Whole parameters are on several ranks; only the first one sends them.
     for (parameter, tp_rank, ep_rank), rank in first.items():
         for part in weight_map.parts(parameter, tp_rank, ep_rank):
             key = (part.name, str(part.source))
@@ -228,21 +230,21 @@ def weight_map_of(policy: PolicyGptModel) -> WeightMap:
 
 
 def global_parameters(policy: PolicyGptModel) -> dict[str, Tensor]:
-    """Parameters, and buffers that a checkpoint holds, by global names."""
+    """Return parameters, and buffers that a checkpoint holds, by global names."""
     weight_map, first = weight_map_of(policy), first_layer(policy)
     buffers = [(name, x) for name, x in policy.named_buffers() if weight_map.is_buffer(name)]
     return {global_name(name, first): x for name, x in (*policy.named_parameters(), *buffers)}
 
 
 def first_layer(policy: PolicyGptModel) -> int:
-    """The number in the model, from 0, of the first layer of this pipeline stage."""
+    """Return the index in the model, from 0, of the first layer of this pipeline stage."""
     layers = policy.decoder.layers
     number: int = layers[0].layer_number - 1 if len(layers) else 0
     return number
 
 
 def global_name(name: str, first: int) -> str:
-    """What a stage whose layers begin with number `first` calls `name`, as the whole model has it."""
+    """Return the whole model's name of a stage's `name`; the stage's layers begin with index `first`."""
     pieces = name.split(".")
     if pieces[:2] == ["decoder", "layers"]:
         pieces[2] = str(int(pieces[2]) + first)
