@@ -1,4 +1,4 @@
-"""The quickstart beside TRL's GRPOTrainer, in turns: how long until it begins, ends, and for a step.
+"""The quickstart beside TRL's GRPOTrainer, in turns: seconds to the start, to the end, and per step.
 
     python -m benchmarks.beside_trl --json OUT.json
 
@@ -37,7 +37,7 @@ NUMBERS = (
 
 
 def trl_python(work: Path, pip_args: list[str]) -> Path:
-    """The Python of TRL's environment, which is made if it is not complete."""
+    """Return the Python of TRL's environment, which is created if it is not complete."""
     venv = work / "trl"
     python, complete = venv / "bin/python", venv / "complete"
     if not complete.exists():
@@ -49,7 +49,8 @@ def trl_python(work: Path, pip_args: list[str]) -> Path:
 
 
 def run_onpolicy(inputs: Path, steps: int, directory: Path) -> dict[str, Any]:
-    """The quickstart in float32 without its evaluations; when its lines came, and what it rewarded."""
+    """Run the quickstart in float32 without its evaluations; return the times of its lines, and its
+    rewards."""
     directory.mkdir(parents=True)
     flags = yaml.safe_load((QUICKSTART / "config.yaml").read_text())
     kept = {name: value for name, value in flags.items() if not name.startswith("eval")}
@@ -75,7 +76,7 @@ def run_onpolicy(inputs: Path, steps: int, directory: Path) -> dict[str, Any]:
 
 
 def run_trl(python: Path, inputs: Path, steps: int, directory: Path) -> dict[str, Any]:
-    """`benchmarks/trl_side.py`, as a user of TRL starts it: nothing is set for its libraries."""
+    """Run `benchmarks/trl_side.py` as a user of TRL starts it: with the defaults of its libraries."""
     directory.mkdir(parents=True)
     out = directory / "trl.json"
     command = [str(python), str(ROOT / "benchmarks/trl_side.py"), str(inputs), str(steps), str(out)]
@@ -86,7 +87,7 @@ def run_trl(python: Path, inputs: Path, steps: int, directory: Path) -> dict[str
 
 
 def summed_up(side: str, found: dict[str, Any], watch_from: float) -> dict[str, Any]:
-    """What a run took, from the command on."""
+    """Return the measurements of a run, from the command on."""
     ends, seconds = found["ends"], found["processor_seconds"]
     steps = [b - a for a, b in zip(ends[WARM_UP - 1 :], ends[WARM_UP:], strict=False)]
     spent = at(seconds, ends[-1]) - at(seconds, ends[WARM_UP - 1])
@@ -105,14 +106,14 @@ def summed_up(side: str, found: dict[str, Any], watch_from: float) -> dict[str, 
 
 
 def at(samples: list[tuple[float, float]], stamp: float) -> float:
-    """What a number that grows was at a time, by the samples around it."""
+    """Return the value of a growing quantity at a time, interpolated between the samples around it."""
     later = next((i for i, (when, _) in enumerate(samples) if when >= stamp), len(samples) - 1)
     (t0, a), (t1, b) = samples[max(0, later - 1)], samples[later]
     return b if t1 == t0 else a + (b - a) * min(1.0, (stamp - t0) / (t1 - t0))
 
 
 def processor() -> str:
-    """The model's name, as Linux has it."""
+    """Return the processor's model name, as Linux reports it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), "")
 
@@ -145,7 +146,7 @@ def main() -> None:
 
 
 def record(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The runs, and medians of each side over its rounds."""
+    """Return the runs, and medians of each side over its rounds."""
     medians = {
         side: {name: median(run[name] for run in runs if run["side"] == side) for name in NUMBERS}
         for side in {run["side"] for run in runs}

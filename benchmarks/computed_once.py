@@ -1,12 +1,12 @@
-"""Whole steps of the loop that compute a prompt once, beside steps that do for each sample.
+"""Whole steps of the loop that compute a prompt once, beside steps that do so for each sample.
 
     python -m benchmarks.computed_once loop --hf-checkpoint MODEL --prompt-len 512 --max-new-tokens 64 \\
       --num-prompts 2 --n-samples-per-prompt 8 --repetitions 3 --json FILE
 
 It takes the flags of `onpolicy bench loop`. Both runs are on aligned operators, with servers and a
 trainer of their own, and take a step each in turns. `once` has --share-prefixes on, and a server that
-prefills a group's prompt once; `each` has neither. `ratio` is sampled tokens per second of `once` by
-those of `each`.
+prefills a group's prompt once; `each` has neither. `ratio` is sampled tokens per second of `once` over
+`each`.
 """
 
 # ruff: noqa: E402
@@ -41,13 +41,13 @@ from onpolicy.run.launch.engine_specs import make_rollout_group
 SHARED = {"once": "on", "each": "off"}
 
 MAX_TOKENS = 2048
-"""--max-tokens-per-gpu, small enough for a small machine."""
+"""The value of --max-tokens-per-gpu, small enough for a small machine."""
 
 
 def started(
     config: BenchConfig, hf_config: PretrainedConfig, kind: str, make_engines: MakeEngines
 ) -> AbstractContextManager[MeasuredRun]:
-    """A run of one of SHARED, whose responses all have --max-new-tokens."""
+    """Return a run of one of SHARED, whose responses all have --max-new-tokens."""
     made, length = make_train_config(config, "aligned", backends(config)[0]), config.max_new_tokens
     made = replace(
         made,
@@ -61,7 +61,7 @@ def started(
 
 
 def bench(config: BenchConfig) -> dict[str, Any]:
-    """Both in turns, and the median seconds of each phase."""
+    """Measure both in turns; return also the median seconds of each phase."""
     hf_config, load = load_config(config.model.hf_checkpoint), os.getloadavg()
     first = setting(config, hf_config, "aligned", backends(config)[0])
     with on_cluster(*first) as cluster, ExitStack() as on_exit:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.controller_memory OUT.json [NUM_SAMPLES ...]
 
-The engines' answers are made up; what happens to them is what a run does: parsed from JSON, cut into the
+The engines' answers are made up and then handled as in a run: parsed from JSON, cut into the
 shares of two ranks, and sent to two actors of a Ray session of the run's own. Each number of samples is
 measured in a process of its own.
 """
@@ -32,7 +32,7 @@ def answer_of_an_engine() -> str:
 
 
 def completion_of(answer: str) -> Any:
-    """Tokens and numbers of its own, as the client parses them."""
+    """Return a completion with its own tokens and numbers, parsed as by the client."""
     from onpolicy.trajectory import Completion, FinishReason
 
     read = json.loads(answer)

@@ -1,4 +1,4 @@
-"""What a whole correction of 1,024 sequences x 8,192 tokens costs, against one forward pass over them.
+"""Cost of a whole correction of 1,024 sequences x 8,192 tokens, against one forward pass over them.
 
     python benchmarks/correction_cost.py --hf-checkpoint runs/quickstart/inputs/model [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What recording costs: a server's sampling and a trainer's scoring, with taps and without, in turns.
+"""Cost of recording: a server's sampling and a trainer's scoring, with taps and without, in turns.
 
     python -m benchmarks.explain_cost --layers 4 --hidden 256
 

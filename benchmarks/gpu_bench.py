@@ -1,8 +1,8 @@
-"""What the aligned engines cost on a GPU: operators, servers, optimizer steps and pushes.
+"""Cost of the aligned engines on a GPU: operators, servers, optimizer steps and pushes.
 
     python -m benchmarks.gpu_bench [--parts operators,decode,step,push] [--layers 12]
 
-Each part is a command of its own, beside what it is compared with, on a model of random weights with the
+Each part is a command of its own, beside its baseline, on a model of random weights with the
 sizes of a published one. The record and the page are rewritten after every part; a part that fails is
 named with its last lines. The picture needs matplotlib: where that is missing, `--parts ''` draws it
 later, elsewhere, from the record.
@@ -24,11 +24,11 @@ from benchmarks.random_checkpoint import GEOMETRIES
 from tests.support.gpu.machine import describe_machine, write_json
 
 LAST_LINES = 15
-"""Those kept of what a part that failed has printed."""
+"""The last lines of a failed part's output that are kept."""
 
 
 def commands(args: argparse.Namespace, model: Path, record: Path) -> dict[str, list[str]]:
-    """The command of each part, which writes `record`."""
+    """Return the command of each part, which writes `record`."""
     onpolicy = [sys.executable, "-m", "onpolicy.cli", "bench"]
     common = ["--hf-checkpoint", str(model), "--json", str(record), "--repetitions", "3"]
     common += ["--run-dir", str(args.json.with_suffix(""))]
@@ -51,7 +51,8 @@ def commands(args: argparse.Namespace, model: Path, record: Path) -> dict[str, l
 
 
 def run(args: argparse.Namespace, parts: Sequence[str]) -> dict[str, Any]:
-    """Measure the parts, write the record after each, and return it; it keeps the others of before."""
+    """Measure the parts, write the record after each, and return it; earlier results of other parts
+    stay."""
     result: dict[str, Any] = json.loads(args.json.read_text()) if args.json.exists() else {}
     for name in parts:
         result |= {"machine": describe_machine(), "model": f"{args.geometry}, {args.layers} layers"}
@@ -82,7 +83,7 @@ def _measured(command: Sequence[str], record: Path) -> dict[str, Any]:
 
 
 def _model(args: argparse.Namespace) -> Path:
-    """The checkpoint, made if it is not there."""
+    """Return the checkpoint, creating it if it is missing."""
     model: Path = args.models / f"{args.geometry}-{args.layers}-layers"
     if not (model / "config.json").exists():
         sizes = ["--geometry", args.geometry, "--layers", str(args.layers)]
@@ -92,7 +93,7 @@ def _model(args: argparse.Namespace) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, or 1 if a part failed."""
+    """Return 0, or 1 if a part failed."""
     names = ("operators", "decode", "step", "push")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", default=",".join(names), help="commas between")

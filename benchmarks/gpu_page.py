@@ -1,4 +1,4 @@
-"""A record of `benchmarks.gpu_bench` as a page and as a picture."""
+"""Rendering of a `benchmarks.gpu_bench` record as a page and as a picture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PHASES = ("prefill", "decode")
 
 
 def page(result: Record) -> str:
-    """Markdown: what was measured, part by part."""
+    """Return Markdown with the measurements, part by part."""
     machine = ", ".join(f"{name} {value}" for name, value in result["machine"].items())
     blocks = ["# Aligned engines beside stock ones", f"{machine}. Model: {result['model']}."]
     for name, part in result.get("parts", {}).items():
@@ -95,13 +95,13 @@ TABLES = {"operators": _operators, "decode": _decode, "step": _step, "push": _pu
 
 
 def table(head: list[str], rows: list[list[Any]]) -> str:
-    """Markdown."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def draw(result: Record, image: Path) -> None:
-    """A PNG: how many times as fast aligned servers are, by batch and context."""
+    """Draw a PNG of the aligned servers' speedup, by batch and context."""
     import matplotlib
 
     matplotlib.use("Agg")

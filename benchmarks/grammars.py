@@ -1,8 +1,8 @@
-"""What grammars cost at a vocabulary of 151,936 tokens: their masks, and a server and a trainer within.
+"""Cost of grammars at a vocabulary of 151,936 tokens: their masks, and a server and a trainer within.
 
     python -m benchmarks.grammars [--json FILE]
 
-Of each grammar a walk of 200 tokens, each drawn from what is allowed: milliseconds for a mask and for
+Each grammar is walked for 200 tokens, drawn from the allowed ones: milliseconds for a mask and for
 packing it, and bytes of the sets. Then a server and a trainer of a model with a hidden size of 64, which
 computes next to nothing beside them, sample and train the same number of tokens without a grammar and
 within each, in turns. The vocabulary is made up: bytes, and strings of letters, digits and punctuation.
@@ -65,7 +65,7 @@ GRAMMARS = {
 
 
 def make_checkpoint(path: Path) -> None:
-    """A Qwen3 of random weights with a byte-level vocabulary of random strings."""
+    """Make a Qwen3 of random weights with a byte-level vocabulary of random strings."""
     rng, alphabet = random.Random(0), sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *alphabet])}
     while len(vocabulary) < VOCAB:
@@ -95,7 +95,7 @@ def milliseconds(work: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def walked(grammars: Grammars, grammar: Grammar) -> dict[str, float]:
-    """A walk within a grammar."""
+    """Measure a walk within a grammar."""
     rng, times, packing, sizes = random.Random(1), [], [], []
     matcher, compiled = milliseconds(lambda: grammars.matcher(grammar))
     for _ in range(WALK):
@@ -118,7 +118,7 @@ def walked(grammars: Grammars, grammar: Grammar) -> dict[str, float]:
 
 
 def pair_of(checkpoint: Path, logs: Path) -> EnginePair:
-    """An aligned server and trainer, in bfloat16."""
+    """Return an aligned server and trainer, in bfloat16."""
     distributed.init_process_group()
     config = TrainConfig(
         model=groups.ModelConfig(hf_checkpoint=str(checkpoint)),
@@ -132,7 +132,7 @@ def pair_of(checkpoint: Path, logs: Path) -> EnginePair:
 
 
 def sampled_and_trained(pair: EnginePair, grammar: Grammar | None) -> tuple[float, float]:
-    """Seconds of a server, and of a trainer, whose every token is compared."""
+    """Return the seconds of a server, and of a trainer, after comparing every token."""
     params = SamplingParams(
         temperature=1.0, max_new_tokens=RESPONSE, stop_token_ids=(1,),
         ignore_eos=grammar is None, grammar=grammar,
@@ -157,7 +157,7 @@ def sampled_and_trained(pair: EnginePair, grammar: Grammar | None) -> tuple[floa
 
 
 def resident_mib() -> int:
-    """Memory of this process and of all that the server has."""
+    """Return the memory of this process and of the server's processes."""
     me = psutil.Process()
     return sum(p.memory_info().rss for p in (me, *me.children(recursive=True))) >> 20
 

@@ -1,4 +1,4 @@
-"""What a lag and rounds bring, by a discrete-event simulation; prints a Markdown table.
+"""Discrete-event simulation of the gain from a lag and from rounds; prints a Markdown table.
 
     python benchmarks/lag_simulation.py --token-seconds 0.02 --response-seconds 0.0003 --train-ratio 0.5
     python benchmarks/lag_simulation.py --measured benchmarks/results/schedules.json
@@ -27,22 +27,23 @@ MEDIAN, LONGEST, SPREAD = 64, 1024, 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Measured, in seconds."""
+    """Measured costs in seconds."""
 
     token: float
-    """One more token of all responses in flight on an engine."""
+    """The cost of one more token of all responses in flight on an engine."""
 
     response: float
-    """The same, for each of them."""
+    """The additional cost of that per response."""
 
     prefill: float
-    """A token of a prompt, or of the open response that a round continues."""
+    """The cost of a token of a prompt, or of the open response that a round continues."""
 
     train: float
-    """An optimizer step on a token of a rollout."""
+    """The cost of an optimizer step per token of a rollout."""
 
     score: float
-    """The old log-probability of a token that lags, where a pass of its own computes it."""
+    """The cost of the old log-probability of a lagging token, where a pass of its own computes it.
+    """
 
     push: float
 
@@ -63,7 +64,7 @@ class Setting:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run took: seconds, and for how many each side was at work, engines by their slots."""
+    """The times of a run: seconds, and the busy seconds of each side, engines by their slots."""
 
     wall: float = 0.0
     tokens: int = 0
@@ -73,9 +74,9 @@ class Outcome:
 
 
 def draw(pieces: Sequence[tuple[int, int]], setting: Setting, costs: Costs) -> tuple[float, float]:
-    """Draw (tokens to prefill, tokens to sample) of responses, from one queue, by all engines.
+    """Sample (tokens to prefill, tokens to sample) of responses, from one queue, by all engines.
 
-    Returns the seconds until the last is there, and the seconds of occupied slots of all engines.
+    Return the seconds until the last is there, and the seconds of occupied slots of all engines.
     """
     queue = iter(pieces)
     engines = [_Engine(costs) for _ in range(setting.engines)]
@@ -98,7 +99,7 @@ def draw(pieces: Sequence[tuple[int, int]], setting: Setting, costs: Costs) -> t
 
 @dataclass(slots=True)
 class _Engine:
-    """Advances all its responses by a token at a time."""
+    """An engine that advances all its responses by a token at a time."""
 
     costs: Costs
     now: float = 0.0
@@ -124,7 +125,7 @@ class _Engine:
 
 
 def lengths(seed: int = 0) -> Iterator[int]:
-    """Lengths of responses, in the order of the prompts: the same whatever the schedule."""
+    """Yield lengths of responses, in the order of the prompts: the same under every schedule."""
     chance = random.Random(seed)
     while True:
         yield max(1, min(LONGEST, round(MEDIAN * math.exp(SPREAD * chance.gauss(0, 1)))))
@@ -139,7 +140,7 @@ class _Group:
 
 
 def simulate(setting: Setting, costs: Costs, seed: int = 0) -> Outcome:
-    """A run: what each step trains on is drawn under the version that the schedule says."""
+    """Simulate a run: each step trains on groups that were sampled under the schedule's version."""
     outcome, source = Outcome(), lengths(seed)
     opened: list[_Group] = []
     ready: list[_Group] = []
@@ -174,7 +175,7 @@ def _roll_out(
     ready: list[_Group],
     outcome: Outcome,
 ) -> float:
-    """Rounds until a step's groups are complete; the seconds that they take."""
+    """Run rounds until a step's groups are complete; return their seconds."""
     seconds, width, most = 0.0, setting.groups * setting.samples, setting.segment or LONGEST
     while len(ready) < setting.groups:
         open_count = sum(1 for group in opened for left in group.left if left)
@@ -212,7 +213,7 @@ TITLES = (
 
 
 def train_cost(setting: Setting, costs: Costs, ratio: float) -> float:
-    """Seconds to train on a token, so that training takes `ratio` of the time that drawing takes."""
+    """Return the seconds to train on a token, so that training takes `ratio` of the sampling time."""
     source = lengths()
     pieces = [(setting.prompt, next(source)) for _ in range(setting.groups * setting.samples)]
     seconds, _ = draw(pieces, setting, costs)
@@ -220,13 +221,14 @@ def train_cost(setting: Setting, costs: Costs, ratio: float) -> float:
 
 
 def measured_costs(measured: dict[str, Any], engines: int = 1) -> Costs:
-    """From a result of `onpolicy bench loop --longest-response`, by its lag 0, where the one engine
-    and the trainer work in turns.
+    """Return the costs in a result of `onpolicy bench loop --longest-response`, from its lag 0,
+    where the one engine and the trainer work in turns.
 
-    Drawing takes `token` for every token of the longest response and `response` for every token of all:
-    least squares over the steps, neither below 0. Prompts are part of that. What its steps take longer
-    with segments, where both sides work in turns too, is `score`. The trainer grows with the engines, so
-    that it takes as long for their samples as the measured one for those of one engine.
+    Sampling takes `token` for every token of the longest response and `response` for every token of
+    all: least squares over the steps, neither below 0. Prompts are part of that. The additional
+    time of its steps with segments, where both sides work in turns too, is `score`. The trainer
+    grows with the engines, so that it takes as long for their samples as the measured one for those
+    of one engine.
     """
     steps, stale = measured["schedules"]["lag 0"], measured["schedules"]["segments"]
     token, response = fit(steps["longest_responses"], steps["tokens"], steps["drawing_seconds"])
@@ -242,14 +244,15 @@ def measured_costs(measured: dict[str, Any], engines: int = 1) -> Costs:
 
 
 def trained_token(measured: dict[str, Any], steps: dict[str, Any]) -> float:
-    """Seconds to train on a token, of a prompt or a response, in the steps of a schedule."""
+    """Return the seconds to train on a token, of a prompt or a response, in the steps of a
+    schedule."""
     samples = measured["num_prompts"] * measured["n_samples_per_prompt"]
     prompts = len(steps["tokens"]) * samples * measured["prompt_len"]
     return sum(steps["train_seconds"]) / (sum(steps["tokens"]) + prompts)
 
 
 def fit(a: Sequence[float], b: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """x >= 0 and z >= 0 for which the squares of a x + b z - y have the smallest sum."""
+    """Return x >= 0 and z >= 0 for which the squares of a x + b z - y have the smallest sum."""
 
     def dot(u: Sequence[float], v: Sequence[float]) -> float:
         return sum(p * q for p, q in zip(u, v, strict=True))
@@ -264,7 +267,8 @@ def fit(a: Sequence[float], b: Sequence[float], y: Sequence[float]) -> tuple[flo
 
 
 def measured_setting(measured: dict[str, Any], engines: int) -> Setting:
-    """What was measured with one engine, on so many of them with as many times the prompts."""
+    """Return the setting that was measured with one engine, scaled to `engines` with as many times
+    the prompts."""
     groups, samples = measured["num_prompts"], measured["n_samples_per_prompt"]
     return Setting(
         groups=groups * engines, samples=samples, engines=engines, slots=groups * samples,
@@ -317,7 +321,7 @@ def main() -> None:
 
 
 def print_rows(base: Setting, costs: Costs) -> None:
-    """A row of the table for each schedule."""
+    """Print a row of the table for each schedule."""
     first = 0.0
     for name, values in SCHEDULES.items():
         found = simulate(replace(base, **values), costs)

@@ -1,4 +1,4 @@
-"""Runs whose answers really grow, on an engine of 3 bits: what the length-decay schedule makes of them.
+"""Runs whose answers really grow, on an engine of 3 bits, under the length-decay schedule.
 
     python -m benchmarks.length_surge [--num-rollout 90] [--lr 1.5e-4 5e-4]
 
@@ -39,7 +39,7 @@ CURVES = {
 
 
 def score(sample: Any) -> float:
-    """A response is worth its length, up to 100 tokens."""
+    """Return a response's reward: its length, up to 100 tokens."""
     return min(len(sample.response_ids), 100) / 100
 
 
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def as_json(record: dict[str, Any]) -> str:
-    """A curve on a line."""
+    """Return JSON with a curve per line."""
     lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
     return "{" + ",\n ".join(lines) + "}"
 

@@ -1,4 +1,4 @@
-"""What it would gain to send requests with the longest prompts first, to two engines, in turns.
+"""Gain of sending requests with the longest prompts first, to two engines, measured in turns.
 
     python -m benchmarks.longest_first [--layers 2] [--repetitions 5] [--json FILE]
 
@@ -68,7 +68,7 @@ def requests() -> list[Request]:
 
 
 def sample(group: RolloutGroup, asked: Sequence[Request]) -> tuple[float, list[list[float]]]:
-    """Seconds, and the log-probabilities in the order of the seeds."""
+    """Return seconds, and the log-probabilities in the order of the seeds."""
     for client in group.clients:
         client.flush_cache()
     started = time.perf_counter()

@@ -1,9 +1,9 @@
-"""What each objective, and each term beside it, costs of an optimizer step.
+"""Cost of each objective, and of each term beside it, in an optimizer step.
 
     python -m benchmarks.loss_cost --hf-checkpoint runs/quickstart/inputs/model [--json FILE]
 
-A loss is timed with its backward pass, and with what is decided over the whole batch before it, on the
-very micro-batches of a step; then the step, with the ordinary loss and with those flags that change more
+A loss is timed with its backward pass, and with the whole-batch decisions before it, on the
+very micro-batches of a step; then the step, with the ordinary loss and with the flags that change more
 of it than the loss. Processor seconds, since neighbours of a shared machine take none of them.
 """
 
@@ -58,7 +58,7 @@ LAGGING = ("lagging", "top entropy lagging")
 CUT_STEPS = (*LARGER_STEPS, "top entropy untold", *LAGGING)
 
 PARTS = 4
-"""Micro-batches of a step that is cut."""
+"""Micro-batches of a step that is split."""
 
 
 def processor_seconds(work: Callable[[], object]) -> float:
@@ -68,7 +68,8 @@ def processor_seconds(work: Callable[[], object]) -> float:
 
 
 def loss_of(scored: list[tuple[Scores, WeighedBatch]], config: TrainConfig) -> Callable[[], object]:
-    """The loss of a step's micro-batches and its gradient by their scores."""
+    """Return a function that computes a step's loss and its gradient by the scores of its
+    micro-batches."""
     settings = LossSettings.of(config)
 
     def loss() -> None:
@@ -83,7 +84,8 @@ def loss_of(scored: list[tuple[Scores, WeighedBatch]], config: TrainConfig) -> C
 def scored_step(
     trainer: PolicyTrainer, step: Callable[[], object]
 ) -> list[tuple[Scores, WeighedBatch]]:
-    """The scores and the micro-batches of a step, with what any of the terms looks at."""
+    """Return the scores and the micro-batches of a step, with all fields that any of the terms
+    reads."""
     found = []
     plain = trainer.learner._loss
 

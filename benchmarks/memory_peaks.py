@@ -1,8 +1,8 @@
-"""Runs a command and records the peak memory of every process that it starts.
+"""Peak memory of every process that a command starts.
 
     python -m benchmarks.memory_peaks OUT.json onpolicy verify --hf-checkpoint DIR ...
 
-A peak is Linux's VmHWM: resident pages of the process, those that it shares with others among them.
+A peak is Linux's VmHWM: resident pages of the process, shared ones included.
 `together` is the largest sum of proportional sizes (Pss) that was seen, where a shared page counts once.
 """
 
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 def kib(pid: int, file: str, key: str) -> int:
-    """A number of /proc; 0 if the process is gone."""
+    """Return a number from /proc; 0 if the process is gone."""
     try:
         lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
     except OSError:

@@ -1,12 +1,12 @@
-"""What it gains that a group's prompt is prefilled once: 4 groups of 8 that are sent at once, with and
+"""Gain from prefilling a group's prompt once: 4 groups of 8 that are sent at once, with and
 without, in turns.
 
     python -m benchmarks.prefill_once [--layers 4] [--repetitions 3] [--only 64] [--json FILE]
 
 A server of each kind serves a model of random weights of Qwen3's form with a hidden size of 1,024, in
-float32, from an empty cache. `computed` is what of the prompts' tokens was not found in it. `seconds`
-and `processor_seconds` are of all groups; `speed` is the median of neighbours' processor time without by
-that with, which a busy machine moves less.
+float32, from an empty cache. `computed` counts the prompts' tokens that it did not hold. `seconds`
+and `processor_seconds` cover all groups; `speed` is the median ratio of neighbours' processor time
+without to with, which a busy machine disturbs less than wall-clock time.
 """
 
 # ruff: noqa: E402
@@ -46,7 +46,7 @@ PROMPTS, GROUPS, SAMPLES, RESPONSE = (256, 64), 4, 8, 16
 
 
 class EachPrefills(Extension):
-    """An engine in which no request waits for another's prefill."""
+    """An extension by which no request waits for another's prefill."""
 
     def __init__(self, _: str):
         pass
@@ -85,13 +85,13 @@ def requests(prompt: int) -> list[Request]:
 
 
 def processor_seconds() -> float:
-    """What all servers have used so far."""
+    """Return the processor seconds that all servers have used so far."""
     times = [p.cpu_times() for p in psutil.Process().children(recursive=True)]
     return float(sum(t.user + t.system for t in times))
 
 
 def sample(group: RolloutGroup, prompt: int) -> tuple[float, float, list[Completion]]:
-    """Seconds, processor seconds, and what was sampled."""
+    """Return seconds, processor seconds, and the sampled responses."""
     group.clients[0].flush_cache()
     busy, started = processor_seconds(), time.perf_counter()
     answers = group.generate(SamplingJob(requests(prompt)))

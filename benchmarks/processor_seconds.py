@@ -1,5 +1,5 @@
-"""The processor seconds of a command, with those of every process that comes of it, also of one that
-leaves its parent: all inherit an environment variable."""
+"""Processor seconds of a command and of all its descendants, also of one that leaves its parent:
+all inherit an environment variable."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any, Self
 
 TAG = "ONPOLICY_BENCHMARK_COMMAND"
 INTERVAL = 0.25
-"""Seconds between two looks; what a process does after the last one before its end is lost."""
+"""Seconds between two samples; the time of a process after the last one before its end is lost."""
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Watch:
-    """Runs a command in the environment of this process, without what `onpolicy` sets for its libraries,
-    and with some variables more."""
+    """A command run in the environment of this process, without the variables that `onpolicy` sets
+    for its libraries, and with some more variables."""
 
     def __init__(self, command: list[str], variables: dict[str, str], log: Path):
         self._tag = f"{os.getpid()}_{time.time()}"
@@ -50,7 +50,7 @@ class Watch:
         return self
 
     def lines(self) -> Iterator[tuple[float, str]]:
-        """The lines that it writes, each with when it came: seconds since the epoch."""
+        """Yield the lines that it writes, each with its time: seconds since the epoch."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             yield time.time(), line
@@ -67,7 +67,8 @@ class Watch:
             sys.exit(f"{' '.join(self._command)}: exit code {code}; see {self._log}")
 
     def record(self) -> dict[str, Any]:
-        """When it ended, (time, processor seconds until then), and the load before and after."""
+        """Return the time of its end, (time, processor seconds until then), and the load before and
+        after."""
         return {"ended": self._ended, "processor_seconds": self.samples, "load": self._load}
 
     def _look(self) -> None:

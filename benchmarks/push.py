@@ -1,11 +1,11 @@
-"""What a push to a real server costs, by its way; beside another commit's, if one is named.
+"""Cost of a push to a real server, by its way; beside another commit's, if one is named.
 
     python -m benchmarks.push --hf-checkpoint DIR --json OUT.json [--ways tensor,disk] [--before COMMIT]
         [--ranks 2 --engines 2]
 
-Both send the same tensors, in turns, each from processes of its own to servers of its own, which prove
+Both send the same tensors, in turns, each from processes of its own to servers of its own, which verify
 every push. With several ranks each sends to servers of its own, beside rank 0 to all of them. Without a
-checkpoint only what needs none is measured: the seconds of CPU that go into names, shapes and places of
+checkpoint only the CPU seconds are measured that go into names, shapes and offsets of
 the tensors of Qwen3-30B-A3B (`benchmarks/push_metadata.py`).
 """
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Pusher:
-    """A process with a server, to which it pushes when it is told to, by the code under `root`."""
+    """A process with a server, to which it pushes on command, by the code under `root`."""
 
     def __init__(self, root: Path, settings: dict[str, Any]):
         self._process = subprocess.Popen(
@@ -51,7 +51,8 @@ class Pusher:
         self._process.stdin.flush()
 
     def push(self, way: str, bucket_mib: int, *, by_rank_0: bool = False) -> dict[str, Any]:
-        """Seconds and CPU seconds of the pusher, or of its rank 0. Raises RuntimeError if it failed."""
+        """Return seconds and CPU seconds of the pusher, or of its rank 0. Raises RuntimeError if it
+        failed."""
         self._versions += 1
         asked = {"way": way, "bucket_mib": bucket_mib, "by_rank_0": by_rank_0}
         self._tell(asked | {"version": self._versions})
@@ -70,7 +71,7 @@ class Pusher:
 
 @contextmanager
 def pushers(args: argparse.Namespace, settings: dict[str, Any]) -> Iterator[dict[str, Pusher]]:
-    """Processes that push by this code, and by that of the commit that is named."""
+    """Yield processes that push by this code, and by the named commit's code."""
     with ExitStack() as on_exit:
         roots = {"now": ROOT}
         if args.before:
@@ -89,7 +90,7 @@ def pushers(args: argparse.Namespace, settings: dict[str, Any]) -> Iterator[dict
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Each way and size of bucket: medians, and the ratios of neighbours."""
+    """Measure each way and bucket size; return medians, and the ratios of neighbours."""
     directory = args.json.with_suffix("").absolute()
     settings = {
         "checkpoint": str(Path(args.hf_checkpoint).absolute()), "directory": str(directory),

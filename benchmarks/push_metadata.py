@@ -1,7 +1,8 @@
-"""The seconds of CPU that a push takes for names, shapes and places: Qwen3-30B-A3B on the meta device.
+"""CPU seconds of a push for names, shapes and offsets: Qwen3-30B-A3B on the meta device.
 
-There are no bytes, so nothing is copied or hashed: what is left is what grows with the number of tensors
-(18,867), on the sending and on the receiving side, by the functions that a push calls.
+There are no bytes, so nothing is copied or hashed: the rest grows with the number of tensors
+(18,867), on the sending and on the receiving side, and is measured by the functions that a push
+calls.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ SIZES: dict[str, Any] = {
     "decoder_sparse_step": 1, "norm_topk_prob": True, "tie_word_embeddings": False,
     "max_position_embeddings": 40960,
 }  # fmt: skip
-"""Those of Qwen/Qwen3-30B-A3B."""
+"""The sizes of Qwen/Qwen3-30B-A3B."""
 
 
 def measure() -> dict[str, Any]:
-    """Seconds of CPU by part and in all, and what the first push takes besides; for a push through
-    memory, which makes a handle of each bucket, beside what a broadcast would take in its place."""
+    """Return CPU seconds by part and in all, and the extra seconds of the first push; for a push
+    through memory, which makes a handle of each bucket, and for a broadcast in its place."""
     collect_rarely()  # as ranks and servers do
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SIZES), dtype=torch.bfloat16)
@@ -99,7 +100,8 @@ def _read(handle: str) -> WeightBucket:
 
 
 def _find(model: Any, bucket: WeightBucket) -> None:
-    """As the engine does to load it, and again to compare what it stored."""
+    """Look up a bucket's tensors as the engine does to load it, and again to compare the stored
+    bits."""
     names, parts, _ = _destinations(model)
     for name, tensor in bucket:
         if (key := f"model.{name}") in parts:

@@ -1,7 +1,8 @@
-"""Starts servers and pushes a checkpoint's weights to them, once for each line that it reads.
+"""Worker of `benchmarks.push`: starts servers and pushes weights to them, once per line that it
+reads.
 
-For `benchmarks.push`. It runs on the onpolicy that PYTHONPATH names, in its directory, so that another
-commit's pushes can be measured too. Each further rank of the trainer is a process of its own.
+It runs on the onpolicy that PYTHONPATH names, in its directory, so that another commit's pushes can
+be measured too. Each further rank of the trainer is a process of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from onpolicy.weights.push import Engine
 
 
 def load(checkpoint: Path, device: str) -> list[tuple[str, torch.Tensor]]:
-    """All tensors of a checkpoint."""
+    """Return all tensors of a checkpoint."""
     tensors = []
     for file in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(file, framework="pt", device=device) as opened:
@@ -64,7 +65,7 @@ class Source:
 
 
 class Rank:
-    """One rank of a trainer that pushes: what it was asked for once, it keeps from push to push."""
+    """One rank of a pushing trainer, which keeps its outlets from push to push."""
 
     def __init__(self, settings: dict[str, Any]):
         self._settings = settings
@@ -73,7 +74,7 @@ class Rank:
         self._outlets: dict[tuple[str, int, bool], WeightOutlet] = {}
 
     def push(self, asked: dict[str, Any], engines: Sequence[Engine]) -> str:
-        """Collective. The digest of what the engines hold."""
+        """Push to the engines and return the digest of their weights. Collective."""
         key = asked["way"], asked["bucket_mib"], asked["by_rank_0"]
         config, contract = configured(self._settings, key[0], key[1])
         if key not in self._outlets:
@@ -84,8 +85,8 @@ class Rank:
 
 
 def configured(settings: dict[str, Any], way: str = "auto", mib: int = 512) -> tuple[Any, Any]:
-    """A run with aligned operators, and its contract; its server shares the only GPU with the trainer,
-    where there is one."""
+    """Return the configuration of a run with aligned operators, and its contract; its server shares
+    the only GPU with the trainer, where there is one."""
     checkpoint = settings["checkpoint"]
     sync: dict[str, Any] = {"weight_sync": way, "update_weight_buffer_size": mib}
     config = TrainConfig(
@@ -105,7 +106,7 @@ def configured(settings: dict[str, Any], way: str = "auto", mib: int = 512) -> t
 
 @contextmanager
 def servers(settings: dict[str, Any]) -> Iterator[Sequence[Engine]]:
-    """As many as the settings say."""
+    """Yield as many servers as the settings say."""
     config, contract = configured(settings)
     hf_config, directory = load_config(settings["checkpoint"]), Path(settings["directory"])
     group = make_rollout_group(config, hf_config, contract, directory, longest_sequence=64)
@@ -118,7 +119,7 @@ def servers(settings: dict[str, Any]) -> Iterator[Sequence[Engine]]:
 
 
 def shared(asked: Any) -> Any:
-    """What rank 0 asks of all ranks; None: to end."""
+    """Broadcast rank 0's request to all ranks, and return it; None: the end."""
     given = [asked]
     torch.distributed.broadcast_object_list(given, src=0)
     return given[0]
@@ -133,7 +134,7 @@ def follow(rank: int, port: int, settings: dict[str, Any]) -> None:
 
 
 def lead(settings: dict[str, Any]) -> None:
-    """Start the other ranks and the servers; a push for each line, with its way, version, MiB of a
+    """Start the other ranks and the servers; push once per line, with its way, version, MiB of a
     bucket and whether rank 0 alone sends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
@@ -165,7 +166,7 @@ def lead(settings: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Rank 0 reads its settings in the first line."""
+    """Read the settings in the first line (rank 0), or follow."""
     prepare_process()
     torch.set_num_threads(share_of_cores(1))
     if len(sys.argv) > 1:

@@ -1,4 +1,4 @@
-"""Makes a checkpoint of random weights with the sizes of a published model, for measuring.
+"""Checkpoint of random weights with the sizes of a published model, for measuring.
 
     python -m benchmarks.random_checkpoint --geometry qwen3-0.6b DIR               # all 28 layers
     python -m benchmarks.random_checkpoint --geometry qwen3-0.6b --layers 4 DIR
@@ -63,7 +63,7 @@ COMMON: dict[str, Any] = {
 
 
 def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """One token per printable character; 0 is padding, 1 ends a sequence."""
+    """Return a tokenizer with one token per printable character; 0 is padding, 1 ends a sequence."""
     tokens = [*SPECIAL, *string.printable]
     tokens += [f"<{i}>" for i in range(len(tokens), vocab_size)]
     vocabulary = {token: i for i, token in enumerate(tokens)}

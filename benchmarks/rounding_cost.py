@@ -1,4 +1,4 @@
-"""What rounded weights and inputs of linears cost both engines, against bfloat16, in turns.
+"""Cost of rounded weights and inputs of linears in both engines, against bfloat16, in turns.
 
     python -m benchmarks.rounding_cost --hf-checkpoint runs/quickstart/inputs/model [--json FILE]
 
@@ -63,7 +63,8 @@ def settings_of(bench: BenchConfig, chosen: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def step_of(setting: Setting, bench: BenchConfig) -> Callable[[], float]:
-    """Processor seconds of an optimizer step, its rounding included."""
+    """Return a function that measures the processor seconds of an optimizer step, rounding
+    included."""
     trainer = make_trainer(*setting, share_of_cores(1), RewardEstimator("reinforce"))
     step = step_measure(trainer, max(bench.num_tokens), bench, 1)
 
@@ -76,7 +77,7 @@ def step_of(setting: Setting, bench: BenchConfig) -> Callable[[], float]:
 
 
 def times_of_plain(runs: dict[str, list[float]]) -> dict[str, float]:
-    """The median of neighbours' ratios, to bfloat16."""
+    """Return the median of neighbours' ratios to bfloat16."""
     plain = runs[PLAIN]
     return {
         name: median(x / y for x, y in zip(values, plain, strict=True))
@@ -85,7 +86,7 @@ def times_of_plain(runs: dict[str, list[float]]) -> dict[str, float]:
 
 
 def rollouts(bench: BenchConfig, repetitions: int) -> dict[str, list[float]]:
-    """Return the tokens a second of servers with plain and with rounded inputs."""
+    """Return the tokens per second of servers with plain and with rounded inputs."""
     hf_config = load_config(bench.model.hf_checkpoint)
     requests = random_requests(bench, hf_config.vocab_size)
     longest, measures = bench.prompt_len + bench.max_new_tokens, dict[str, Measure]()

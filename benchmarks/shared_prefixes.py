@@ -1,4 +1,4 @@
-"""What computing shared prefixes once gains: an optimizer step with and without, in turns.
+"""Gain from computing shared prefixes once: an optimizer step with and without, in turns.
 
     python -m benchmarks.shared_prefixes [--layers 4] [--repetitions 3] [--only agent] [--json FILE]
 
@@ -48,13 +48,13 @@ def tokens(count: int, seed: int) -> list[int]:
 
 
 def group(prompt: int, response: int, n: int) -> tuple[list[list[int]], list[int]]:
-    """Sequences, and the tokens of each that are not asked for."""
+    """Return sequences, and the number of each one's first tokens that are not scored."""
     return [tokens(prompt, 0) + tokens(response, i + 1) for i in range(n)], [prompt] * n
 
 
 def agent(turns: int, turn: int, branches: int) -> tuple[list[list[int]], list[int]]:
-    """One trajectory for each turn of each branch, as agents have that are retold their past; branches
-    part after half of the turns."""
+    """Return one trajectory for each turn of each branch, as for agents that resend their past;
+    branches diverge after half of the turns."""
     trunk = [tokens(turn, i) for i in range(turns // 2)]
     paths = [
         trunk + [tokens(turn, 100 * (b + 1) + i) for i in range(turns - len(trunk))]
@@ -89,7 +89,7 @@ def make_model(layers: int, intermediate: int = 3072) -> PolicyModel:
 
 
 def step(policy: PolicyModel, optimizer: Optimizer, batch: PackedTokens) -> Seconds:
-    """A forward pass, a backward pass and the update of the weights."""
+    """Run a forward pass, a backward pass and the update of the weights."""
     wall, processor = time.perf_counter(), time.process_time()
     optimizer.zero_grad()
     policy(batch)[0].mean().backward()
@@ -98,7 +98,7 @@ def step(policy: PolicyModel, optimizer: Optimizer, batch: PackedTokens) -> Seco
 
 
 def activations(policy: PolicyModel, batch: PackedTokens) -> int:
-    """Bytes that the backward pass needs of the forward pass, weights left out."""
+    """Return the bytes that the forward pass keeps for the backward pass, weights excluded."""
     weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
     kept: dict[int, int] = {}
 
@@ -116,7 +116,8 @@ def activations(policy: PolicyModel, batch: PackedTokens) -> int:
 def compare(
     policy: PolicyModel, sequences: list[list[int]], prompts: list[int], repetitions: int
 ) -> dict[str, Any]:
-    """Steps over the sequences, of whose tokens so many first ones are not asked for."""
+    """Compare steps over the sequences; `prompts`: the number of each one's first tokens that are
+    not scored."""
     apart = PackedTokens.after_prompts(sequences, prompts, 1.0)
     shared = share_prefixes(apart)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""How what shared prefixes gain grows with a group's responses and with its prompt, beside the limit.
+"""Growth of the gain from shared prefixes with a group's responses and its prompt, beside the limit.
 
     python -m benchmarks.shared_prefixes_growth [--repetitions 3] [--json FILE] [--image FILE]
 
@@ -30,17 +30,17 @@ from onpolicy.outputs.directory import versions
 
 RESPONSE = 128
 WIDTH = 1024
-"""The numbers inside a feed-forward."""
+"""The width of a feed-forward layer."""
 
 BY_SAMPLES = [(512, n) for n in (2, 4, 8, 16)]
 BY_PROMPT = [(prompt, 8) for prompt in (64, 256, 512, 1024, 1536)]
-"""Tokens of the prompt, and responses to it."""
+"""(prompt tokens, responses)"""
 
 LINES = {"limit": "tokens / distinct tokens", "processor": "processor time", "speed": "wall clock"}
 
 
 def measure(layers: int, prompt: int, n: int, repetitions: int) -> dict[str, Any]:
-    """A case, with the machine's load before it and the process's peak."""
+    """Measure a case, with the machine's load before it and the process's peak memory."""
     load = os.getloadavg()[0]
     compared = compare(make_model(layers, WIDTH), *group(prompt, RESPONSE, n), repetitions)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -48,7 +48,7 @@ def measure(layers: int, prompt: int, n: int, repetitions: int) -> dict[str, Any
 
 
 def measure_all(layers: int, repetitions: int) -> list[dict[str, Any]]:
-    """Each case in a process of its own, whose buffers are of its sizes alone."""
+    """Measure each case in a process of its own, whose buffers have its sizes alone."""
     found = []
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
         for prompt, n in dict.fromkeys([*BY_SAMPLES, *BY_PROMPT]):
@@ -58,7 +58,7 @@ def measure_all(layers: int, repetitions: int) -> list[dict[str, Any]]:
 
 
 def draw(cases: Sequence[Mapping[str, Any]], image: Path) -> None:
-    """A PNG: the gain of steps and its limit, by responses and by the prompt's length."""
+    """Draw a PNG with the gain of steps and its limit, by responses and by the prompt's length."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Which of PyTorch's own CPU operators give a row other bits alone than among others, here?
+"""PyTorch's own CPU operators that give a row other bits alone than among others on this machine.
 
     python -m benchmarks.stock_rows
     ATEN_CPU_CAPABILITY=default MKL_CBWR=OFF python -m benchmarks.stock_rows
@@ -34,13 +34,13 @@ def row_by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def share(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    """The numbers of function(x), per 100 of them, that differ when every row is alone."""
+    """Return the numbers of function(x), per 100 of them, that differ when every row is alone."""
     whole = function(x)
     return 100 * (row_by_row(function, x) != whole).float().mean().item()
 
 
 def attention_share() -> float:
-    """The last queries of a sequence, one by one as decode steps, against all of them at once."""
+    """Compare the last queries of a sequence, one by one as decode steps, with all of them at once."""
     q, k, v = normal(200, 4, 64), normal(200, 2, 64, seed=1), normal(200, 2, 64, seed=2)
     whole = STOCK.attention(q, k, v, AttentionLayout.packed((200,)), ScoreRule(0.125))[-LAST:]
     steps = [
@@ -52,7 +52,7 @@ def attention_share() -> float:
 
 
 def column_share(rows: int = 64) -> float:
-    """A linear of 416 columns against its four quarters, as tensor-parallel ranks have them."""
+    """Compare a linear of 416 columns with its four quarters, as tensor-parallel ranks have them."""
     x, weight = normal(rows, 1000), normal(416, 1000, seed=1)
     parts = torch.cat([STOCK.linear(x, part) for part in weight.chunk(4)], dim=1)
     return 100 * (parts != STOCK.linear(x, weight)).float().mean().item()

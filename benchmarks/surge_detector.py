@@ -1,4 +1,4 @@
-"""How well the surge detector finds onsets on made-up length curves; prints a Markdown table.
+"""Accuracy of the surge detector on made-up length curves; prints a Markdown table.
 
 python benchmarks/surge_detector.py [number of noise seeds]
 """
@@ -37,30 +37,30 @@ class Shape:
     late: int = 5
     """Steps by which the onset may be found late: a slow rise leaves the noise later."""
     beyond: bool = False
-    """Outside of what the detector promises; in the table to show where it ends."""
+    """Whether the curve is beyond the detector's promise; in the table to show its limits."""
 
 
 def surge(
     onset: int, high: float = 3500.0, rise: int = 10, low: float = 1000.0, n: int = 300
 ) -> list[float]:
-    """`low` before step `onset`, then up to `high` in `rise` steps."""
+    """Return a curve of `low` before step `onset`, then up to `high` in `rise` steps."""
     progress = (min(max(t - onset + 1, 0) / rise, 1.0) for t in range(1, n + 1))
     return [low + (high - low) * p for p in progress]
 
 
 def ramp(start: float, end: float, steps: int, n: int = 300) -> list[float]:
-    """From `start` to `end` in `steps` steps, then level."""
+    """Return a curve from `start` to `end` in `steps` steps, then level."""
     return [start + (end - start) * min(t / steps, 1.0) for t in range(n)]
 
 
 def bump(factor: float, at: list[int], width: int, level: float = 1000.0) -> list[float]:
-    """`level`, and `factor` times that for `width` steps from each step of `at`."""
+    """Return a curve of `level`, and `factor` times that for `width` steps from each step of `at`."""
     inside = {t for start in at for t in range(start, start + width)}
     return [level * (factor if t in inside else 1.0) for t in range(1, 301)]
 
 
 def times(first: list[float], second: list[float]) -> list[float]:
-    """The product of two curves, as a multiple of 1000 tokens."""
+    """Return the product of two curves, as a multiple of 1000 tokens."""
     return [a * b / 1000 for a, b in zip(first, second, strict=True)]
 
 
@@ -124,7 +124,7 @@ SHAPES = [
 
 
 def truncate(mean: float, limit: int | None) -> tuple[float, float]:
-    """Mean length and truncated ratio of log-normal lengths cut off at `limit`."""
+    """Return the mean length and truncated ratio of log-normal lengths cut off at `limit`."""
     if limit is None:
         return mean, 0.0
     z = (math.log(limit / mean) + SPREAD**2 / 2) / SPREAD
@@ -133,7 +133,7 @@ def truncate(mean: float, limit: int | None) -> tuple[float, float]:
 
 
 def series(shape: Shape, seed: int) -> list[tuple[float, float]]:
-    """What a run of this shape would report: (mean length, truncated ratio) of every step."""
+    """Return what a run of this shape would report: (mean length, truncated ratio) of every step."""
     rng, noise, steps = random.Random(seed), 0.0, []
     for mean in shape.means:
         fresh = rng.gauss(0.0, shape.noise)
@@ -143,7 +143,7 @@ def series(shape: Shape, seed: int) -> list[tuple[float, float]]:
 
 
 def detect(shape: Shape, seed: int) -> SurgeDetector:
-    """The detector, with its defaults, after the surge or at the end of the series."""
+    """Return the detector, with its defaults, after the surge or at the end of the series."""
     detector = SurgeDetector()
     for mean_length, truncated_ratio in series(shape, seed):
         if detector.update(mean_length, truncated_ratio) is not None:
@@ -152,14 +152,14 @@ def detect(shape: Shape, seed: int) -> SurgeDetector:
 
 
 def spread(values: list[int]) -> str:
-    """Median and range. Example: '101 (100 to 103)'"""
+    """Return median and range. Example: '101 (100 to 103)'"""
     if not values:
         return "-"
     return f"{median(values):g} ({min(values)} to {max(values)})"
 
 
 def cells(shape: Shape, seeds: int) -> list[str]:
-    """A shape's line of the table, without its name."""
+    """Return a shape's line of the table, without its name."""
     runs = [detect(shape, seed) for seed in range(seeds)]
     found = [run.onset for run in runs if run.onset is not None]
     errors = [] if shape.onset is None else [onset - shape.onset for onset in found]
@@ -172,7 +172,7 @@ def cells(shape: Shape, seeds: int) -> list[str]:
 
 
 def table(seeds: int) -> str:
-    """The whole table; neighbours with the same cells share a line."""
+    """Return the whole table; neighbours with the same cells share a line."""
     head = "| mean length, tokens | true onset | error | missed | false alarms |"
     lines = [head, "|---" * 5 + "|"]
     for same, shapes in groupby(SHAPES, lambda shape: cells(shape, seeds)):

@@ -2,9 +2,9 @@
 
     python benchmarks/trl_side.py INPUTS STEPS OUT.json
 
-INPUTS is what examples/quickstart/prepare.py makes. OUT.json gets when the first rollout was scored,
-when each step ended (seconds since the epoch), the rewards, and the versions. It is called by
-`benchmarks/beside_trl.py`; the flags of both sides are in `benchmarks/beside_trl.md`.
+INPUTS is made by examples/quickstart/prepare.py. OUT.json gets the times when the first rollout was
+scored and when each step ended (seconds since the epoch), the rewards, and the versions. It is called
+by `benchmarks/beside_trl.py`; the flags of both sides are in `benchmarks/beside_trl.md`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROMPTS, ANSWERS = 32, 8
 
 
 class Stamps(TrainerCallback):
-    """When steps ended, and how they were rewarded."""
+    """A callback that records the ends of steps, and their rewards."""
 
     def __init__(self) -> None:
         self.rollouts: list[float] = []
@@ -33,7 +33,7 @@ class Stamps(TrainerCallback):
         self.rewards: list[float] = []
 
     def score(self, completions: list[str], label: list[str], **_: Any) -> list[float]:
-        """The quickstart's reward, `exact`: TRL asks for it when a rollout has been sampled."""
+        """Return the quickstart's reward, `exact`: TRL calls it when a rollout has been sampled."""
         self.rollouts.append(time.time())
         return [float(c.strip() == x) for c, x in zip(completions, label, strict=True)]
 
@@ -46,7 +46,7 @@ class Stamps(TrainerCallback):
 
 
 def settings(steps: int, directory: Path) -> GRPOConfig:
-    """The quickstart's, where TRL's own are others."""
+    """Return the quickstart's settings, where TRL's defaults differ."""
     return GRPOConfig(
         output_dir=str(directory),
         max_steps=steps,

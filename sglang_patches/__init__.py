@@ -4,5 +4,5 @@ SGLang finds it through two official entry points (see pyproject.toml): `sglang.
 (`plugin.load`, run in every SGLang process) and `sglang.srt.platforms` (`platform.activate`, chosen
 by SGLANG_PLATFORM). Without the variable ONPOLICY_CONTRACT neither changes anything.
 
-Every other file is one concern: what diverges, why, what it is routed to, and when it can go.
+Every other file is one concern: what diverges, why, its replacement, and when it can go.
 """

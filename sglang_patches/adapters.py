@@ -1,7 +1,8 @@
-"""Puts the trainer's adapters beside the linears of SGLang's model, and loads them.
+"""Adapters of the trainer beside the linears of SGLang's model, and their loading.
 
-A tensor-parallel rank has the rows of B, or the columns of A, that go with its part of the weight.
-The last rows of an output projection may be padding.
+A tensor-parallel rank has the rows of B, or the columns of A, that belong to its part of the
+weight. The last rows of an output projection may be padding.
+
 Source: replace_linear_class, sglang/srt/models/transformers.py; AutoWeightsLoader._load_param,
 sglang/srt/models/utils.py, which asks a parameter for its `weight_loader`.
 """
@@ -19,7 +20,7 @@ from sglang_patches.tensor_parallel import rank, shard
 
 
 def put_in(model: Any, operators: Operators, contract: NumericsContract) -> None:
-    """Those of the contract, if it has any, beside the linears of a model that is loaded."""
+    """Add the contract's adapters, if it has any, beside the linears of a loaded model."""
     add_adapters(model, operators, contract.adapter)
     for adapter in adapters(model):
         for factor in adapter.parameters():

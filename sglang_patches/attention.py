@@ -1,8 +1,8 @@
-"""The aligned attention as an SGLang attention backend.
+"""Aligned attention as an SGLang attention backend.
 
 One function serves prefill, chunked prefill with a cached prefix, and decode. It is registered
 under the name `torch_native`, since SGLang decides by that name that its cache allocators must not
-call Triton (sglang/srt/mem_cache/allocation.py). Can go when that is asked of the platform.
+call Triton (sglang/srt/mem_cache/allocation.py). Can go when SGLang asks the platform instead.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ def install(operators: Operators) -> None:
 
 
 def layer_scores(layer: Any) -> ScoreRule:
-    """What a RadixAttention says of its scores; its window counts the keys before the query's own."""
+    """Return a RadixAttention's score rule; its window counts the keys before the query's own."""
     return ScoreRule(
         layer.scaling, (layer.sliding_window_size + 1) or None, layer.logit_cap or None
     )
 
 
 def as_wide_as(store: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`x` [T, heads, numbers], with zeros up to the heads and numbers of a row of `store`."""
+    """Return `x` [T, heads, numbers], padded with zeros to the heads and numbers of a row of
+    `store`."""
     if x.shape[1:] == store.shape[1:]:
         return x
     wide = x.new_zeros(len(x), *store.shape[1:])
@@ -44,7 +45,7 @@ def as_wide_as(store: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _layout(forward_batch: Any, slots: torch.Tensor) -> PagedLayout:
-    """Where the keys of a batch lie; slots: [requests, tokens], the slot of the cache of each token."""
+    """Return the layout of a batch's keys; slots: [requests, tokens], the cache slot of each token."""
     key_lens, mode = forward_batch.seq_lens.int(), forward_batch.forward_mode
     query_lens = torch.ones_like(key_lens) if mode.is_decode() else forward_batch.extend_seq_lens
     return PagedLayout(
@@ -61,7 +62,8 @@ def _backend_class() -> type:
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
     class AlignedAttentionBackend(TorchNativeAttnBackend):
-        """Writes new keys and values into the paged pool, then attends over the pool."""
+        """An attention backend that writes new keys and values into the paged pool, then attends
+        over the pool."""
 
         def __init__(self, runner: Any, operators: Operators):
             super().__init__(runner)

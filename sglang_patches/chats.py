@@ -1,15 +1,15 @@
-"""Has a server read a chat as the gateway of a run does, and end an answer where a run does. In every
-contract.
+"""Chat rendering and stop tokens of a server, as in a run's gateway. In every contract.
 
-Stock SGLang hands a developer's message to templates that know no developer, and they write nothing of
-it (sgl-project/sglang#40082); joins parts of text by a space; makes a last message of the assistant's
-one of the user's; ends no answer at the token with which the chat template ends it, if `eos_token_id`
-does not list it; and ends every response at tokens of other models (`<|eom_id|>`), should a vocabulary
-have them. Here a developer is a system where the template knows none, parts are joined as they are, a
-last message of the assistant's is gone on with, and messages whose words a template leaves out are
-refused.
-Source: OpenAIServingChat and OpenAIServingResponses, sglang/srt/entrypoints/openai. Can go when SGLang
-does the same.
+Stock SGLang passes a developer message to templates that know no developer, and they write nothing
+of it (sgl-project/sglang#40082); joins parts of text by a space; turns a last message by the
+assistant into one by the user; ends no answer at the token with which the chat template ends it, if
+`eos_token_id` does not list it; and ends every response at tokens of other models (`<|eom_id|>`),
+should a vocabulary have them. Here a developer becomes a system role where the template knows none,
+parts are joined as they are, a last message by the assistant is continued, and messages whose words
+a template leaves out are refused.
+
+Source: OpenAIServingChat and OpenAIServingResponses, sglang/srt/entrypoints/openai. Can go when
+SGLang does the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ADDITIONAL = "sglang.srt.utils.hf_transformers.common.attach_additional_stop_tok
 _TEXT_PARTS = ("text", "input_text")
 
 _ends: WeakKeyDictionary[Any, tuple[str, list[int]]] = WeakKeyDictionary()
-"""The template of each tokenizer that was looked at, and its ends."""
+"""The template of each known tokenizer, and its ends."""
 
 
 def install() -> None:
@@ -47,7 +47,7 @@ def install() -> None:
 def _process(
     original: Callable[..., Any], handler: Any, request: Any, *args: Any, **kw: Any
 ) -> Any:
-    """Render the messages, brought into the form that templates know.
+    """Render the messages, converted into the form that templates know.
 
     Raises ValueError for a message whose words the template leaves out.
     """
@@ -113,7 +113,7 @@ def _require_written(handler: Any, request: Any, roles: list[str]) -> None:
 
 
 def _end_answers(converted: tuple[Any, Any], handler: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
-    """Add a run's stop tokens to what SGLang is asked."""
+    """Add a run's stop tokens to the request to SGLang."""
     asked, request = converted
     params = asked.sampling_params
     if ends := _stop_tokens(handler):
@@ -124,7 +124,7 @@ def _end_answers(converted: tuple[Any, Any], handler: Any, *_: Any, **__: Any) -
 
 
 def _end_responses(result: Any, handler: Any, *_: Any, **__: Any) -> Any:
-    """The same for /v1/responses, which takes its own from what is set here."""
+    """Add a run's stop tokens to the defaults of /v1/responses."""
     if ends := _stop_tokens(handler):
         known = handler.default_sampling_params.get("stop_token_ids") or ()
         handler.default_sampling_params["stop_token_ids"] = sorted({*ends, *known})
@@ -132,7 +132,7 @@ def _end_responses(result: Any, handler: Any, *_: Any, **__: Any) -> Any:
 
 
 def _stop_tokens(handler: Any) -> list[int]:
-    """Return the tokens that end an answer of a run, as `onpolicy/run/launch/stop_tokens.py` has them;
+    """Return the tokens that end an answer of a run, as in `onpolicy/run/launch/stop_tokens.py`;
     none where the template has no end of its own, since SGLang stops at the others by itself."""
     manager = handler.tokenizer_manager
     tokenizer = manager.tokenizer

@@ -1,8 +1,8 @@
-"""Asks SGLang what it thinks of a server's flags: `python -m sglang_patches.check_flags --model-path M`
+"""Check of a server's flags by SGLang: `python -m sglang_patches.check_flags --model-path M`
 
-Those with secrets come by standard input, as one JSON list. Does what `serve` does up to the point where
-processes start, and prints one line of JSON at the end: {"refused": null}, or the reason. So a bad flag
-is found in seconds, before a model is loaded.
+Flags with secrets come by standard input, as one JSON list. The check does what `serve` does up to
+the start of processes, and prints one line of JSON at the end: {"refused": null}, or the reason. So
+a bad flag is found in seconds, before a model is loaded.
 """
 
 from __future__ import annotations

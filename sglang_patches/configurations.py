@@ -1,8 +1,9 @@
-"""The model's configuration as the trainer reads it: the same function makes it on both sides.
+"""Model configuration by the trainer's function, the same on both sides.
 
-SGLang has classes of its own for some models, which lack what its transformers backend asks for
-(OLMo-3) or that transformers cannot build a model from (Kimi-K2), and its backend always trusts the
-code that a checkpoint brings along.
+SGLang has its own classes for some models, which lack fields that its transformers backend needs
+(OLMo-3) or from which transformers cannot build a model (Kimi-K2), and its backend always trusts
+the code in a checkpoint.
+
 Source: HfModelConfigParser, sglang/srt/utils/hf_transformers/config.py. Can go when SGLang takes a
 configuration from a caller.
 """
@@ -27,7 +28,7 @@ def install(contract: NumericsContract) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     class TrainersConfig(config.AutoConfig):
-        """Reads what the trainer reads."""
+        """A reader of the trainer's configuration."""
 
         @classmethod
         def from_pretrained(
@@ -47,13 +48,13 @@ def install(contract: NumericsContract) -> None:
 
 
 OTHER_NAMES = ("kimi_k2",)
-"""What a model_type may be called whose architecture transformers has under another."""
+"""Other model_type names of architectures that transformers knows."""
 
 
 def trainers_config(
     path: str, trust_remote_code: bool, contract: NumericsContract
 ) -> PretrainedConfig:
-    """The configuration that the trainer computes with."""
+    """Return the configuration that the trainer computes with."""
     found = read_config(path, trust_remote_code)
     if contract.context is not None:
         choose_factors(found, contract.context)

@@ -1,4 +1,4 @@
-"""What stock SGLang does on a CPU as if it had a GPU, or kernels that this platform has not.
+"""Corrections for a CPU, where stock SGLang assumes a GPU or kernels that this platform lacks.
 
 - It rounds intermediate sizes up to a multiple of 32 for AMX kernels before it builds a model, and then
   cannot load the checkpoint (208 against 224). Here sizes stay as they are wherever tensor parallelism
@@ -10,10 +10,11 @@
   a data-parallel controller starts them from threads. Source: sglang/srt/entrypoints/engine.py, which
   sets the method just before.
 - For GPT-OSS and for Exaone-4 with windows it asks for another attention backend than `torch_native`,
-  since that computes neither windows nor sinks. Ours, in its place, does, so these checks are told of a
-  backend that all of them accept. Source: sglang/srt/arg_groups/model_hook.py.
-- Beside a torch that was built for CUDA it opens NCCL for tensor-parallel ranks, and fails. It is told
-  what it finds beside a torch for CPUs. Source: sglang/srt/distributed/device_communicators/pynccl.py.
+  since that computes neither windows nor sinks. Ours, in its place, does, so these checks
+  get the name of a backend that all of them accept. Source: sglang/srt/arg_groups/model_hook.py.
+- Beside a torch that was built for CUDA it opens NCCL for tensor-parallel ranks, and fails. It gets
+  the same answer as with a CPU build of torch. Source:
+  sglang/srt/distributed/device_communicators/pynccl.py.
 
 Each can go when SGLang asks for the device, or the backend, there.
 """
@@ -42,7 +43,7 @@ def install() -> None:
 
 
 def accept_attention() -> None:
-    """Have SGLang start every model on our attention."""
+    """Have SGLang start every model with our attention."""
     registry.hook(CHECKS_TARGET, _as_if_accepted, "around")
 
 
@@ -56,7 +57,7 @@ def _keep_config(original: Any, model_config: Any, load_config: Any, tp_size: in
 
 
 def _leave_unregistered(buffer: Any, *_: Any, **__: Any) -> None:
-    """The buffer is ordinary host memory."""
+    """Do nothing: the buffer is ordinary host memory."""
 
 
 def _fork(_: Any, server_args: Any) -> None:

@@ -1,13 +1,13 @@
-"""Makes `--enable-deterministic-inference` work with the aligned operators.
+"""Deterministic inference (`--enable-deterministic-inference`) with the aligned operators.
 
 SGLang's switch gives every request its own sampling seed and log-probabilities from log_softmax, and
 FlashAttention one split per sequence, all of which is wanted. It also
 
 - replaces PyTorch's matrix products, log_softmax and mean by Triton kernels of SGLang's for the whole
-  process. The aligned operators are in already, and what they do not cover must stay as it is in the
+  process. The aligned operators are in already, and all other operators must stay as in the
   trainer: SGLang's batched product of rotary frequencies and positions would round them to TF32;
 - accepts only attention backends of a list and turns the radix cache off for all but a shorter list.
-  The aligned attention of the CPU is put on both: it is batch-invariant, with a cached prefix or not.
+  The aligned attention of the CPU is added to both: it is batch-invariant, with a cached prefix or not.
 
 Source: sglang/srt/arg_groups/attention_hook.py, model_runner.py. Can go when both lists and the
 operator set can be chosen by a platform.
@@ -42,4 +42,4 @@ def _accept_cpu_attention() -> None:
 
 
 def _keep_aligned_operators(self: Any) -> None:
-    """The aligned operators are batch-invariant by construction; nothing to enable."""
+    """Do nothing: the aligned operators are batch-invariant by construction."""

@@ -1,8 +1,11 @@
-"""Input embeddings that are multiplied with a number, as transformers multiplies them.
+"""Scaling of input embeddings as in transformers.
 
-Diverges in stock SGLang: it multiplies with the factor in float32, where transformers rounds it to the
-dtype of the weights first. And it keeps the factor in no buffer, where trainers_model.py looks for it.
-Source: replace_vocab_embed_class, sglang/srt/models/transformers.py. Can go when it rounds there too.
+Diverges in stock SGLang: it multiplies with the factor in float32, where transformers rounds it to
+the dtype of the weights first. And it keeps the factor in no buffer, where trainers_model.py looks
+for it.
+
+Source: replace_vocab_embed_class, sglang/srt/models/transformers.py. Can go when it rounds there
+too.
 """
 
 from __future__ import annotations

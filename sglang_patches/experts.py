@@ -1,9 +1,10 @@
-"""Keeps the Hugging Face experts in the model that SGLang runs, and loads them.
+"""Hugging Face experts in the model that SGLang runs, and their loading.
 
 SGLang's transformers backend swaps the experts of every layer for its own fused ones. Here they
 stay, so that `onpolicy.models.align` gives both engines the same. Their parameters are filled with
 the checkpoint's tensors, one per expert and matrix, as transformers itself would. With tensor
 parallelism every rank holds its part of the intermediate axis of all experts.
+
 Source: sglang/srt/models/transformers.py. Can go when the backend lets a caller keep HF modules.
 """
 
@@ -36,16 +37,16 @@ PREFIX = "model."
 
 
 class Destinations(NamedTuple):
-    """Where a checkpoint's tensors go, under its names."""
+    """The parameters for a checkpoint's tensors, by the checkpoint's names."""
 
     names: dict[str, str]
-    """The parameters that are whole tensors of a checkpoint."""
+    """The names of parameters that are whole tensors of a checkpoint."""
 
     parts: dict[str, torch.Tensor]
-    """Parts of those that are several."""
+    """The slices of parameters that hold several tensors of a checkpoint."""
 
     held: dict[str, torch.Tensor]
-    """All of these."""
+    """The tensors in both, by the checkpoint's names."""
 
 
 _Places = list[tuple[int, int]]
@@ -72,7 +73,8 @@ def _replace_all_but_experts(model: Any) -> None:
 
 @contextmanager
 def _out_of_sight(model: nn.Module) -> Iterator[None]:
-    """Without the routers that are a kind of linear layer: SGLang would make them plain ones."""
+    """Hide the routers that are linear layers while SGLang replaces linears: it would make them
+    plain ones."""
     hidden = [
         (block, name, router)
         for block in expert_blocks(model)
@@ -89,7 +91,7 @@ def _out_of_sight(model: nn.Module) -> Iterator[None]:
 
 
 def _keep_part(experts: Any, ranks: int) -> None:
-    """Make the parameters, which have no memory yet, as large as one of `ranks` parts.
+    """Resize the parameters, which have no memory yet, to one of `ranks` parts.
 
     Each is laid out in memory as the operators read it, whatever the order of its axes.
     """
@@ -126,7 +128,8 @@ def _load(
 
 
 def held_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """What a Hugging Face model inside SGLang holds, under a checkpoint's names; else nothing."""
+    """Return the tensors of a Hugging Face model inside SGLang, by the checkpoint's names; else
+    nothing."""
     inner = getattr(model, "model", None)
     if not isinstance(inner, PreTrainedModel):
         return {}
@@ -134,8 +137,9 @@ def held_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _destinations(model: PreTrainedModel) -> Destinations:
-    """Cutting every expert out takes a second for 18,432 of them, and a push asks for each of its
-    buckets: so they are kept for as long as all parameters are the same ones and stay where they are.
+    """Return the destinations of a model's tensors, cached while its parameters stay in place.
+
+    Slicing every expert takes a second for 18,432 of them, and a push asks for each of its buckets.
     """
     places = _places(model)
     known = _known.get(model)
@@ -145,7 +149,8 @@ def _destinations(model: PreTrainedModel) -> Destinations:
 
 
 def _places(model: nn.Module) -> _Places:
-    """Every parameter and buffer, and its memory; a fifth of the time that `state_dict` takes."""
+    """Return the id and memory address of every parameter and buffer; five times as fast as
+    `state_dict`."""
     places, modules = [], [model]
     while modules:
         module = modules.pop()

@@ -1,4 +1,4 @@
-"""What a command puts into an engine beside the patches of its contract."""
+"""Extensions that a command loads into an engine beside the patches of its contract."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Extension:
     """An object in every process of an engine, made from a text of the command's (`EngineSpec`)."""
 
     def around(self, operators: Operators) -> Operators:
-        """What the engine is to compute with in place of these operators, if it has any."""
+        """Return the operators for the engine: these, or replacements."""
         return operators
 
     def install(self, contract: NumericsContract) -> None:
@@ -22,6 +22,6 @@ class Extension:
 
 
 def asked_for() -> list[Extension]:
-    """The extensions that ONPOLICY_EXTENSIONS names, in its order."""
+    """Return the extensions that ONPOLICY_EXTENSIONS names, in its order."""
     named: dict[str, str] = json.loads(os.environ.get(EXTENSIONS_VARIABLE, "{}"))
     return [pkgutil.resolve_name(name)(text) for name, text in named.items()]

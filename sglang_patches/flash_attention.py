@@ -1,9 +1,10 @@
-"""On Hopper GPUs SGLang's `fa3` backend attends by the kernels that are its own.
+"""Attention on Hopper GPUs by the kernels of SGLang's own `fa3` backend.
 
-The operator calls FlashAttention-3 as this backend would (onpolicy/ops/hopper/flash_attention.py). What
-would make results depend on the batch is asked of the backend that SGLang really built: splits of a
-sequence (SGLang's heuristic unless inference is deterministic), another version or another build
-of the kernels, pages for which they take another tile, and attention that is not the model's own.
+The operator calls FlashAttention-3 as this backend would (onpolicy/ops/hopper/flash_attention.py).
+Settings that would make results depend on the batch are checked on the backend that SGLang built:
+splits of a sequence (SGLang's heuristic unless inference is deterministic), another version or
+another build of the kernels, page sizes with another tile, and other attention than multi-head.
+
 Source: sglang/srt/layers/attention/flashattention_backend.py.
 """
 

@@ -1,9 +1,11 @@
-"""Fewer and larger kernels in a step of the engine, to the bits of the trainer's separate ones.
+"""Fusion of the engine's kernels into fewer and larger ones, to the bits of the trainer's separate
+ones.
 
-Projections of one input become one product, and norms are computed with what stands beside them: see
-onpolicy/models/joint_linears.py and fused_norms.py, which try on this machine that no bit changes. Joint
-weights lie in the memory that SGLang keeps weights in and gives back while a trainer on the same GPU
-computes, and after every push they are still what the engine computes with.
+Projections of one input become one product, and norms are fused with adjacent operations: see
+onpolicy/models/joint_linears.py and fused_norms.py, which test on this machine that no bit changes.
+Joint weights lie in the memory that SGLang keeps weights in and releases while a trainer on the
+same GPU computes, and the engine still computes with them after every push.
+
 Source: load_model_with_memory_saver (sglang/srt/model_executor), replace_linear_class
 (sglang/srt/models/transformers.py).
 """
@@ -21,7 +23,7 @@ from sglang_patches import registry
 
 
 def fuse(runner: Any, operators: Operators) -> list[JointLinear]:
-    """Fuse what an engine's model runner has loaded, once its modules are aligned; returns the joint
+    """Fuse the modules of an engine's model runner after they are aligned; return the joint
     products."""
     with weights_memory(runner):
         joint = join_linears(runner.model, operators, is_plain)
@@ -32,7 +34,7 @@ def fuse(runner: Any, operators: Operators) -> list[JointLinear]:
 
 
 def weights_memory(runner: Any) -> AbstractContextManager[None]:
-    """What is made inside lies where SGLang keeps weights."""
+    """Return a context whose allocations lie where SGLang keeps weights."""
     backup = runner.server_args.enable_weights_cpu_backup
     memory: AbstractContextManager[None] = runner.memory_saver_adapter.region(
         "weights", enable_cpu_backup=backup
@@ -41,7 +43,7 @@ def weights_memory(runner: Any) -> AbstractContextManager[None]:
 
 
 def is_plain(linear: Any) -> bool:
-    """Whether a linear of SGLang's computes `Operators.linear` of its input, and asks no other rank."""
+    """Return whether an SGLang linear computes plain `Operators.linear`, without other ranks."""
     from sglang.srt.layers.linear import ColumnParallelLinear, ReplicatedLinear
 
     is_one = getattr(linear, "parent_cls", None) in (ColumnParallelLinear, ReplicatedLinear)

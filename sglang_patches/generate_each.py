@@ -1,18 +1,20 @@
-"""`POST /generate_each`: requests in one call, each answered as soon as it is done. In every contract.
+"""`POST /generate_each`: requests in one call, each answered as soon as it is done. In every
+contract.
 
 A call to /generate costs this process and its client more than an answer of a few tokens does: a
-connection, a dozen layers of middleware, a line of the log, JSON with an array for each token. A prompt
-that comes by a call of its own often gets a prefill of its own too. /generate takes lists, but answers
+connection, a dozen layers of middleware, a line of the log, JSON with an array for each token. A
+prompt that comes in its own call often gets its own prefill too. /generate takes lists, but answers
 when the last of them is done, or with a chunk for every token.
 
-Here the body is `{"requests": [...]}`, each as /generate takes it. The answer is lines of JSON, each a
-list of [place, HTTP status, answer] of requests that were done at about the same time. An answer is that
-of /generate, but for its tokens, which are little-endian numbers in base64: `output_ids` int32, and
-`output_token_logprobs` the values, float64, and the tokens that they are of, int32. What this process
-refuses before it begins, it refuses for the whole call.
+Here the body is `{"requests": [...]}`, each as for /generate. The answer is lines of JSON, each a
+list of [index, HTTP status, answer] of requests that finished at about the same time. An answer is
+that of /generate, except for its tokens, which are little-endian numbers in base64: `output_ids`
+int32, and `output_token_logprobs` the values, float64, and their tokens, int32. A request that this
+process refuses before it begins refuses the whole call.
+
 Public reports: sgl-project/sglang #6553 and #29367 (this process limits many short requests),
-vllm-project/vllm #57442 (an object for each token's log-probability costs a third of the throughput).
-Can go when SGLang has such a call.
+vllm-project/vllm #57442 (an object for each token's log-probability costs a third of the
+throughput). Can go when SGLang has such a call.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ SERVER_TARGET = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 COLLECT_TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager._collect_batch_responses"
 
 Hear = Callable[[int, int, Any], None]
-"""Is told (place, HTTP status, answer)."""
+"""A callback for (index, HTTP status, answer)."""
 
 _hears: ContextVar[Hear | None] = ContextVar("_hears", default=None)
 
@@ -77,7 +79,7 @@ async def _ask(manager: Any, request: Any, hear: Hear) -> None:
 
 
 def _batch_of(body: bytes) -> Any:
-    """Return what SGLang takes for several requests."""
+    """Return SGLang's request object for several requests."""
     import orjson
     from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -97,7 +99,7 @@ def _batch_of(body: bytes) -> Any:
 
 
 def _tell_each(original: Any, manager: Any, generators: list[AsyncIterator[Any]]) -> Any:
-    """Hand on what the requests of a batch are answered, without waiting for the last."""
+    """Pass on the answers to a batch's requests without waiting for the last."""
     if (hear := _hears.get()) is not None:
         generators = [_told(answers, hear, place) for place, answers in enumerate(generators)]
     return original(manager, generators)
@@ -106,7 +108,7 @@ def _tell_each(original: Any, manager: Any, generators: list[AsyncIterator[Any]]
 async def _told(answers: AsyncIterator[Any], hear: Hear, place: int) -> AsyncIterator[Any]:
     try:
         answer = _packed(await anext(answers))
-    except Exception as error:  # of this request alone: SGLang would give the others up
+    except Exception as error:  # an error of this request alone: SGLang would give up the others
         status, answer = _reason(error)
         hear(place, status, answer)
     else:
@@ -115,7 +117,8 @@ async def _told(answers: AsyncIterator[Any], hear: Hear, place: int) -> AsyncIte
 
 
 def _packed(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return an answer of /generate with its tokens as bytes, and only those that have a number."""
+    """Return an answer of /generate with its tokens as bytes, without those that have no
+    log-probability."""
     meta = answer["meta_info"]
     pairs = [p for p in meta.get("output_token_logprobs") or () if p[0] is not None]
     numbers = _base64("<f8", [p[0] for p in pairs]), _base64("<i4", [p[1] for p in pairs])
@@ -130,7 +133,7 @@ def _base64(dtype: str, values: list[Any]) -> str:
 async def _lines(
     asking: asyncio.Task[None], told: list[tuple[int, int, Any]], news: asyncio.Event
 ) -> AsyncIterator[bytes]:
-    """Yield what there is to tell, until the asking has ended; with it ends the asking."""
+    """Yield lines of answers until all are there; if the client leaves, cancel the requests."""
     import orjson
 
     options = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
@@ -153,7 +156,7 @@ def _refused(error: BaseException) -> Any:
 
 
 def _reason(error: BaseException) -> tuple[int, dict[str, Any]]:
-    """Return the status and the answer that /generate has for an error."""
+    """Return the status and the answer that /generate gives for an error."""
     status = getattr(error, "status_code", 400 if isinstance(error, ValueError) else 500)
     message = getattr(error, "detail", None) or str(error)
     return int(status), {"error": {"message": message}}

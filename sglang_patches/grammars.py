@@ -1,12 +1,13 @@
-"""Grammars (`regex`, `json_schema`) by the functions that the trainer calls, on servers of tokens too.
+"""Grammars (`regex`, `json_schema`) by the trainer's own functions, also on servers of tokens.
 
-Diverges in stock SGLang: a server without a tokenizer has no grammars; the mask is applied to logits
-before the sampler sees them, and nobody is told what it was; a request begins at the grammar's
+Diverges in stock SGLang: a server without a tokenizer has no grammars; the mask is applied to
+logits before the sampler sees them, and is not reported; a request starts at the grammar's
 beginning, so that an answer cannot go on in another request; and where the vocabulary cannot go on,
-every logit is -inf. Here the sampler takes the mask as the first cut (`sampler.py`). A request with
-`custom_params={"num_begun": n}` goes on after the last n tokens of its prompt. An answer ends with one
-of the request's `stop_token_ids`, or the model's if it has none. SGLang's queue of grammars that are
-being compiled stays.
+every logit is -inf. Here the sampler applies the mask as the first cut (`sampler.py`). A request
+with `custom_params={"num_begun": n}` goes on after the last n tokens of its prompt. An answer ends
+with one of the request's `stop_token_ids`, or the model's if it has none. SGLang's queue of
+grammars that are being compiled stays.
+
 Source: GrammarManager, sglang/srt/constrained/grammar_manager.py; SamplingBatchInfo,
 sglang/srt/sampling/sampling_batch_info.py.
 """
@@ -44,12 +45,13 @@ def install() -> None:
 
 
 def _no_mask(info: Any) -> None:
-    """The sampler asks for what is allowed itself."""
+    """Set no mask: the sampler applies the grammars itself."""
     info.grammar_mask = None
 
 
 def allowed(info: Any, logits: Tensor) -> Tensor | None:
-    """What the grammars of a batch allow of logits [B, V]: bool [B, V]; None if it has none."""
+    """Return the tokens that a batch's grammars allow for logits [B, V]: bool [B, V]; None without
+    grammars."""
     masks = {i: g.allowed for i, g in enumerate(info.grammars or ()) if g and not g.is_over}
     if not masks:
         return None
@@ -60,13 +62,16 @@ def allowed(info: Any, logits: Tensor) -> Tensor | None:
 
 
 def is_constrained(info: Any) -> list[bool]:
-    """The requests of a batch that are within a grammar, [B]."""
+    """Return for each request of a batch whether it is within a grammar, [B]."""
     grammars = info.grammars or [None] * len(info)
     return [grammar is not None and not grammar.is_over for grammar in grammars]
 
 
 def _process(manager: Any, req: Any) -> bool:
-    """SGLang's, with a grammar's stop tokens in its key: whether the request waits for its grammar."""
+    """Begin a request's grammar, or queue it; return whether the request waits.
+
+    Replaces SGLang's method; the key also holds the grammar's stop tokens.
+    """
     params = req.sampling_params
     kinds = ("regex", "json_schema", "structural_tag")
     kind = next((kind for kind in kinds if getattr(params, kind) is not None), None)
@@ -101,8 +106,8 @@ def _own_stops(manager: Any, req: Any) -> set[int]:
 
 
 def of_today(tag: str) -> str:
-    """Return a structural tag in xgrammar's present form; SGLang writes some in an earlier one. What is
-    in neither form is returned as it is, and refused where it is compiled."""
+    """Return a structural tag in xgrammar's present form; SGLang writes some in an earlier one. A
+    text in neither form is returned unchanged, and refused by the compiler."""
     try:
         said = json.loads(tag)
         tags = [
@@ -128,7 +133,7 @@ def _begin_ready(ready: list[Any], *_: Any) -> list[Any]:
 
 
 def _begin(req: Any) -> None:
-    """Go on after what is there of the answer."""
+    """Advance a request's grammar over the part of the answer that its prompt holds."""
     from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
@@ -157,7 +162,7 @@ def _backend(manager: Any) -> Any:
     )
 
     class GrammarOfRequest(BaseGrammarObject):
-        """Where a request is in its grammar."""
+        """The position of a request in its grammar."""
 
         def __init__(self, make: Callable[[], Matcher]):
             super().__init__()
@@ -177,7 +182,8 @@ def _backend(manager: Any) -> Any:
             return self.finished or self._is_stuck or self._matcher.has_ended
 
         def begin(self, begun: list[int], give_up: Callable[[str], None]) -> None:
-            """Raises ValueError for a beginning that is none, or that cannot go on."""
+            """Advance over the beginning. Raises ValueError for an invalid one, or one that cannot
+            go on."""
             self._give_up = give_up
             for token in begun:
                 if not self._matcher.take(token):
@@ -189,7 +195,7 @@ def _backend(manager: Any) -> Any:
                 raise ValueError(_STUCK)
 
         def accept_token(self, token: int) -> None:
-            """SGLang makes an error of the server's of a ValueError."""
+            """Advance over a sampled token. SGLang turns a ValueError into a server error."""
             if self._is_stuck:
                 return
             if not self._matcher.take(token):

@@ -1,9 +1,10 @@
-"""Refuses requests that would end the server, or hang it, for everyone who uses it. In every contract.
+"""Refusal of requests that would kill or hang the server for all its users. In every contract.
 
-Stock SGLang checks some fields of a request and hands the others to its scheduler, whose process dies of
-what it cannot index, reshape or decode; a token id outside the vocabulary is one. They get HTTP 400 with
-the value, the rule and the remedy instead. What is refused here was found by sending a table of values
-for every field of /generate to a server (tests/e2e/test_requests.py). Can go when SGLang checks them.
+Stock SGLang checks some fields of a request and passes the others to its scheduler, whose process
+dies of values that it cannot index, reshape or decode; a token id outside the vocabulary is one.
+Such requests get HTTP 400 with the value, the rule and the remedy instead. They were found by
+sending a table of values for every field of /generate to a server (tests/e2e/test_requests.py). Can
+go when SGLang checks them.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ VALIDATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one
 TOKENIZE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object"
 
 MOST_SAMPLES = 1024
-"""The most samples of one request: SGLang prepares all of them before it does anything else for
-anyone."""
+"""The most samples of one request: SGLang prepares all of them before it serves anyone else."""
 
 _INT32 = 2**31 - 1
 
@@ -34,7 +34,7 @@ def install() -> None:
 
 
 def _blame_the_request(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What SGLang trips over here are values of the request, and its own ValueErrors say so."""
+    """Report errors of SGLang here as errors of the request; its own ValueErrors say so already."""
     try:
         return original(*args, **kwargs)
     except (TypeError, AttributeError, LookupError, OverflowError) as error:
@@ -82,7 +82,7 @@ def _require_within(name: str, value: Any, least: int, most: int | None) -> None
 
 
 def _require_decodable(tokenized: Any) -> None:
-    """Raise ValueError for what the scheduler's process could not decode."""
+    """Raise ValueError for a request that the scheduler's process could not decode."""
     from sglang.srt.managers.io_struct import msgpack_encode
     from sglang.srt.managers.utils import msgpack_decode_explained
 

@@ -1,12 +1,15 @@
-"""Gives SGLang the sizes of queries, keys and values that the contract names.
+"""Sizes of queries, keys and values in SGLang, taken from the contract.
 
-SGLang plans the cache by the architecture's name: for DeepSeek's one compressed vector a token, which
-its own models read. transformers' code calls attention with whole keys and values, and its backend in
-SGLang takes their size from the configuration's `head_dim`, there the rotated part of a key alone.
-Here the cache and the layers get the sizes with which the model's own code calls attention. Where layers
-differ (Gemma-4's), the cache has the largest, and each layer uses the first numbers of the first heads.
+SGLang plans the cache by the architecture's name: for DeepSeek's one compressed vector a token,
+which its own models read. transformers' code calls attention with whole keys and values, and its
+backend in SGLang takes their size from the configuration's `head_dim`, there the rotated part of a
+key alone. Here the cache and the layers get the sizes with which the model's own code calls
+attention. Where layers differ (Gemma-4's), the cache has the largest, and each layer uses the first
+numbers of the first heads.
+
 Source: ModelConfig._derive_model_shapes, sglang/srt/configs/model_config.py; TransformersBase.
-_create_attention_instances, sglang/srt/models/transformers.py. Can go when the backend asks the model.
+_create_attention_instances, sglang/srt/models/transformers.py. Can go when the backend asks the
+model.
 """
 
 from __future__ import annotations
@@ -43,10 +46,11 @@ def install(contract: NumericsContract) -> None:
 
 
 def head_sizes(contract: NumericsContract) -> tuple[int, int]:
-    """(numbers of a query or key, numbers of a value) of a head of the cache: the largest of all layers.
+    """Return (numbers of a query or key, numbers of a value) of a head of the cache: the largest of
+    all layers.
 
-    Raises ContractError if layers differ where SGLang's own attention reads the cache, whose heads have
-    one size.
+    Raises ContractError if layers differ where SGLang's own attention reads the cache, whose heads
+    have one size.
     """
     kinds = contract.shapes.attention
     sizes = {(kind.head_dim, kind.value_dim) for kind in kinds}

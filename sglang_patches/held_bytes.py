@@ -1,9 +1,10 @@
-"""Keeps the bytes that linears multiply beside the rounded weights that they are made of.
+"""Bytes that linears multiply, kept beside the rounded weights they are made from.
 
-Diverges in stock SGLang: it is given bytes and scales. Here rounded weights are pushed and proved, and
-bytes and scales follow from them. They are made once after a push, before the first forward pass, where
-CUDA graphs read them; and they lie in the memory that SGLang keeps weights in, with which it gives them
-back.
+Diverges in stock SGLang: it loads bytes and scales. Here rounded weights are pushed and verified,
+and bytes and scales follow from them. They are made once after a push, before the first forward
+pass, in place, where CUDA graphs read them; and they lie in the memory that SGLang keeps weights
+in, and are released with it.
+
 Source: ModelRunner.forward, sglang/srt/model_executor/model_runner.py.
 """
 
@@ -26,7 +27,7 @@ FORWARD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 
 
 class HeldBytes:
-    """Those of one model runner."""
+    """The bytes of one model runner."""
 
     def __init__(self, operators: Operators):
         self._operators = operators.of_rounded
@@ -35,7 +36,7 @@ class HeldBytes:
         registry.hook(FORWARD_TARGET, self._renew, "before")
 
     def take(self, runner: Any, joint: list[JointLinear]) -> None:
-        """Make them of what is loaded, and again of all that is loaded from now on."""
+        """Make the bytes of the loaded weights, and again after every later load."""
         self._weights = list(multiplied(runner.model, joint))
         with weights_memory(runner):
             self._operators.hold(self._weights)
@@ -55,8 +56,8 @@ class HeldBytes:
 
 
 def multiplied(model: Any, joint: list[JointLinear]) -> Iterator[Tensor]:
-    """The matrices by which linears of `model` multiply rounded inputs: a block of a row-parallel one is
-    one of its own."""
+    """Yield the matrices by which `model`'s linears multiply rounded inputs: each block of a
+    row-parallel one separately."""
     yield from (each.weight for each in joint if reads_rounded(each.linears[0]))
     joined = set(chain.from_iterable(each.linears for each in joint))
     for module in model.modules():

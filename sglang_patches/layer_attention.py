@@ -1,13 +1,16 @@
-"""Hands on what a layer of the model asks of its attention: window, soft cap and sinks.
+"""Arguments of a layer's attention passed on to SGLang: window, soft cap and sinks.
 
-Diverges in stock SGLang: its transformers backend takes a layer's window from the configuration, one
-key longer than transformers means it (RadixAttention counts the keys before the query's own), knows
-neither the windows of models without `layer_types` nor soft caps nor sinks, and ignores what it does not
-know. Here the layer's own call decides, as in the trainer, and what has no operator is refused.
-The cache keeps every key of every layer; SGLang's own cache for windows, which forgets, is turned off
-(`--disable-hybrid-swa-memory`).
-Source: sglang_flash_attention_forward, sglang/srt/models/transformers.py. Can go when the backend hands
-the arguments on.
+Diverges in stock SGLang: its transformers backend takes a layer's window from the configuration,
+one key longer than transformers means it (RadixAttention counts the keys before the query's own),
+knows neither the windows of models without `layer_types` nor soft caps nor sinks, and ignores
+unknown arguments. Here the layer's own call decides, as in the trainer, and arguments without an
+operator are refused.
+
+The cache keeps every key of every layer; SGLang's own cache for windows, which drops keys, is
+turned off (`--disable-hybrid-swa-memory`).
+
+Source: sglang_flash_attention_forward, sglang/srt/models/transformers.py. Can go when the backend
+passes the arguments on.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from sglang_patches import registry
 from sglang_patches.tensor_parallel import own_part
 
 NAME = "sglang"
-"""What SGLang's transformers backend calls its attention function."""
+"""The name of the attention function of SGLang's transformers backend."""
 
 LOAD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 
@@ -48,7 +51,8 @@ def attention_forward(
     forward_batch: Any,
     **named: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: [1, H, T, D] in, [T, H * D_v] of this rank's heads out."""
+    """Apply transformers' attention interface: [1, H, T, D] in, [T, H * D_v] of this rank's heads
+    out."""
     scores, sinks = scores_of(module, query, attention_mask, **named)
     layer = attention_instances[module.layer_idx]  # type: ignore[index]
     layer.scaling, layer.logit_cap = scores.scale, scores.softcap or 0.0
@@ -61,7 +65,8 @@ def attention_forward(
 
 
 def _set_sizes(layer: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Those of this layer, which others need not have; [1, H, T, D] of this rank's heads or of all."""
+    """Set the sizes of this layer, which may differ between layers; [1, H, T, D] of this rank's
+    heads or of all."""
     layer.head_dim = layer.qk_head_dim = query.shape[-1]
     layer.v_head_dim = value.shape[-1]
     kv_heads = key.shape[1] * layer.tp_q_head_num // query.shape[1]

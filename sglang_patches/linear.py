@@ -1,13 +1,14 @@
-"""Routes every unquantised linear layer of the engine to the aligned linear.
+"""Routing of every unquantised linear layer of the engine to the aligned linear.
 
 Diverges in stock SGLang: `F.linear`, whose kernels depend on the number of rows and of columns; and
-with tensor parallelism the sum over a K that ranks share (tensor_parallel.py). SGLang also knows not all
-styles of transformers' tensor-parallel plans, and dies of one even on one rank; it is told what they
-mean. Where all ranks have computed all heads (a norm over all of them, one projection for q, k and v),
-each attends with its own.
+with tensor parallelism the sum over a K that ranks share (tensor_parallel.py). SGLang also does not
+know all styles of transformers' tensor-parallel plans, and one of them crashes it even on one rank;
+they are mapped to known ones. Where all ranks have computed all heads (a norm over all of them, one
+projection for q, k and v), each attends with its own.
+
 Source: sglang/srt/layers/quantization/unquant.py, sglang/srt/layers/linear.py,
-sglang/srt/layers/radix_attention.py, and _normalize_tp_style in sglang/srt/models/transformers.py. Can
-go when SGLang lets a platform choose its GEMM and its reduction, and knows these styles.
+sglang/srt/layers/radix_attention.py, and _normalize_tp_style in sglang/srt/models/transformers.py.
+Can go when SGLang lets a platform choose its GEMM and its reduction, and knows these styles.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def install(operators: Operators, contract: NumericsContract) -> None:
 
 
 def prepare_linears(model: torch.nn.Module, contract: NumericsContract) -> None:
-    """Tell those of a model that is loaded what adapters ask them for, and what they are to read."""
+    """Set on a loaded model's linears the attributes that adapters read, and the rounding of their
+    inputs."""
     from sglang.srt.layers.linear import LinearBase, RowParallelLinear
 
     for module in model.modules():

@@ -1,12 +1,15 @@
-"""Routes the output projection to the aligned linear, and does the rest to logits as the model does.
+"""Output projection by the aligned linear, and the model's own treatment of logits.
 
 Diverges in stock SGLang: a plain `torch.matmul`. SGLang also pads the vocabulary to a multiple of
 64 rows and drops their logits afterwards, so on one rank only the model's own rows are multiplied.
 With tensor parallelism every rank multiplies its equal part, SGLang gathers the logits, and the
 padding is in the last parts; a logit does not depend on the others.
-SGLang scales logits and caps them by some names in the configuration, not by all, and rounds in other
-places; here `onpolicy.models.logits` says what the model does, and SGLang leaves them alone.
-Source: LogitsProcessor._compute_lm_head, sglang/srt/layers/logits_processor.py. Can go with linear.py.
+
+SGLang scales and caps logits by some names in the configuration, not by all, and rounds in other
+places; here `onpolicy.models.logits` decides as for the trainer, and SGLang leaves them unchanged.
+
+Source: LogitsProcessor._compute_lm_head, sglang/srt/layers/logits_processor.py. Can go with
+linear.py.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ def install(operators: Operators) -> None:
 
 
 def use_logits_rule(processor: Any, trainers: PreTrainedModel) -> None:
-    """Have SGLang's logits processor do to logits what the trainer's model does."""
+    """Have SGLang's logits processor treat logits as the trainer's model does."""
     rule = logits_rule(trainers)
     if rule is None:
         raise ContractError(

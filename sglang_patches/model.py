@@ -1,11 +1,12 @@
-"""Puts the aligned modules into the Hugging Face model that SGLang runs, and checks them.
+"""Alignment and check of the Hugging Face model that SGLang runs.
 
 SGLang's transformers backend swaps every `*RMSNorm` for its own. The swap is prevented, so that
-both engines hold the same Hugging Face modules, and then both get the same replacements from
+both engines hold the same Hugging Face modules, and both then get the same replacements from
 `onpolicy.models.align`. When the model is loaded, the operators are run at the model's shapes and
-the digest is reported.
-Source: replace_rms_norm_class, sglang/srt/models/transformers.py. Can go when the backend lets a caller
-keep HF modules.
+their digest is reported.
+
+Source: replace_rms_norm_class, sglang/srt/models/transformers.py. Can go when the backend lets a
+caller keep HF modules.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ LOAD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 
 
 def install(operators: Operators, contract: NumericsContract, *, fuses: bool) -> None:
-    """`fuses`: whether nobody asks what each operator makes by itself."""
+    """Hook the model's construction and loading. `fuses`: whether operators may be fused, which is
+    not so while each operator is recorded."""
 
     def after_load(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
         registry.require_active()
@@ -49,7 +51,7 @@ def install(operators: Operators, contract: NumericsContract, *, fuses: bool) ->
 
 
 def longest_prefill() -> int:
-    """Most tokens of one prefill of this engine, as SGLang resolved its flags."""
+    """Return the most tokens of one prefill of this engine, as SGLang resolved its flags."""
     from sglang.srt.runtime_context import get_schedule
 
     schedule = get_schedule()

@@ -1,7 +1,8 @@
-"""Leaves out SGLang's own two hundred model definitions where an engine runs the trainer's.
+"""Omission of SGLang's own two hundred model definitions where an engine runs the trainer's.
 
-SGLang imports all of them to look one name up, which takes seconds in each process that holds a model.
-An aligned engine's model is that of the transformers backend, which is one of them.
+SGLang imports all of them to look one name up, which takes seconds in each process that holds a
+model. An aligned engine uses the transformers backend, which is one of them.
+
 Source: import_model_classes, sglang/srt/models/registry.py. Can go when SGLang looks up by name.
 """
 
@@ -14,11 +15,11 @@ from importlib.util import find_spec
 PACKAGE = "sglang.srt.models"
 TRANSFORMERS = "transformers"
 LEFT_OUT = "SGLANG_DISABLED_MODEL_ARCHS"
-"""SGLang's own variable, with the last parts of modules' names."""
+"""SGLang's own variable: the last parts of module names to skip."""
 
 
 def install() -> None:
-    """Ask SGLang for it, in this process and in those that it starts."""
+    """Set the variable for this process and its children."""
     spec = find_spec(PACKAGE)
     assert spec is not None and spec.submodule_search_locations is not None
     names = [module.name for module in pkgutil.iter_modules(spec.submodule_search_locations)]

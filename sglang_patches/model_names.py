@@ -1,8 +1,9 @@
-"""Lets /v1/responses take any model's name, as SGLang's other endpoints do. In every contract.
+"""Acceptance of any model name by /v1/responses, as by SGLang's other endpoints. In every contract.
 
-A server has one model, and a client that has served its users as "any" so far keeps doing so.
-Source: OpenAIServingResponses._validate_model, sglang/srt/entrypoints/openai/serving_responses.py. Can
-go when all endpoints of SGLang treat a name alike.
+A server has one model, and existing clients may use any name for it, such as "any".
+
+Source: OpenAIServingResponses._validate_model, sglang/srt/entrypoints/openai/serving_responses.py.
+Can go when all endpoints of SGLang treat a name alike.
 """
 
 from __future__ import annotations
@@ -19,4 +20,4 @@ def install() -> None:
 
 
 def _accept(_: Any, name: str | None) -> None:
-    """There is no error to answer with."""
+    """Return no error for any name."""

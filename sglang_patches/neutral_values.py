@@ -1,9 +1,11 @@
-"""Lets OpenAI's endpoints take values that ask for nothing, and a limit of no token. In every contract.
+"""Acceptance of neutral values, and of a limit of no token, by OpenAI's endpoints. In every
+contract.
 
-Stock SGLang refuses null where OpenAI says that it may stand for the default, and `max_tokens` of 0 on
-/v1/completions, with which `echo` scores a text, as lm-evaluation-harness asks.
-Source: CompletionRequest and ChatCompletionRequest, sglang/srt/entrypoints/openai/protocol.py. Can go
-when SGLang takes both.
+Stock SGLang refuses null where OpenAI allows it for the default, and `max_tokens` of 0 on
+/v1/completions, with which `echo` scores a text, as in lm-evaluation-harness.
+
+Source: CompletionRequest and ChatCompletionRequest, sglang/srt/entrypoints/openai/protocol.py. Can
+go when SGLang takes both.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 from sglang_patches import registry
 
 READ = "sglang.srt.entrypoints.openai.protocol._migrate_deprecated_dp_rank"
-"""What both requests hand the fields of a body to before they look at them."""
+"""The function through which both request classes pass a body's fields before validation."""
 
 CONVERT = (
     "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion"
@@ -30,12 +32,12 @@ def install() -> None:
 
 
 def _leave_out_neutral(fields: Any, *_: Any) -> Any:
-    """Return the fields that ask for something; the body that FastAPI has read stays as it is."""
+    """Return the fields that are not null; the body that FastAPI has read stays unchanged."""
     if not isinstance(fields, dict):
         return fields
     given = {name: value for name, value in fields.items() if value is not None}
     if "prompt" in given and type(given.get("max_tokens")) is int and given["max_tokens"] == 0:
-        given["max_tokens"] = 1  # until it has been read
+        given["max_tokens"] = 1  # for validation; `_sample_nothing` sets 0 again
     return given
 
 
@@ -49,6 +51,6 @@ def _sample_nothing(
 
 
 def _of_tokens_alone(listed: Any, *_: Any, **__: Any) -> Any:
-    """Leave out the alternatives of a token that was not asked for."""
+    """Drop the alternatives of tokens for which none were requested."""
     listed.top_logprobs = listed.top_logprobs[: len(listed.tokens)]
     return listed

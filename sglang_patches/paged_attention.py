@@ -1,8 +1,9 @@
-"""Puts `Operators.paged_attention` into SGLang's `fa3` backend, on every GPU.
+"""`Operators.paged_attention` in SGLang's `fa3` backend, on every GPU.
 
-The backend keeps what it is good at, page tables and the metadata of CUDA graphs. The one function
-through which it attends, FlashAttention-3's, is replaced. What the operator does not compute is refused
+The backend keeps its page tables and the metadata of CUDA graphs. The one function through which it
+attends, FlashAttention-3's, is replaced. Arguments that the operator does not support are refused
 by name, not ignored.
+
 Source: sglang/srt/layers/attention/flashattention_backend.py. Can go when a backend can be given an
 attention function.
 """
@@ -22,10 +23,10 @@ TARGET = f"{MODULE}.flash_attn_with_kvcache"
 SCHEDULE_TARGET = f"{MODULE}.FlashAttentionBackend._compute_scheduler_metadata"
 
 SCHEDULE = {"cu_seqlens_k_new", "scheduler_metadata"}
-"""Arguments that say how FlashAttention-3 goes about it, which its own operator hands on."""
+"""Arguments for FlashAttention-3's scheduling, which its own operator passes on."""
 
 IRRELEVANT = {"num_splits", "ver"}
-"""The operators have one way each."""
+"""Arguments without effect: the operators have one way each."""
 
 
 def install(operators: Operators) -> None:
@@ -36,13 +37,14 @@ def install(operators: Operators) -> None:
 
 
 def install_triton(operators: Operators) -> None:
-    """Without the precomputation for FlashAttention-3's scheduler, which knows no float32."""
+    """Install without the precomputation for FlashAttention-3's scheduler, which does not support
+    float32."""
     install(operators)
     registry.hook(SCHEDULE_TARGET, _no_schedule, "replace")
 
 
 def _no_schedule(*_: Any, **__: Any) -> None:
-    """Without one, the backend hands none to the function that attends."""
+    """Return no schedule, so the backend passes none to the attention function."""
 
 
 def attend(
@@ -64,11 +66,12 @@ def attend(
     out: Tensor | None = None,
     **others: Any,
 ) -> Tensor:
-    """FlashAttention-3's function, as far as its backend calls it for a decoder's own attention.
+    """Compute FlashAttention-3's function, as far as its backend calls it for a decoder's own
+    attention.
 
-    q: [T, H, D]; k_cache: [pages, page size, H_kv, D]; v_cache: likewise with D_v; window_size: keys
-    before a query's own that it sees, and keys after it, or -1 and -1; sinks: [H]. Rows of the
-    result [T, H, D_v] after the last query of `cu_seqlens_q` are not written.
+    q: [T, H, D]; k_cache: [pages, page size, H_kv, D]; v_cache: likewise with D_v; window_size:
+    visible keys before a query's own, and after it, or -1 and -1; sinks: [H]. Rows of the result
+    [T, H, D_v] after the last query of `cu_seqlens_q` are not written.
     """
     asked = {name: value for name, value in others.items() if value is not None}
     asked |= {"causal": causal} if not causal else {}

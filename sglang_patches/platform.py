@@ -1,4 +1,4 @@
-"""A CPU platform for SGLang that needs no compiled kernels.
+"""CPU platform for SGLang that needs no compiled kernels.
 
 SGLang's own CPU engine imports `sgl_kernel`, which has no CPU wheel. As an out-of-tree platform,
 every fused operator takes its native PyTorch path (`get_dispatch_key_name() == "native"`). It
@@ -22,7 +22,7 @@ ATTENTION_BACKEND = "torch_native"
 
 
 def activate() -> str | None:
-    """Entry point: the platform's path if this process was told to use it, else None."""
+    """Return the platform's path if this process was told to use it, else None (entry point)."""
     if os.environ.get("SGLANG_PLATFORM") != NAME:
         return None
     return f"{__name__}.OnPolicyCpuPlatform"
@@ -47,7 +47,8 @@ class OnPolicyCpuPlatform(CpuSRTPlatform):
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
         class Pool(MHATokenToKVPool):
-            """SGLang tells an out-of-tree platform's pool the size of keys, and not of values."""
+            """A pool with its own size of values: SGLang gives an out-of-tree platform's pool the
+            keys' size only."""
 
             def __init__(self, *args: Any, **kwargs: Any):
                 contract = registry.contract()

@@ -50,7 +50,7 @@ from sglang_patches import (
 
 
 def load() -> None:
-    """Install the patches in this process; does nothing without ONPOLICY_CONTRACT."""
+    """Install the patches in this process; do nothing without ONPOLICY_CONTRACT."""
     text = os.environ.get(CONTRACT_VARIABLE)
     if text is None:
         return
@@ -83,9 +83,9 @@ def load() -> None:
 
 
 def _share_model(contract: NumericsContract, operators: Operators, *, fuses: bool) -> None:
-    """Have the engine run the trainer's modelling code by the aligned operators.
+    """Have the engine run the trainer's modelling code with the aligned operators.
 
-    What they take the place of is looked for in the model last, when all is in it.
+    `model` comes last, since it aligns modules that the other patches have put in place.
     """
     linear.install(operators, contract)
     layer_attention.install()

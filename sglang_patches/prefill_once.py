@@ -1,11 +1,12 @@
-"""A prefix that waiting requests share is prefilled by the first of them.
+"""Prefill of a prefix shared by waiting requests, once, by the first of them.
 
-Stock SGLang looks for a request's prefix in its cache when it takes the request into a batch, and puts
-all that wait into one batch as long as there is room: n samples of one prompt that are sent at once are
-prefilled n times. (Its policy `lpm` moves such requests to the end of the queue, from where they come
-into the same batch.) Here a request is left in the queue for a pass while one before it computes at
-least LEAST tokens of its prefix that are not in the cache yet. No bit depends on it, since the aligned
-attention gives a cached prefix and a computed one the same rows.
+Stock SGLang looks up a request's prefix in its cache when it takes the request into a batch, and
+puts all waiting requests into one batch as long as there is room: n samples of one prompt that are
+sent at once are prefilled n times. (Its policy `lpm` moves such requests to the end of the queue,
+from where they come into the same batch.) Here a request is left in the queue for a pass while one
+before it computes at least LEAST tokens of its prefix that are not in the cache yet. No bit depends
+on it, since the aligned attention gives a cached prefix and a computed one the same rows.
+
 Source: sglang/srt/managers/scheduler.py. Can go when SGLang's scheduler leaves them in the queue.
 """
 
@@ -28,7 +29,8 @@ WORD = 4
 """Bytes of a token in `words_of`."""
 
 LEAST = 32
-"""Tokens whose prefill costs more than a pass that one waits; SGLang's threshold of `lpm`."""
+"""The number of tokens from which a prefill costs more than a pass of waiting; SGLang's `lpm`
+threshold."""
 
 
 def install() -> None:
@@ -36,7 +38,7 @@ def install() -> None:
 
 
 def _leave_followers(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make up a batch of those in the queue that wait for nobody."""
+    """Form a batch from the requests in the queue that wait for no other's prefix."""
     queue, cache = scheduler.waiting_queue, scheduler.tree_cache
     if getattr(cache, "disable", True) or not queue:
         return original(scheduler, *args, **kwargs)
@@ -52,6 +54,7 @@ def _leave_followers(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -
     }
     scheduler.waiting_queue = [request for request in queue if request not in waits]
     result = original(scheduler, *args, **kwargs)
+    # Keep the order of the queue, with requests that SGLang added at its end.
     left = dict.fromkeys(scheduler.waiting_queue)
     still = [request for request in queue if request in waits or request in left]
     scheduler.waiting_queue = list(dict.fromkeys(chain(still, left)))
@@ -59,16 +62,17 @@ def _leave_followers(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -
 
 
 class Leaders:
-    """Requests whose prefixes will be in the cache after the next passes, by what separates caches."""
+    """Requests whose prefixes will be in the cache after the next passes, by cache key."""
 
     def __init__(self, page_size: int = 1):
         self._page_size = page_size
         self._of = defaultdict[Any, list[bytes]](list)
-        """In order, so that who shares most stands beside."""
+        """Sorted prefixes, so that the longest shared prefix is with a neighbour."""
 
     def compute(self, words: bytes, key: Any, num_cached: Callable[[], int]) -> bool:
-        """Whether one of them computes at least LEAST tokens of these `words_of` before the last, of
-        which `num_cached` are there; if none does, these lead too."""
+        """Return whether a leader computes at least LEAST tokens of these `words_of`, the last
+        token excluded, beyond the `num_cached` ones; if none does, this request becomes a leader.
+        """
         others = self._of[key]
         place = bisect(others, words)
         shared = max(
@@ -85,12 +89,12 @@ class Leaders:
 
 
 def words_of(tokens: Sequence[int]) -> bytes:
-    """Bytes that sort as the tokens do."""
+    """Return bytes that sort as the tokens do."""
     return np.asarray(tokens, dtype=">u4").tobytes()
 
 
 def _shared(a: bytes, b: bytes) -> int:
-    """Tokens that both begin with."""
+    """Return the length of the common prefix in tokens."""
     count = min(len(a), len(b)) // WORD
     differ = np.frombuffer(a, ">u4", count) != np.frombuffer(b, ">u4", count)
     return int(differ.argmax()) if differ.any() else count
@@ -101,7 +105,7 @@ def _tokens(request: Any) -> Any:
 
 
 def kept_words(request: Any) -> bytes:
-    """Kept with the request, since it may wait for as many passes as its queue is long."""
+    """Return a request's `words_of`, cached in the request, since it may wait for many passes."""
     count = len(request.origin_input_ids) + len(request.output_ids)
     kept: bytes = getattr(request, "prefix_words", b"")
     if len(kept) != count * WORD:
@@ -110,7 +114,7 @@ def kept_words(request: Any) -> bytes:
 
 
 def _key(request: Any) -> tuple[Any, Any]:
-    """Caches of other adapters, or other salts, are none of its own."""
+    """Return the cache key: other adapters or salts have separate caches."""
     return request.extra_key, request.cache_salt
 
 

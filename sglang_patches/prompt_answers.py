@@ -1,16 +1,19 @@
 """Answers about a prompt's tokens on the OpenAI endpoints: `prompt_logprobs`, a field of vLLM's, on
 /v1/completions and /v1/chat/completions, and `echo` with `logprobs` on the former.
 
-SGLang drops the field without a word. The answer has vLLM's form: for each token of the prompt the
-numbers of the token itself and of as many of the likeliest as were asked for, and null for the first.
-The log-probabilities are those of prompt_log_probs.py. A rank is null where SGLang does not compute it:
-the token is none of the likeliest. Streams, as vLLM's, have no place for the answer.
-Source: `prompt_logprobs` in vLLM's documentation of its OpenAI-compatible server. Can go when SGLang
-has the field.
+SGLang silently drops the field. The answer has vLLM's form: for each token of the prompt the
+numbers of the token itself and of the requested number of likeliest tokens, and null for the first.
+The log-probabilities come from prompt_log_probs.py. A rank is null where SGLang does not compute
+it: the token is none of the likeliest. Streams, as vLLM's, have no place for the answer.
 
-With `echo` it takes `logprobs=0`, the log-probability of each token and of no other, for none where it
-comes to the prompt, whose text would then stand in the answer without numbers.
-Source: sglang/srt/entrypoints/openai/serving_completions.py. Can go when SGLang tells 0 from None there.
+Source: `prompt_logprobs` in vLLM's documentation of its OpenAI-compatible server. Can go when
+SGLang has the field.
+
+With `echo` SGLang treats `logprobs=0`, the log-probability of each token and of no other, as None
+for the prompt, whose text would then be in the answer without numbers.
+
+Source: sglang/srt/entrypoints/openai/serving_completions.py. Can go when SGLang tells 0 from None
+there.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ def install() -> None:
 def _echo(
     converted: tuple[Any, Any], _: Any, request: Any, *__: Any, **___: Any
 ) -> tuple[Any, Any]:
-    """What SGLang is asked, and the request that its answer is made for."""
+    """Return the request to SGLang, and the request that its answer is made for."""
     asked, answered = converted
     if request.echo and request.logprobs is not None:
         asked.logprob_start_len = 0
@@ -51,7 +54,7 @@ def _echo(
 
 
 def _ask(converted: tuple[Any, Any], _: Any, request: Any, raw_request: Any = None) -> Any:
-    """What SGLang is asked, and the request, which keeps the field for its answer."""
+    """Return the request to SGLang, and the original, which keeps the field for its answer."""
     body = getattr(raw_request, "_json", None)  # FastAPI has read it
     count = body.get(FIELD) if isinstance(body, dict) else None
     if count is None:
@@ -77,7 +80,7 @@ def _require_answerable(count: Any, asked: Any) -> None:
 
 
 def _answer_completion(answer: Any, handler: Any, request: Any, ret: Any, _: Any) -> Any:
-    """Every choice has the numbers of its own prompt."""
+    """Add to every choice the numbers of its own prompt."""
     if getattr(request, FIELD, None) is None:
         return answer
     body = answer.model_dump(mode="json", by_alias=True)
@@ -87,7 +90,7 @@ def _answer_completion(answer: Any, handler: Any, request: Any, ret: Any, _: Any
 
 
 def _answer_chat(answer: Any, handler: Any, request: Any, ret: Any, _: Any) -> Any:
-    """All choices have one prompt."""
+    """Add the numbers of the prompt that all choices share."""
     if getattr(request, FIELD, None) is None:
         return answer
     body = answer.model_dump(mode="json", by_alias=True)
@@ -101,8 +104,8 @@ def _response(body: dict[str, Any]) -> Any:
 
 
 def _prompt_logprobs(handler: Any, request: Any, item: dict[str, Any]) -> list[Any]:
-    """The answer for one prompt: for each token None, or entries by the ids of tokens, as JSON has
-    them."""
+    """Return the answer for one prompt: for each token None, or a JSON object of entries by token
+    id."""
     decode = handler.tokenizer_manager.tokenizer.decode
     return [
         entries
@@ -119,7 +122,7 @@ def _prompt_logprobs(handler: Any, request: Any, item: dict[str, Any]) -> list[A
 def _entries(
     token_ids: Sequence[int], meta: dict[str, Any], count: int
 ) -> Iterator[dict[int, tuple[float, int | None]] | None]:
-    """For each token: the log-probability and the rank of the `count` likeliest and of itself."""
+    """Yield for each token the log-probability and the rank of the `count` likeliest and of itself."""
     likeliest = meta.get("input_top_logprobs") or [()] * len(token_ids)
     rows = zip(token_ids, meta["input_token_logprobs"], likeliest, strict=True)
     for token, (log_prob, *_), top in rows:

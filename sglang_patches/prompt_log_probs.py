@@ -1,10 +1,13 @@
-"""Log-probabilities of a prompt's tokens that are the trainer's, at the temperature of their request.
+"""Log-probabilities of a prompt's tokens as the trainer computes them, at the request's
+temperature.
 
 Diverges in stock SGLang: `log_softmax` of the logits as PyTorch computes it, or with a fast path
-differences from a logsumexp, and always at temperature 1. Here they are `Operators.log_softmax`, as in
-sampler.py, so that a response that is sent back as a prompt has the numbers that it was sampled with,
-and another's response those that the trainer would give it.
+differences from a logsumexp, and always at temperature 1. Here they are `Operators.log_softmax`, as
+in sampler.py, so that a response that is sent back as a prompt has the log-probabilities it was
+sampled with, and another's response those that the trainer would give it.
+
 Logits come in chunks of as many rows as the trainer's, on all tensor-parallel ranks alike.
+
 Source: InputLogprobProcessor.forward, sglang/srt/layers/logprob_processor.py. Can go when it can be
 given a log-softmax.
 """
@@ -40,7 +43,8 @@ def install(operators: Operators, contract: NumericsContract) -> None:
         logits_metadata: Any,
         skip_chunking_for_dp_attn: bool = False,
     ) -> tuple[Any, Tensor]:
-        """The answers to the prompts' rows, and the logits [B, V] of the rows to be sampled from.
+        """Return the answers for the prompts' rows, and the logits [B, V] of the rows to sample
+        from.
 
         pruned_states: [N, K], of sequences one after the other; both indices: int64, sorted.
         """
@@ -71,13 +75,13 @@ def _keep_temperature(metadata: Any, _: Any, batch: Any) -> None:
 
 
 def _within(indices: list[int], rows: slice) -> list[int]:
-    """Those of the sorted `indices` that are in `rows`, counted from the first of them."""
+    """Return the sorted `indices` within `rows`, relative to its start."""
     part = indices[bisect_left(indices, rows.start) : bisect_left(indices, rows.stop)]
     return [index - rows.start for index in part]
 
 
 class PromptLogProbs:
-    """What the requests of one batch asked about their prompts; `metadata` says what that is."""
+    """The answers about the prompts of one batch's requests; `metadata` has the requests."""
 
     def __init__(self, metadata: Any) -> None:
         count = len(metadata.extend_seq_lens_cpu)
@@ -86,7 +90,7 @@ class PromptLogProbs:
         self.likeliest, self.of_ids = Lists(count), Lists(count)
 
     def add(self, log_probs: Tensor, sequences: list[int]) -> None:
-        """Take the next rows: float32 [M, V], and the sequence that each is of."""
+        """Add the next rows: float32 [M, V], and the sequence of each."""
         tokens = self.metadata.extend_input_logprob_token_ids_gpu
         targets = tokens[self.num_rows : self.num_rows + len(sequences)].to(torch.int64)
         self.of_tokens.append(log_probs.gather(1, targets[:, None])[:, 0])
@@ -102,7 +106,7 @@ class PromptLogProbs:
                     self.of_ids.add(sequence, row[asked].tolist(), asked)
 
     def result(self) -> Any:
-        """All of it, as SGLang's LogprobResult."""
+        """Return everything as SGLang's LogprobResult."""
         from sglang.srt.layers.logprob_processor import LogprobResult
 
         result = LogprobResult(token_logprobs=torch.cat(self.of_tokens))

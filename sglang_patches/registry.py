@@ -1,7 +1,7 @@
-"""Which patches this process asked for, and whether SGLang really applied them.
+"""Record of the requested patches, and of whether SGLang applied them.
 
 SGLang only logs when a plug-in or a hook fails, and serves on without it. So every patch is
-recorded here, and `require_active` is asked at the points where an engine could start to serve: in
+recorded here, and `require_active` is called at the points where an engine could start to serve: in
 the main process before the server starts, and in every model process when its model is loaded and
 again when its KV pool is built.
 """
@@ -18,12 +18,12 @@ from onpolicy.errors import ContractError
 _requested: list[str] = []
 _installed: list[str] = []
 report: dict[str, Any] = {}
-"""What this process tells the trainer about itself through /server_info (see status.py); of a function,
-what it returns when that is asked."""
+"""This process's report to the trainer through /server_info (see status.py); functions in it are
+called for their values."""
 
 
 def told() -> dict[str, Any]:
-    """The report as it is now."""
+    """Return the report as it is now."""
     return {key: value() if callable(value) else value for key, value in report.items()}
 
 
@@ -46,12 +46,12 @@ def started(contract: NumericsContract) -> None:
 
 
 def contract() -> NumericsContract:
-    """The contract under which the plug-in ran in this process."""
+    """Return the contract under which the plug-in ran in this process."""
     return NumericsContract.from_json(report["contract"])
 
 
 def active() -> list[str]:
-    """The patches in force in this process."""
+    """Return the patches in force in this process."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     return sorted(_installed + [target for target in _requested if target in HookRegistry._patched])
@@ -74,7 +74,7 @@ def require_active() -> None:
 
 
 def _reason(missing: list[str]) -> str:
-    """What stands between SGLang and the first of the patches that it tells us itself."""
+    """Return the error that keeps SGLang from applying the first of the missing patches."""
     for target in missing:
         parts = target.split(".")
         try:

@@ -1,15 +1,16 @@
-"""Gives a sampled request without a seed one of its own, and each sample of one request too.
+"""Seeds for sampled requests without one, and for each sample of one request.
 
 SGLang's deterministic inference takes the same seed, 42, for every request that brings none, so two
 people who ask the same get the same "sample". Here the n-th such request gets the n-th number of a
-generator that the server's --random-seed starts (`onpolicy serve --seed`): answers differ, and a server
-that is started and asked again in the same order gives the same ones.
+generator seeded with the server's --random-seed (`onpolicy serve --seed`): answers differ, and a
+server that is restarted and asked in the same order gives the same ones.
 
-It also gives all n copies of a request (`sampling_params.n`) its seed, so n samples are n times the
-same. Here the first copy keeps it, and every further one has `next_seed` of the copy before it. A copy
-can thus be had alone, by a request with its seed.
-Source: sglang/srt/sampling/sampling_batch_info.py. Can go when SGLang draws seeds itself,
-and derives them for copies.
+SGLang also gives all n copies of a request (`sampling_params.n`) its seed, so all n samples are
+equal. Here the first copy keeps it, and every further one has `next_seed` of the copy before it. A
+copy can thus be had alone, by a request with its seed.
+
+Source: sglang/srt/sampling/sampling_batch_info.py. Can go when SGLang draws seeds itself, and
+derives them for copies.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def install() -> None:
 
 
 class SeedGiver:
-    """A hook for the one process that all requests of a server come through."""
+    """A hook for the one process that all requests of a server pass through."""
 
     def __init__(self) -> None:
         self._generator: random.Random | None = None
@@ -51,7 +52,8 @@ class SeedGiver:
 
 
 def _give_copies_seeds(manager: Any, tokenized: Any, *_: Any, **__: Any) -> None:
-    """Copies share their parameters, whose seed is the next one's to be sent."""
+    """Give each copy its seed: copies share their parameters, whose seed is set for the next one
+    sent."""
     shared = tokenized.sampling_params
     # Ahead of the copies SGLang sends their prompt alone, with parameters of its own. Greedy requests
     # draw nothing, and are left without a seed.
@@ -62,5 +64,5 @@ def _give_copies_seeds(manager: Any, tokenized: Any, *_: Any, **__: Any) -> None
 
 
 def next_seed(seed: int) -> int:
-    """The seed of the copy after the one with `seed`, in [0, 2**63)."""
+    """Return the seed of the copy after the one with `seed`, in [0, 2**63)."""
     return int(splitmix64(torch.tensor(seed))) & ((1 << 63) - 1)

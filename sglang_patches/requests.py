@@ -1,9 +1,9 @@
-"""Refuses requests whose log-probabilities would not be the policy's own.
+"""Refusal of requests whose log-probabilities would not be the policy's own.
 
-The returned log-probability is that of the temperature-scaled softmax, of what a grammar, top-k, top-p
-and min-p leave of it (`sampler.py`). A penalty makes the sampling distribution another one, so the
-sample would not be on-policy; a request that asks for one gets a 400 answer that says so, instead of
-tokens.
+The returned log-probability is that of the temperature-scaled softmax, restricted to the tokens
+that a grammar, top-k, top-p and min-p leave (`sampler.py`). A penalty makes the sampling
+distribution another one, so the sample would not be on-policy; a request with one gets a 400 answer
+that says so, instead of tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def install() -> None:
 
 
 def _refuse_others(params: Any, *_: Any, **__: Any) -> None:
-    if not any((params.logit_bias or {}).values()):  # of no token, or by nothing
+    if not any((params.logit_bias or {}).values()):  # empty, or zeros only
         params.logit_bias = None
     if params.watermark is not None and not (params.watermark.enabled or params.watermark.key):
         params.watermark = None
@@ -62,7 +62,7 @@ def _refuse_others(params: Any, *_: Any, **__: Any) -> None:
 
 
 def _refuse_completion(problem: str | None, handler: Any, request: Any) -> str | None:
-    """What SGLang's /v1/completions would ignore."""
+    """Refuse fields that SGLang's /v1/completions would ignore."""
     if request.best_of not in (None, request.n):
         return f"best_of={request.best_of}: {_REASON}"
     if request.suffix and handler.template_manager.completion_template_name is None:
@@ -74,7 +74,7 @@ def _refuse_completion(problem: str | None, handler: Any, request: Any) -> str |
 
 
 def _refuse_positions(tokenized: Any, *_: Any, **__: Any) -> None:
-    """Scores at chosen positions of a prompt, which SGLang computes with operators of its own."""
+    """Refuse scores at chosen positions of a prompt, which SGLang computes with its own operators."""
     for name in ("token_indices_to_pool", "multi_item_delimiter_indices"):
         if (positions := getattr(tokenized, name, None)) is not None:
             raise ValueError(
@@ -85,7 +85,8 @@ def _refuse_positions(tokenized: Any, *_: Any, **__: Any) -> None:
 
 
 def _check_begun(tokenized: Any, *_: Any, **__: Any) -> None:
-    """How much of an answer within a grammar is there already (`grammars.py`)."""
+    """Check the number of tokens of an answer within a grammar that the prompt holds
+    (`grammars.py`)."""
     count = (tokenized.sampling_params.custom_params or {}).get(NUM_BEGUN, 0)
     if type(count) is not int or not 0 <= count < len(tokenized.input_ids):
         raise ValueError(

@@ -1,19 +1,21 @@
-"""A sampler whose log-probabilities are the trainer's and whose samples depend on the seed alone.
+"""Sampler whose log-probabilities are the trainer's and whose samples depend on the seed alone.
 
 Diverges in stock SGLang: log-probabilities are `log(softmax(x))`, or with deterministic inference
 `log_softmax` of logits divided in place; sampling hashes every vocabulary entry, in a kernel that
 has no CPU wheel. Here they are `Operators.log_softmax`, the function the trainer calls, and a token
-is drawn by `Operators.sample` at one uniform number per (seed, position), so it depends neither on the
-batch nor on the engine. SGLang widens logits to float32 on their way; they go back to the dtype that
-the projection computed, since another dtype can be another kernel.
+is drawn by `Operators.sample` with one uniform number per (seed, position), so it depends neither
+on the batch nor on the engine. SGLang widens logits to float32 on their way; they go back to the
+dtype of the projection, since another dtype can be another kernel.
 
-A request with a grammar, top-k, top-p or min-p is sampled from what they leave (`grammars.py`,
-`ops/cuts.py`), by the same functions, and its answer says of every token what it was drawn from:
-`meta_info.kept_tokens`, `ops/kept_tokens.py` in base64. Stock SGLang draws from the cut distribution and
-returns the log-probability of the whole one.
-To a request with `custom_params={"entropy": true}` it says of every token too at what entropy it was
-drawn, by the function that the trainer's is of: `meta_info.entropy`, float32. What a request asks for
-does not come with a batch of SGLang's, so from the first one on the engine tells them of every token.
+A request with a grammar, top-k, top-p or min-p is sampled from the tokens that these leave
+(`grammars.py`, `ops/cuts.py`), by the same functions, and its answer holds for every token the set
+it was drawn from: `meta_info.kept_tokens`, `ops/kept_tokens.py` in base64. Stock SGLang draws from
+the cut distribution and returns the log-probability under the whole one.
+
+For a request with `custom_params={"entropy": true}` the answer also holds the entropy at every
+token, computed by the trainer's function: `meta_info.entropy`, float32. SGLang's batches do not
+carry such wishes, so after the first such request the engine reports entropies for all.
+
 Registered through SGLang's register_sampler_backend under the name that deterministic inference
 forces ("pytorch"). Can go when SGLang's sampler can be given a log-softmax.
 """
@@ -51,7 +53,7 @@ def install(operators: Operators, contract: NumericsContract) -> None:
 
 
 _wishes: set[str] = set()
-"""What requests have asked this process for so far."""
+"""Optional answers that requests to this process have asked for so far."""
 
 
 def _note_wish(_: Any, request: Any, **__: Any) -> None:
@@ -103,7 +105,7 @@ def _sampler_class() -> type:
             top_logprobs_nums: list[int],
             token_ids_logprobs: list[list[int] | None],
         ) -> None:
-            """What requests of no token ask of the one that would come next."""
+            """Compute the log-probabilities for requests that sample no token."""
             logits = logits_output.next_token_logits.to(self.dtype)
             log_probs = self.operators.log_softmax(logits, sampling_info.temperatures)
             result = self.output_logprob_processor.compute_logprobs(
@@ -116,31 +118,31 @@ def _sampler_class() -> type:
 
 
 def _kept(operators: Operators, logits: Tensor, info: Any) -> Tensor | None:
-    """What is left of logits [B, V] for every row: bool [B, V]; None where nothing is cut."""
+    """Return the tokens left of logits [B, V] in every row: bool [B, V]; None where nothing is cut."""
     return left(operators, logits, info.temperatures, allowed(info, logits), _cut(info))
 
 
 def _cut(info: Any) -> Cut | None:
-    """The filters of every row; None where there are none."""
+    """Return the filters of every row; None where there are none."""
     is_filtered = info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling
     if info.is_all_greedy or not is_filtered:
         return None
     is_cut = _is_cut(info)
     settings = (info.top_ks, info.top_ps, info.min_ps)
-    neutral = (ALL, 1.0, 0.0)  # of the rows that are not cut
+    neutral = (ALL, 1.0, 0.0)  # for rows that are not cut
     pairs = zip(settings, neutral, strict=True)
     return Cut(*(x.masked_fill(~is_cut, whole)[:, None] for x, whole in pairs))
 
 
 def _is_cut(info: Any) -> Tensor:
-    """The requests with a filter, bool [B]: a greedy one (top_k = 1) needs none."""
+    """Return which requests have a filter, bool [B]: a greedy one (top_k = 1) needs none."""
     filtered = (info.top_ks < ALL) | (info.top_ps < 1) | (info.min_ps > 0)
     asked: Tensor = filtered & (info.top_ks > 1)
     return asked
 
 
 def _answer_kept(logits_output: Any, kept: Tensor | None, info: Any) -> None:
-    """Let the answers say it, of the requests that have a grammar or a filter."""
+    """Add the kept tokens to the answers of requests with a grammar or a filter."""
     others = {
         k: v for k, v in (logits_output.customized_info or {}).items() if k not in (KEPT, ENTROPY)
     }
@@ -154,7 +156,7 @@ def _answer_kept(logits_output: Any, kept: Tensor | None, info: Any) -> None:
 def _answer_entropy(
     operators: Operators, logits_output: Any, logits: Tensor, info: Any, tokens: Tensor
 ) -> None:
-    """Let the answers say it, once a request has asked."""
+    """Add the entropies to the answers, once a request has asked for them."""
     if ENTROPY not in _wishes:
         return
     _, entropy = operators.gather_log_probs(logits, info.temperatures, tokens)

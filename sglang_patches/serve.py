@@ -1,4 +1,4 @@
-"""Starts one SGLang server under a contract: `python -m sglang_patches.serve --model-path ...`.
+"""Start of one SGLang server under a contract: `python -m sglang_patches.serve --model-path ...`.
 
 Takes SGLang's own flags, and refuses to serve when a patch is missing. A parent that sets
 ONPOLICY_GUARDED writes the flags with secrets to our standard input, as one line of JSON: a command
@@ -27,16 +27,18 @@ from sglang_patches import registry
 from sglang_patches.shared_names import DIRECTORY_VARIABLE, PATTERNS
 
 GUARDED = "ONPOLICY_GUARDED"
-"""Set by a parent that holds the other end of our standard input."""
+"""A variable of a parent that holds the other end of our standard input."""
 
 LATER = "--later"
-"""In place of flags: the parent says later what is to be served (`onpolicy/rollout/early_server.py`)."""
+"""A flag in place of all others: the parent sends the flags later
+(`onpolicy/rollout/early_server.py`)."""
 
 BEFORE_FLAGS = ("sglang.launch_server", "sglang_patches.plugin")
-"""What `serve` imports first, in its order, which no flag changes: what comes after it is patched."""
+"""The first imports of `serve`, in its order, which no flag changes: later imports are patched."""
 
 RENDEZVOUS_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
-"""SGLang's own. Without it rank 0 opens a store on all interfaces, even for a server of one rank."""
+"""SGLang's variable. Without it rank 0 opens a store on all interfaces, even for a server of one
+rank."""
 
 
 def main(argv: list[str]) -> None:
@@ -56,7 +58,7 @@ def main(argv: list[str]) -> None:
 
 
 def _line() -> bytes:
-    """The line that the parent writes; empty if it has ended."""
+    """Return the line that the parent writes; empty if it has ended."""
     return io.FileIO(sys.stdin.fileno(), closefd=False).readline()
 
 
@@ -65,11 +67,12 @@ def _use(directory: Path) -> None:
 
 
 def _serve_later() -> int:
-    """Import what needs no flags, and serve what the parent says then; its exit code."""
+    """Import everything that needs no flags, serve by the parent's later orders, and return the
+    exit code."""
     told, tell = os.pipe()
 
     def pass_on() -> list[str]:
-        """Tell the server, and write into its log from now on; the secrets."""
+        """Pass the orders to the server, redirect output into its log, and return the secrets."""
         if not (line := _line()):
             return []
         orders = json.loads(line)
@@ -113,14 +116,15 @@ def serve(argv: list[str]) -> None:
 
 
 def import_lightly() -> None:
-    """Have SGLang be imported in a third less time: to be called before it is."""
+    """Make SGLang's import a third faster; call it before the import."""
     collect_rarely()
     # Else SGLang's dumper of tensors imports it, and wandb with it, where they are installed.
     sys.modules["megatron"] = None  # type: ignore[assignment]
 
 
 def _meet_in_a_file(argv: list[str]) -> None:
-    """Let the ranks of a server on one host find each other without a port for everyone to reach."""
+    """Let the ranks of a server on one host meet through a file, without a port that everyone can
+    reach."""
     directory, addresses = (
         os.environ.get(DIRECTORY_VARIABLE),
         ("--dist-init-addr", "--nccl-init-addr"),

@@ -1,8 +1,10 @@
-"""Names what SGLang makes in /dev/shm after the server's private directory, whose owner removes it.
+"""Names of SGLang's objects in /dev/shm, prefixed with the server's private directory, whose owner
+removes them.
 
-Diverges in stock SGLang: the names are random, so nobody can tell whose they are when the processes
+Diverges in stock SGLang: the names are random, so nobody can attribute them after the processes
 were killed, which is how SGLang ends them. Covers its load snapshots and message queues, and all
-semaphores of Python's multiprocessing. Can go when SGLang unlinks shared memory as soon as it is open.
+semaphores of Python's multiprocessing. Can go when SGLang unlinks shared memory as soon as it is
+open.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from onpolicy.system.private_directory import name_semaphores_after
 from sglang_patches import registry
 
 DIRECTORY_VARIABLE = "ONPOLICY_ENGINE_DIRECTORY"
-"""Carries the directory into all processes of a server."""
+"""The variable that carries the directory into all processes of a server."""
 
 PATTERNS = ("NAME*", "sem.NAME*")
-"""What the names look like; see onpolicy/system/private_directory.py."""
+"""Patterns of the names; see onpolicy/system/private_directory.py."""
 
 TARGETS = (
     "sglang.srt.managers.load_snapshot.shm_path_for",
@@ -27,7 +29,7 @@ TARGETS = (
 
 
 def install() -> None:
-    """Does nothing in a server without a directory of its own."""
+    """Hook the names; do nothing in a server without a directory of its own."""
     directory = os.environ.get(DIRECTORY_VARIABLE)
     if directory is None:
         return

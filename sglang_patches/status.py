@@ -1,5 +1,5 @@
-"""Tells the trainer what runs here: contract, self-check digest, patches, weights, cache, versions, and
-which process it is: one that was started again holds other weights, and is in no group.
+"""Status report to the trainer: contract, self-check digest, patches, weights, cache, versions, and
+an id of the process, since a restarted one holds other weights, and is in no group.
 
 Adds the key `onpolicy` to the scheduler's internal state, which GET /server_info returns. It is
 collected in the schedulers, the processes that compute log-probabilities, one per tensor-parallel

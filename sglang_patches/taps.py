@@ -1,15 +1,16 @@
-"""Records what this engine computes, row by row, for `onpolicy explain`: an extension of a server.
+"""Extension of a server that records an engine's computation, row by row, for `onpolicy explain`.
 
 Every forward pass leaves a file of each tensor-parallel rank in a directory
-(`onpolicy.explain.taps.recording`), before any rank answers. While the file `suspect` is there, which
-names one call, its tensors are written beside them.
-A row is known by the tokens up to it, whichever request computed those.
+(`onpolicy.explain.taps.recording`), before any rank answers. While the file `suspect` is there,
+which names one call, its tensors are written beside them. The key of a row is its token prefix,
+whichever request computed it.
 
-An engine without our operators has its own modules recorded, under the names of Hugging Face's. SGLang
-fuses projections that share an input, and a norm with the addition before it. What it fused is taken
-apart by the sizes that its layers know, so that the trainer's rows have counterparts.
-Source: ModelRunner.forward, sglang/srt/model_executor/model_runner.py; sglang/srt/models/qwen3.py and
-its kin; sglang/srt/layers/{linear,layernorm,activation}.py.
+In an engine without our operators its own modules are recorded, under the names of Hugging Face's.
+SGLang fuses projections that share an input, and a norm with the addition before it. Fused results
+are split by the sizes in their layers, so that the trainer's rows have counterparts.
+
+Source: ModelRunner.forward, sglang/srt/model_executor/model_runner.py; sglang/srt/models/qwen3.py
+and its kin; sglang/srt/layers/{linear,layernorm,activation}.py.
 """
 
 from __future__ import annotations
@@ -43,32 +44,33 @@ FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""SGLang's name of layers that it computes at once, and Hugging Face's."""
+"""SGLang's names of fused layers, and Hugging Face's names of their parts."""
 
 MIXTRAL = "block_sparse_moe"
-"""SGLang's name of what transformers 5 calls `mlp` there, too."""
+"""SGLang's name of the module that transformers 5 calls `mlp` here, too."""
 
 Record = tuple[str, str, Sequence[Tensor], Sequence[Tensor]]
-"""What `Recorder.add` is given of a site."""
+"""The arguments of `Recorder.add` for a site."""
 
 Describe = Callable[[Any, Any], list[Record]]
-"""(arguments, output) of a pass of a module -> what is recorded of it."""
+"""A function from (arguments, output) of a module's pass to its records."""
 
 
 class Taps(Extension):
-    """What one process of an engine records, into a directory."""
+    """A recorder of one process of an engine, writing into a directory."""
 
     def __init__(self, directory: str):
         self.directory, self.recorder = Path(directory), Recorder()
         self._prefixes = Prefixes()
         self._asked, self._passes = "", 0
-        self._engine = uuid.uuid4().hex  # those of other hosts write here too
+        self._engine = uuid.uuid4().hex  # engines of other hosts write here too
 
     def around(self, operators: Operators) -> Operators:
         return tapped(operators, self.recorder)
 
     def install(self, contract: NumericsContract) -> None:
-        """Tell the recorder what runs; of an engine without our operators record its own modules."""
+        """Have the recorder follow the running modules; without our operators record the engine's
+        own modules."""
 
         def after_load(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
             self.recorder.rank = rank()
@@ -102,8 +104,8 @@ class Taps(Extension):
 
     def _write(self) -> None:
         calls, self._passes = self.recorder.close(), self._passes + 1
-        # Ranks may be forked with the engine's name. Of several engines all ranks are in one order, so
-        # that of a prefix that several computed one engine's rows are the last, on every rank.
+        # Ranks may be forked with the engine's name. All ranks order the files of several engines alike,
+        # so for a prefix that several engines computed, the last rows are one engine's on every rank.
         process = f"{os.getppid()}_{os.getpid()}_{self._engine}"
         write_calls(calls, self.directory / f"{self._passes:08d}_{process}.pass")
         if self.recorder.evidence is not None:
@@ -113,7 +115,8 @@ class Taps(Extension):
 
 
 class Prefixes:
-    """The keys of one process's batches, every one of which it must see.
+    """The map from each row of a process's batches to the key of its token prefix; it must see
+    every batch.
 
     A prefix may come from the cache, so the key of every cache slot's token is remembered, and a
     sequence goes on from the key of its last cached slot.
@@ -141,7 +144,7 @@ class Prefixes:
 def watch_stock(model: Any, recorder: Recorder, blocks: int) -> None:
     """Record a model of SGLang's own from now on; a module of an unknown kind is left out.
 
-    blocks: those of the trainer's sums, by which it names the linears that make them.
+    blocks: the blocks of the trainer's sums, which decide the names of row-parallel linears.
     """
     for name, module in model.named_modules():
         if (known := name.removeprefix("model.")) != name:
@@ -182,15 +185,15 @@ def _linear(name: str, operator: str, module: Any, args: Any, out: Tensor) -> li
 
 
 def _norm(name: str, args: Any, out: Any) -> Record:
-    """A norm that adds before it normalises returns the sum, too: that is what it normalised."""
+    """Return the record of a norm; one that adds first also returns the sum, which is its input."""
     normed, given = out if isinstance(out, tuple) else (out, args[0])
     return name, "rms_norm", (given,), (normed,)
 
 
 def _on_output(module: nn.Module, recorder: Recorder, describe: Describe) -> None:
-    """Record what is described of each pass.
+    """Record the descriptions of each pass of a module.
 
-    Arguments are looked at before, too: a kernel may write its result over them.
+    Arguments are copied before the pass, too: a kernel may write its result over them.
     """
     before: list[Any] = []
 
@@ -208,7 +211,8 @@ def _on_output(module: nn.Module, recorder: Recorder, describe: Describe) -> Non
 
 
 def _watch_head(model: Any, recorder: Recorder) -> None:
-    """The logits processor takes the rows that need logits itself, and projects them."""
+    """Record the head: the logits processor selects the rows that need logits itself, and projects
+    them."""
     processor = model.logits_processor
     compute = processor._compute_lm_head
 

@@ -1,9 +1,9 @@
-"""The tensor-parallel ranks of this engine: how they sum, and what they say of themselves together.
+"""Tensor-parallel ranks of this engine: their sums, and their joint report.
 
-A sum over a K that ranks share is an all-reduce of rounded parts in stock SGLang, so its bits depend
-on the number of ranks. `RowParallel` makes it a tree of blocks whose number the contract fixes; see
-onpolicy/ops/row_parallel.py. Each rank holds other shards and checks them itself, but only rank 0
-answers the trainer.
+A sum over a K that ranks share is an all-reduce of rounded parts in stock SGLang, so its bits
+depend on the number of ranks. `RowParallel` makes it a tree of blocks whose number the contract
+fixes; see onpolicy/ops/row_parallel.py. Each rank holds other shards and checks them itself, but
+only rank 0 answers the trainer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from onpolicy.ops.row_parallel import RowParallel
 
 
 def row_parallel(contract: NumericsContract) -> RowParallel:
-    """How the ranks of this engine share the blocks of a sum; needs SGLang's groups."""
+    """Return how this engine's ranks share the blocks of a sum; needs SGLang's groups."""
     group = _group()
     return RowParallel(
         contract.row_parallel_blocks, group.device_group if group.world_size > 1 else None
@@ -27,30 +27,29 @@ def row_parallel(contract: NumericsContract) -> RowParallel:
 
 
 def rank() -> int:
-    """This process's rank in the tensor-parallel group."""
+    """Return this process's rank in the tensor-parallel group."""
     rank: int = _group().rank_in_group
     return rank
 
 
 def wait_for_all_ranks() -> None:
-    """Collective."""
+    """Wait for all ranks. Collective."""
     group = _group()
     if group.world_size > 1:
         dist.barrier(group.cpu_group)
 
 
 def summed(part: torch.Tensor) -> torch.Tensor:
-    """What the parts of all ranks add up to, as stock SGLang adds them. Collective."""
+    """Return the sum of all ranks' parts, as stock SGLang adds them. Collective."""
     own = part.clone()  # SGLang may write over what it is given
     total: torch.Tensor = _group().all_reduce(own)
     return total
 
 
 def shard(tensor: torch.Tensor, like: torch.Tensor, rank: int) -> torch.Tensor:
-    """The part of a whole tensor that the parameter `like` of a rank holds.
+    """Return the shard of a whole tensor that a rank's parameter `like` holds.
 
-    An axis of another size is shared in equal parts, of which the last ones may be padded (a
-    vocabulary).
+    An axis of another size is sharded equally, and the last shards may be padded (a vocabulary).
     """
     for axis, (whole, mine) in enumerate(zip(tensor.shape, like.shape, strict=True)):
         if whole != mine:
@@ -60,7 +59,7 @@ def shard(tensor: torch.Tensor, like: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def own_part(x: torch.Tensor, size: int) -> torch.Tensor:
-    """This rank's `size` columns of [T, columns], if it has those of all ranks."""
+    """Return this rank's `size` columns of [T, columns], if `x` has the columns of all ranks."""
     group = _group()
     if group.world_size == 1 or x.shape[-1] != size * group.world_size:
         return x
@@ -68,7 +67,7 @@ def own_part(x: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def report_of_all_ranks(report: dict[str, Any]) -> dict[str, Any]:
-    """`report`; where ranks differ, one text with what each of them says. Collective.
+    """Return `report`; where ranks differ, one text with each rank's value. Collective.
 
     That text is no digest, so the trainer refuses the engine and shows the text.
     """
@@ -80,7 +79,8 @@ def report_of_all_ranks(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def agreed(values: Sequence[Any]) -> Any:
-    """The value that all of `values` have, key by key in dictionaries; if they differ, a text of all."""
+    """Return the common value of `values`, key by key in dictionaries; if they differ, a text with
+    all."""
     first = values[0]
     if all(isinstance(value, dict) and value.keys() == first.keys() for value in values):
         return {key: agreed([value[key] for value in values]) for key in first}

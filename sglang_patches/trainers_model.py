@@ -1,13 +1,13 @@
-"""What the engine's model takes from the trainer's, built here as the trainer builds it: on a CPU.
+"""Parts of the trainer's model for the engine's, built here as the trainer builds it: on a CPU.
 
-SGLang builds the same model on the device it serves from, drops the part that makes logits, and keeps
+SGLang builds the same model on the device it serves from, drops the part that makes logits, and handles
 buffers and logits in its own way.
 
 - On a GPU the inverse rotary frequencies are powers computed by that GPU, and a CPU rounds some of them
   otherwise. So loaded buffers are overwritten, with the trainer's.
 - The transformers backend leaves out the bias of the output projection (Phi, Phi-3.5-MoE), and its
   loader then finds no place for the weights.
-- What the model does to its logits is in lm_head.py.
+- The treatment of logits is in lm_head.py.
 
 Source: DefaultModelLoader.load_model, sglang/srt/model_loader/loader.py; CausalMixin.__init__,
 sglang/srt/models/transformers.py. Can go when SGLang builds buffers on the CPU, and asks the model for a
@@ -45,7 +45,7 @@ def install() -> None:
 
 
 def trainers_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The model of an engine's configuration, without weights."""
+    """Return the model of an engine's configuration, without weights."""
     # SGLang trusted the checkpoint's code, if there is any, when it built the model itself.
     with torch.device("cpu"):
         return empty_causal_lm(
@@ -64,8 +64,8 @@ def _add_bias(result: Any, model: Any, *_: Any, **__: Any) -> Any:
 
 
 def use_cpu_buffers(model: PreTrainedModel, trainers: PreTrainedModel) -> None:
-    """Overwrite the buffers of a decoder, a Hugging Face base model, with those of the trainer's; but
-    not those that a checkpoint brought, of which the trainer's has none here."""
+    """Overwrite the buffers of a decoder, a Hugging Face base model, with the trainer's; except
+    buffers from the checkpoint, which the trainer's model lacks here."""
     held, stored = dict(model.named_buffers()), trainers.base_model.state_dict().keys()
     for name, buffer in trainers.base_model.named_buffers():
         if name not in held or held[name].dtype != buffer.dtype:

@@ -1,4 +1,4 @@
-"""Which SGLang versions this plug-in supports. A feature in which they differ is asked for here."""
+"""Supported SGLang versions. Features in which they differ are detected here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SUPPORTED = ("0.5.21", "0.5.22", "0.5.23")
 
 
 def sglang_version() -> str:
-    """The installed SGLang version. Raises ContractError if there is none or it is not supported."""
+    """Return the installed SGLang version. Raises ContractError if it is missing or not supported."""
     try:
         installed = version("sglang")
     except PackageNotFoundError as error:

@@ -1,11 +1,11 @@
-"""Checks that the weights an engine holds are, bit for bit, the ones that were pushed to it.
+"""Check that the weights an engine holds are, bit for bit, the ones that were pushed to it.
 
-SGLang answers "Success" when its loader returned; a name it did not know is only logged. Every load
-is watched here: the tensors that arrive are hashed under their Hugging Face names, and where the
-model keeps a parameter of that name, the stored bits are compared with the ones that arrived. The
-digest of the last push is reported (see status.py) and the trainer compares it with its own. A tied
-output projection has no tensor of its own to arrive: some of SGLang's models have one all the same,
-and leave it empty (Qwen3MoeForCausalLM).
+SGLang answers "Success" when its loader returned; an unknown name is only logged. Every load is
+watched here: the arriving tensors are hashed under their Hugging Face names, and where the model
+keeps a parameter of that name, the stored bits are compared with the ones that arrived. The digest
+of the last push is reported (see status.py) and the trainer compares it with its own. A tied output
+projection has no tensor of its own to arrive: some of SGLang's models have one all the same, and
+leave it empty (Qwen3MoeForCausalLM).
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def install(contract: NumericsContract) -> None:
 
 
 def _load_here(original: Any, updater: Any, flattened_tensor_bucket_dict: dict[str, Any]) -> Any:
-    """Bring a bucket of bytes to the engine's device in one piece; SGLang would read it where it lies,
-    in a host's memory or another GPU's, tensor by tensor."""
+    """Copy a bucket of bytes to the engine's device in one piece; SGLang would read it in place,
+    from a host's memory or another GPU's, tensor by tensor."""
     data = flattened_tensor_bucket_dict["flattened_tensor"].to(updater.device)
     return original(updater, {**flattened_tensor_bucket_dict, "flattened_tensor": data})
 
 
 def watch_loads(model: Any, *, rounds: bool) -> None:
-    """Check and report what `model` loads from now on.
+    """Check and report everything that `model` loads from now on.
 
-    `rounds`: a stock engine may hold a tensor in a narrower dtype than the one it was pushed in.
+    `rounds`: a stock engine may hold a tensor in a narrower dtype than the pushed one.
     """
     held = HeldWeights(model, rounds=rounds)
     load_weights, registry.report["weights"] = model.load_weights, held.proof
@@ -71,22 +71,22 @@ def watch_loads(model: Any, *, rounds: bool) -> None:
 
 
 class HeldWeights:
-    """What was pushed to a model, and whether it still holds those bits.
+    """The weights pushed to a model, and a check that it still holds their bits.
 
-    A push brings what was trained since the last one. What is not trained came with the first, and is
-    hashed again where it lies whenever a push is proved.
+    A push brings the weights trained since the last one. Untrained weights came with the first
+    push, and are hashed again in place whenever a push is verified.
     """
 
     def __init__(self, model: Any, *, rounds: bool):
         self._model, self._rounds = model, rounds
         self.arrived, self._shards = WeightDigest(), WeightDigest()
         self._whole: dict[str, torch.Tensor] = {}
-        """Tensors without memory: the dtype and the shape of what was pushed."""
+        """Tensors without memory: the dtype and the shape of each pushed tensor."""
         self._fresh: set[str] = set()
         self._proof = self.arrived.hexdigest()
 
     def take(self, arrived: dict[str, torch.Tensor]) -> None:
-        """Note what was loaded. Raises WeightSyncError if the model holds other bits."""
+        """Record loaded tensors. Raises WeightSyncError if the model holds other bits."""
         for name, stored, tensor in self._pairs(arrived):
             _require_same(name, stored, tensor, self._rounds)
             self._whole[name] = arrived[name].to("meta")
@@ -95,9 +95,10 @@ class HeldWeights:
         self._fresh |= arrived.keys()
 
     def proof(self) -> str:
-        """The digest of all that was pushed; in its place a text that names what the model does not hold
-        any more, or, where it is aligned, does not show."""
+        """Return the digest of all pushed weights; in its place a text that names weights which the
+        model no longer holds or, if it is aligned, does not expose."""
         if self._fresh:
+            # Weights that were not pushed anew must still have their old bits.
             changed = self._changed(self.arrived.hashes().keys() - self._fresh)
             self._fresh.clear()
             said = f"changed since it was pushed: {', '.join(changed)}"
@@ -105,7 +106,7 @@ class HeldWeights:
         return self._proof
 
     def _changed(self, names: Iterable[str]) -> list[str]:
-        """Those of earlier pushes whose bits are not what they were."""
+        """Return the names from earlier pushes whose bits have changed."""
         before, now = {**self.arrived.hashes(), **self._shards.hashes()}, WeightDigest()
         kept = {name: self._whole[name] for name in names if name in self._whole}
         for name, stored, like in self._pairs(kept):
@@ -120,10 +121,10 @@ class HeldWeights:
     def _pairs(
         self, tensors: dict[str, torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Names, what the model holds of each, and this rank's shard of the tensor.
+        """Yield the name, the model's own tensor, and this rank's shard of each pushed tensor.
 
-        What SGLang's own models fuse has other names. One of 8 bits was quantised by SGLang on its way
-        in and holds other bits by design.
+        Tensors that SGLang's own models fuse have other names and are skipped, as are 8-bit
+        parameters, which SGLang quantised on loading and which hold other bits by design.
         """
         parameters = held_tensors(self._model)
         if not tensors.keys() <= parameters.keys():
@@ -174,8 +175,8 @@ def _require_same(name: str, stored: torch.Tensor, expected: torch.Tensor, round
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype are the same bytes; in words, which takes a fraction of the time
-    of comparing numbers."""
+    """Return whether two tensors of one dtype are the same bytes; compared as 8-byte words, which
+    is much faster than comparing numbers."""
     if a.shape != b.shape:
         return False
     flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b)]

@@ -1,11 +1,13 @@
-"""Decides which calls a server answers, and by which key. In every contract.
+"""Authorisation: the calls that a server answers, and the key for each. In every contract.
 
-SGLang has two keys and gives each its own calls, so that a run would need both; `/server_info` shows
-both to a client; and any control call is answered that comes with the right one. Here the key of runs is
-good for every call that is answered at all and the key of clients for samples alone. Control calls that
-no run makes are refused whoever asks: one of them writes requests into any directory that it names.
-Public reports: sgl-project/sglang #30166 and #37457 (keys in /server_info), vllm-project/vllm #58144 (a
-second address of a call, for which no key is asked).
+SGLang has two keys and gives each its own calls, so that a run would need both; `/server_info`
+shows both to a client; and any control call with the right key is answered. Here the key of runs is
+valid for every call that is answered at all and the key of clients for samples alone. Control calls
+that no run makes are refused with any key: one of them writes requests into any directory that it
+names.
+
+Public reports: sgl-project/sglang #30166 and #37457 (keys in /server_info),
+vllm-project/vllm #58144 (a second address of a call, for which no key is asked).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ MIDDLEWARE = "sglang.srt.utils.auth.add_api_key_middleware"
 SERVER_INFO = "sglang.srt.sampling.watermarking.core.redact_watermark_secrets"
 
 OPEN = frozenset({"/health", "/health_generate", "/ready", "/metrics", "/metrics/"})
-"""Calls that need no key, as those who watch a server expect."""
+"""Calls that need no key, as monitoring expects."""
 
 OF_RUNS = frozenset({
     "/abort_request", "/flush_cache", "/update_weight_version",
@@ -44,11 +46,11 @@ OF_CLIENTS = frozenset({
     "/v1/score", "/v1/systemone", "/v1/tokenize",
     "/api/chat", "/api/generate", "/api/show", "/api/tags", "/invocations", "/vertex_generate",
 })  # fmt: skip
-"""Calls that sample, count or tell, and leave no change behind. SGLang's own idea of them is not asked:
-it takes /open_session for one, and no route of an included router is known to it for a control call."""
+"""Calls that sample, count or report, and change nothing. SGLang's own classification is not used:
+it includes /open_session, and recognises no route of an included router as a control call."""
 
 BELOW_CLIENTS = ("/v1/models/", "/v1/responses/")
-"""Where the rest of a path is a name."""
+"""Prefixes of paths that end with a name."""
 
 UNAUTHORIZED, FORBIDDEN = 401, 403
 
@@ -61,7 +63,7 @@ def install() -> None:
 
 
 def add_guard(app: Any, *, api_key: str | None, admin_api_key: str | None) -> None:
-    """Have every request to `app` pass `refusal`. With one key that one is good for both."""
+    """Have every request to `app` pass `refusal`. A single key is valid for both kinds of calls."""
     app.add_middleware(
         _Guard,
         routes=lambda: app.router.routes,
@@ -71,7 +73,7 @@ def add_guard(app: Any, *, api_key: str | None, admin_api_key: str | None) -> No
 
 
 class _Guard:
-    """ASGI middleware that answers what is refused, and hands on the rest."""
+    """ASGI middleware that answers refused requests, and passes on the rest."""
 
     def __init__(
         self,
@@ -99,14 +101,14 @@ class _Guard:
         return refusal(path, self._is_known(scope), _key(scope), *self._keys)
 
     def _is_known(self, scope: Any) -> bool:
-        """Return whether SGLang has an answer to a call, of this method or another."""
+        """Return whether SGLang has a route for the path, with any method."""
         from starlette.routing import Match
 
         return any(route.matches(scope)[0] != Match.NONE for route in self._routes())
 
 
 def _answer(status: int, message: str) -> Any:
-    """Return the answer of a call that is refused, in the form of OpenAI's."""
+    """Return the response to a refused call, in OpenAI's form."""
     from starlette.responses import JSONResponse
 
     kind = "authentication_error" if status == UNAUTHORIZED else "permission_error"
@@ -116,9 +118,9 @@ def _answer(status: int, message: str) -> Any:
 def refusal(
     path: str, is_known: bool, key: str, key_of_runs: str, key_of_clients: str
 ) -> tuple[int, str] | None:
-    """Return (HTTP status, message) for a call that is refused, None for one that is handed on.
+    """Return (HTTP status, message) for a refused call, None for one that is passed on.
 
-    `is_known`: whether SGLang has an answer to it; what it has none to gets its 404.
+    `is_known`: whether SGLang has a route for it; without one SGLang answers 404.
     """
     if path in OPEN:
         return None
@@ -146,7 +148,7 @@ def refusal(
 
 
 def _same(given: str, key: str) -> bool:
-    """Compare in a time that tells nothing of the key."""
+    """Compare keys in constant time."""
     return bool(key) and secrets.compare_digest(given.encode(), key.encode())
 
 
@@ -160,15 +162,15 @@ def _key(scope: Any) -> str:
 
 
 def _path(scope: Any) -> str:
-    """Return a call's path in the server, by its request line alone: a `Host` header is part of what
-    Starlette takes for the URL."""
+    """Return a call's path in the server, from its request line alone: Starlette's URL depends on
+    the `Host` header."""
     root, path = scope.get("root_path", "").rstrip("/"), str(scope["path"])
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
 def _without_secrets(told: Any, *_: Any, **__: Any) -> Any:
-    """Return what /server_info tells less the values of keys and the command that was given them, which
-    each scheduler tells too."""
+    """Return the data of /server_info without the values of keys and without the launch command,
+    which contains them and which each scheduler reports too."""
     if isinstance(told, list):
         return [_without_secrets(each) for each in told]
     if not isinstance(told, dict):

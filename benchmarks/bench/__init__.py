@@ -1,1 +1,1 @@
-"""What `onpolicy bench` measures: two kinds of operators, or two training engines, side by side."""
+"""Measurements of `onpolicy bench`: two kinds of operators, or two training engines, side by side."""

@@ -1,8 +1,9 @@
-"""`onpolicy bench agents`: episodes of several turns, whose tools answer when they do.
+"""`onpolicy bench agents`: episodes of several turns with tools of varying latency.
 
-Latencies are Pareto-distributed, cut at a limit of time as tools have one; episode and turn decide them.
-Each kind of operators is measured in two ways. Free: an episode, in a worker process, goes on as soon as
-its tool has answered. Turn by turn: all sample, all tools answer, and then all sample again.
+Latencies are Pareto-distributed, cut at a time limit as tools have one, and are a function of
+episode and turn. Each kind of operators is measured in two ways. Free: an episode, in a worker
+process, goes on as soon as its tool has answered. Turn by turn: all sample, all tools answer, and
+then all sample again.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from onpolicy.trajectory import UNPUSHED, Trajectory
 from onpolicy.types import Prompt, Request
 
 SHAPE = 1.2
-"""The Pareto distribution's: its mean is finite, its variance is not."""
+"""The shape of the Pareto distribution: its mean is finite, its variance is not."""
 
 ANSWERED = 4
-"""A tool's answer is a quarter of the turn's tokens."""
+"""The divisor of a turn's tokens: a tool's answer is a quarter of them."""
 
 HANG_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tool:
-    """What follows each turn of `sampled` tokens: so many seconds, and then `answer`."""
+    """A tool that after each turn of `sampled` tokens takes some seconds, and then gives `answer`."""
 
     num_turns: int
     sampled: int
@@ -52,13 +53,13 @@ class Tool:
     most: float
 
     def seconds(self, episode: int, turn: int) -> float:
-        """How long it takes."""
+        """Return the latency of a call in seconds."""
         drawn = random.Random(f"{episode}/{turn}").paretovariate(SHAPE)
         return min(self.least * drawn, self.most)
 
 
 def tool_of(config: BenchConfig) -> Tool:
-    """A tool that takes its part of --max-new-tokens."""
+    """Return a tool whose answers take their part of --max-new-tokens."""
     tokens = config.max_new_tokens // config.num_turns
     answered = tokens // ANSWERED
     return Tool(
@@ -71,7 +72,7 @@ def tool_of(config: BenchConfig) -> Tool:
 
 
 async def play(turns: Turns, prompt: Prompt, *, tool: Tool) -> Episode:
-    """An episode, in a worker process."""
+    """Play an episode, in a worker process."""
     for turn in range(tool.num_turns):
         await turns.sample(max_tokens=tool.sampled)
         await asyncio.sleep(tool.seconds(prompt.index, turn))
@@ -80,8 +81,9 @@ async def play(turns: Turns, prompt: Prompt, *, tool: Tool) -> Episode:
 
 
 def bench_agents(config: BenchConfig) -> dict[str, Any]:
-    """For each kind of operators the seconds of all episodes, free and turn by turn; `ratio`, how many
-    times as fast the free ones are; and whether both sampled the same tokens with the same bits."""
+    """Return for each kind of operators the seconds of all episodes, free and turn by turn;
+    `ratio`, the speedup of the free ones; and whether both sampled the same tokens with the same
+    bits."""
     vocab_size, tool = load_config(config.model.hf_checkpoint).vocab_size, tool_of(config)
     prompts, requests = random_prompts(config, vocab_size), random_requests(config, vocab_size)
     work = list(zip(prompts, requests, strict=True))
@@ -108,7 +110,7 @@ def bench_agents(config: BenchConfig) -> dict[str, Any]:
 
 
 class Measured(NamedTuple):
-    """All episodes, drawn once."""
+    """One measurement of all episodes."""
 
     seconds: float
     trajectories: list[Trajectory]
@@ -118,7 +120,7 @@ Work = Sequence[tuple[Prompt, Request]]
 
 
 def draw_freely(group: RolloutGroup, work: Work, rollouter: Rollouter) -> Measured:
-    """Each episode goes on when its tool has answered."""
+    """Sample episodes that go on as soon as their own tool has answered."""
     _flush(group)
     started = time.perf_counter()
     episodes = [OpenEpisode(rollouter, prompt, request) for prompt, request in work]
@@ -127,7 +129,7 @@ def draw_freely(group: RolloutGroup, work: Work, rollouter: Rollouter) -> Measur
 
 
 def draw_turn_by_turn(group: RolloutGroup, work: Work, tool: Tool) -> Measured:
-    """All episodes go on when all tools have answered, which work beside each other."""
+    """Sample episodes that go on when all tools, which work in parallel, have answered."""
     _flush(group)
     started = time.perf_counter()
     so_far = [Trajectory.begin(prompt.prompt_ids) for prompt, _ in work]
@@ -150,7 +152,7 @@ def draw_turn_by_turn(group: RolloutGroup, work: Work, tool: Tool) -> Measured:
 
 
 def compare(free: Sequence[Measured], in_turns: Sequence[Measured]) -> dict[str, Any]:
-    """The result of one kind of operators."""
+    """Return the result of one kind of operators."""
     pairs = list(zip(free, in_turns, strict=True))
     return {
         "free": [one.seconds for one, _ in pairs],

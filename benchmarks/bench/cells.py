@@ -1,4 +1,4 @@
-"""What `onpolicy bench decode` measures: batches of contexts that a model and a cache hold."""
+"""Cells of `onpolicy bench decode`: batches of contexts that fit a model and a cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNLIMITED = 1 << 62
 
 
 class Cell(NamedTuple):
-    """Sequences that a server prefills and decodes together."""
+    """A batch of sequences that a server prefills and decodes together."""
 
     batch_size: int
     context_len: int
@@ -30,7 +30,8 @@ class Cell(NamedTuple):
 def cells(
     config: BenchConfig, context: int, cache_tokens: int = UNLIMITED
 ) -> tuple[list[Cell], list[dict[str, Any]]]:
-    """Those that a model's context and a cache of so many tokens hold; the others with `why` not."""
+    """Return the cells that fit a model's context and a cache of so many tokens, and the others
+    with the reason in `why`."""
     fitting, others = [], []
     for cell in (Cell(b, c) for c in config.context_lens for b in config.batch_sizes):
         length = cell.context_len + config.max_new_tokens
@@ -46,7 +47,8 @@ def cells(
 
 
 def fit_decode(config: BenchConfig, hf_config: PretrainedConfig) -> BenchConfig:
-    """What is measured, and the most and the longest prompts of it, which servers are made for.
+    """Return the configuration with the largest batch and the longest prompts, for which servers
+    are made.
 
     Raises ConfigError as `require_cells` does.
     """
@@ -61,7 +63,7 @@ def fit_decode(config: BenchConfig, hf_config: PretrainedConfig) -> BenchConfig:
 
 
 def require_cells(config: BenchConfig, context: int, cache_tokens: int) -> list[Cell]:
-    """What can be measured. Raises ConfigError if nothing can."""
+    """Return the cells that can be measured. Raises ConfigError if there are none."""
     fitting, others = cells(config, context, cache_tokens)
     if not fitting:
         lens, sizes = (" ".join(map(str, x)) for x in (config.context_lens, config.batch_sizes))
@@ -73,7 +75,8 @@ def require_cells(config: BenchConfig, context: int, cache_tokens: int) -> list[
 
 
 def decode_work(config: BenchConfig, fitting: list[Cell], num_measured: int) -> Work:
-    """The work of all repetitions of all cells on `num_measured` servers, and one more of each."""
+    """Return the work of all repetitions of all cells on `num_measured` servers, and one more of
+    each."""
     times = num_measured * (1 + config.repetitions)
     return Work(
         scored=times * sum(cell.batch_size * cell.context_len for cell in fitting),

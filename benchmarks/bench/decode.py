@@ -1,7 +1,7 @@
 """`onpolicy bench decode`: prefill and decoding of whole SGLang servers, by batch size and context.
 
-Prompts are sent twice: once for one token each, which is their prefill, and once for all tokens, when
-the server has their keys and values already, so that the second time is decoding alone.
+Prompts are sent twice: once for one token each, which measures prefill, and once for all tokens,
+with their keys and values in the server's cache, which measures decoding alone.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ PHASES = ("prefill", "decode")
 
 
 def bench_decode(config: BenchConfig) -> dict[str, Any]:
-    """Tokens per second of either phase, for each cell and each kind of operators.
+    """Return tokens per second of either phase, for each cell and each kind of operators.
 
-    What does not fit a server's cache is named under `not_measured`.
+    Cells that do not fit a server's cache are under `not_measured`.
     """
     hf_config = load_config(config.model.hf_checkpoint)
     with servers(config) as (groups, cache_tokens):
@@ -63,7 +63,7 @@ def _measured(
 
 
 class _Measure:
-    """Both phases of one batch on one server, in tokens per second."""
+    """A measurement of both phases of one batch on one server, in tokens per second."""
 
     def __init__(self, config: BenchConfig, vocab_size: int, group: RolloutGroup):
         self.group = group

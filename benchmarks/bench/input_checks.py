@@ -1,4 +1,4 @@
-"""Whether a benchmark can run, before it starts anything."""
+"""Check that a benchmark can run, before it starts anything."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from onpolicy.run.launch.process_memory import ProcessMemory
 
 
 def check_inputs(config: BenchConfig) -> BenchConfig:
-    """What is measured. Raises ConfigError for whatever an engine could not run; starts nothing."""
+    """Return the configuration to measure. Raises ConfigError for inputs that an engine could not
+    run."""
     hf_config = load_config(config.model.hf_checkpoint)
     fit = fit_decode if config.what == "decode" else fit_bench
     config = fit(config, hf_config)
@@ -85,7 +86,8 @@ def _work(config: BenchConfig, hf_config: PretrainedConfig, spec: EngineSpec) ->
 
 
 def num_measured(config: BenchConfig, device: str) -> int:
-    """Things that are measured side by side: kinds of operators, training engines, or schedules."""
+    """Return the number of things measured side by side: kinds of operators, training engines, or
+    schedules."""
     if config.longest_response is not None:
         return len(schedules(config))
     return len(kinds(config, device))
@@ -94,6 +96,6 @@ def num_measured(config: BenchConfig, device: str) -> int:
 def processes(
     config: BenchConfig, memory: RunMemory, ranks: int, servers: int
 ) -> list[ProcessMemory]:
-    """What so many ranks and servers of each thing that is measured hold: all are there at once."""
+    """Return the memory of the processes of all measured things, which run at the same time."""
     count = num_measured(config, memory.spec.contract.device)
     return memory.sides(count * ranks, count * servers)

@@ -18,14 +18,15 @@ from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.cluster_engines import MakeEngines, on_cluster
 
 PHASES = {"rollout": "drawing", "train": "train", "push": "push"}
-"""What of a step is shown, and where it is kept."""
+"""The phases of a step in the result, and the fields that hold them."""
 
 
 def bench_loop(config: BenchConfig) -> dict[str, Any]:
-    """Sampled tokens per second of whole steps, for each kind of operators, and what each phase took.
+    """Return sampled tokens per second of whole steps for each kind of operators, and seconds per
+    phase.
 
-    Stock engines do what their mismatch asks for: the trainer computes the log-probabilities of the
-    samples once more, and weighs them by token (--use-tis).
+    Stock engines do the extra work that their mismatch requires: the trainer recomputes the
+    log-probabilities of the samples, and weights them by token (--use-tis).
     """
     hf_config = load_config(config.model.hf_checkpoint)
     backend = backends(config)[0]
@@ -54,7 +55,7 @@ def started_run(
     kind: str,
     make_engines: MakeEngines = EnginePair,
 ) -> AbstractContextManager[MeasuredRun]:
-    """A run on one kind of operators, whose responses all have --max-new-tokens."""
+    """Return a run on one kind of operators, whose responses all have --max-new-tokens."""
     train_config, _ = setting(config, hf_config, kind, backends(config)[0])
     length = config.max_new_tokens
     rollout = replace(train_config.rollout, rollout_max_response_len=length)

@@ -1,4 +1,4 @@
-"""A training run whose steps are measured: the loop's own, taken one at a time."""
+"""Training run whose steps are measured: the loop's own steps, taken one at a time."""
 
 from __future__ import annotations
 
@@ -28,19 +28,18 @@ from onpolicy.types import Prompt, Sample, SampleGroup
 LEARNING_RATE = 1e-6
 
 MORE_STEPS = 8
-"""A run under a lag draws less in its last steps, so these come after the measured ones, and are not
-taken."""
+"""Steps after the measured ones, which are not taken: under a lag the last steps sample less."""
 
 
 class MeasuredRun(Run):
-    """A run that keeps what each of its steps took."""
+    """A run that records the times of each of its steps."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.steps: list[dict[str, float]] = []
 
     def step(self) -> float:
-        """Take the next step; sampled tokens per second of it all."""
+        """Take the next step; return the sampled tokens per second of the whole step."""
         take_step(self, len(self.steps))
         return self.steps[-1]["tokens"] / self.steps[-1]["step"]
 
@@ -58,7 +57,8 @@ class MeasuredRun(Run):
 
 
 class ForcedLengths(Rollouter):
-    """A response to each prompt, of a length that its seed decides and no stop token."""
+    """A rollouter of single responses, of a length that the seed determines and without stop
+    tokens."""
 
     def __init__(self, length: Callable[[int], int]):
         self._length = length
@@ -73,7 +73,8 @@ class ForcedLengths(Rollouter):
 
 
 class EvenTokens(Scorer):
-    """The share of even tokens, without processes of its own: a signal that random weights have."""
+    """A scorer of the share of even tokens, without processes of its own: a signal that random
+    weights have."""
 
     def score(self, groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
         for sample in chain.from_iterable(groups):
@@ -92,7 +93,7 @@ def measured_run(
     rollouter: Rollouter,
     num_steps: int,
 ) -> Iterator[MeasuredRun]:
-    """A run that has begun, in a directory of its name, of which `num_steps` are to be taken."""
+    """Yield a run that has begun, in a directory of its name, for `num_steps` steps."""
     made = replace(
         train_config,
         rollout=replace(train_config.rollout, num_rollout=num_steps + MORE_STEPS),
@@ -107,7 +108,7 @@ def measured_run(
         eval_sets={},
         stop_token_ids=(),
     )
-    silent = Console(quiet=True)  # several runs take turns, and standard output is the result's
+    silent = Console(quiet=True)  # several runs take turns, and standard output holds the result
     with MeasuredRun(
         made,
         inputs,

@@ -1,5 +1,5 @@
-"""A trainer in a process of its own, on libraries as they come: MKL is not asked there for what
-`onpolicy` asks it for, and no user of stock PyTorch does."""
+"""Trainer in a process of its own, on libraries with their defaults: `onpolicy` sets MKL's mode,
+and users of stock PyTorch do not."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ T = TypeVar("T")
 MakeTrainer = Callable[[], PolicyTrainer]
 
 Ask = Callable[[Callable[[PolicyTrainer], Any]], Any]
-"""What a function says of a trainer, wherever that is. It is pickled: a module has it by name."""
+"""A function that calls another function on a trainer, wherever that is, and returns the result.
+The function is pickled, so a module must have it by name."""
 
 
 @contextmanager
 def trainer_apart(make: MakeTrainer) -> Iterator[Ask]:
-    """Have a trainer made and asked in another process, which ends with this."""
+    """Make a trainer in another process, and yield a function that calls functions on it."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, make), daemon=True)
@@ -64,5 +65,5 @@ def _serve(pipe: Connection, make: MakeTrainer) -> None:
 
 
 def mkl_mode(_: PolicyTrainer) -> str | None:
-    """Return what the environment of this process asks MKL for."""
+    """Return the MKL mode in the environment of this process."""
     return os.environ.get(STRICT_SUMS[0])

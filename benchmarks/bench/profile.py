@@ -18,7 +18,7 @@ Seconds = Mapping[tuple[str, str], float]
 def profile(
     measures: Mapping[str, Callable[[], Seconds]], repetitions: int
 ) -> list[dict[str, Any]]:
-    """Profile both sides in turns: for each row its medians, and the ratio of neighbours.
+    """Profile both sides in turns: return each row's medians, and the ratio of neighbours.
 
     A ratio is the second side's time over the first's: throughput of the first over the second's.
     """
@@ -52,7 +52,7 @@ def _row(name: str, phase: str, runs: Mapping[str, Sequence[float]]) -> dict[str
 
 
 def table(rows: Sequence[Mapping[str, Any]], sides: Sequence[str]) -> str:
-    """A few lines for a terminal: milliseconds of each side, and the ratio."""
+    """Return a few lines for a terminal: milliseconds of each side, and the ratio."""
     return "\n".join(_lines(rows, sides))
 
 

@@ -1,4 +1,4 @@
-"""What the engines of a benchmark are asked for: the same for both kinds of operators."""
+"""Requests to the engines of a benchmark, the same for both kinds of operators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onpolicy.types import Prompt, Request, SamplingParams
 
 
 def random_requests(config: BenchConfig, vocab_size: int) -> list[Request]:
-    """One for each of `random_prompts`, with the seed of its number."""
+    """Return one request for each of `random_prompts`, with the seed of its index."""
     params = sampling_params(config)
     return [
         Request(
@@ -23,7 +23,7 @@ def random_requests(config: BenchConfig, vocab_size: int) -> list[Request]:
 
 
 def random_prompts(config: BenchConfig, vocab_size: int) -> list[Prompt]:
-    """--num-prompts prompts of --prompt-len tokens."""
+    """Return --num-prompts prompts of --prompt-len tokens."""
     rng = random.Random(0)
     prompts = [
         [rng.randrange(vocab_size) for _ in range(config.prompt_len)]
@@ -33,7 +33,7 @@ def random_prompts(config: BenchConfig, vocab_size: int) -> list[Prompt]:
 
 
 def sampling_params(config: BenchConfig) -> SamplingParams:
-    """Every response has exactly --max-new-tokens."""
+    """Return parameters by which every response has exactly --max-new-tokens."""
     return SamplingParams(
         temperature=1.0,
         max_new_tokens=config.max_new_tokens,

@@ -27,7 +27,7 @@ from onpolicy.types import Request
 
 
 def bench_rollout(config: BenchConfig) -> dict[str, Any]:
-    """Tokens per second of whole SGLang servers, for each kind of operators."""
+    """Return tokens per second of whole SGLang servers, for each kind of operators."""
     requests = random_requests(config, load_config(config.model.hf_checkpoint).vocab_size)
     with servers(config) as (groups, _):
         measures = {kind: rollout_measure(group, requests) for kind, group in groups.items()}
@@ -41,7 +41,8 @@ def bench_rollout(config: BenchConfig) -> dict[str, Any]:
 
 @contextmanager
 def servers(config: BenchConfig) -> Iterator[tuple[dict[str, RolloutGroup], int]]:
-    """Servers of each kind of operators, side by side, and the tokens that the cache of each holds."""
+    """Yield servers of each kind of operators, side by side, and the number of tokens in each one's
+    cache."""
     hf_config = load_config(config.model.hf_checkpoint)
     train_config, contract = setting(config, hf_config, "aligned")
     longest = config.prompt_len + config.max_new_tokens

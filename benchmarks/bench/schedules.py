@@ -1,7 +1,7 @@
 """`onpolicy bench loop --longest-response N`: whole steps under several schedules, side by side.
 
-Lengths of responses are log-normal, as those of a model that reasons are long-tailed, and each request
-says its own: so every schedule draws the same lengths in the order of the prompts.
+Lengths of responses are log-normal, since a reasoning model's are long-tailed, and a function of
+the request's seed: so every schedule samples the same lengths in the order of the prompts.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ SPREAD = 1.0
 """Standard deviation of a length's logarithm."""
 
 WARM_UP = 3
-"""Steps of each that are thrown away: where long responses stay open, the first steps get short ones."""
+"""Discarded steps of each: where long responses stay open, the first steps get short ones."""
 
 
 def schedules(config: BenchConfig) -> dict[str, dict[str, Any]]:
-    """Flags of each schedule; a round is as long as the median response."""
+    """Return the flags of each schedule; a round is as long as the median response."""
     segment = {"rollout_segment_tokens": config.max_new_tokens}
     return {
         "lag 0": {},
@@ -43,11 +43,12 @@ def schedules(config: BenchConfig) -> dict[str, dict[str, Any]]:
 
 
 def bench_schedules(config: BenchConfig) -> dict[str, Any]:
-    """What each schedule takes: trained tokens per second over all measured steps, that over lag 0's,
-    the shares of the time in which engines and trainer were at work; and of each step its seconds (all,
-    drawing, training, push), its tokens, and its longest response.
+    """Return the speed of each schedule: trained tokens per second over all measured steps, its
+    ratio to lag 0, the busy shares of engines and trainer; and for each step its seconds (all,
+    sampling, training, push), its tokens, and its longest response.
 
-    They take a step each in turns; what one draws beside its training has ended when it has pushed.
+    They take steps in turns; sampling beside the training of a step has ended when the step has
+    pushed.
     """
     hf_config = load_config(config.model.hf_checkpoint)
     first = setting(config, hf_config, "aligned", backends(config)[0])
@@ -72,14 +73,14 @@ def bench_schedules(config: BenchConfig) -> dict[str, Any]:
 
 
 def make_config(config: BenchConfig, schedule: str) -> TrainConfig:
-    """An aligned run under a schedule."""
+    """Return the configuration of an aligned run under a schedule."""
     made = make_train_config(config, "aligned", backends(config)[0])
     flags = {"rollout_max_response_len": config.longest_response, **schedules(config)[schedule]}
     return replace(made, rollout=replace(made.rollout, **flags))
 
 
 def drawn_length(config: BenchConfig, seed: int) -> int:
-    """Log-normal with the median --max-new-tokens, cut at --longest-response."""
+    """Return a log-normal length with the median --max-new-tokens, cut at --longest-response."""
     assert config.longest_response is not None
     length = config.max_new_tokens * math.exp(SPREAD * random.Random(seed).gauss(0, 1))
     return max(1, min(config.longest_response, round(length)))
@@ -88,7 +89,7 @@ def drawn_length(config: BenchConfig, seed: int) -> int:
 def started(
     config: BenchConfig, hf_config: PretrainedConfig, schedule: str, make_engines: MakeEngines
 ) -> AbstractContextManager[MeasuredRun]:
-    """A run under a schedule, whose responses have lengths of their own by their requests' seeds."""
+    """Start a run under a schedule, whose responses have lengths given by their requests' seeds."""
     made, name = make_config(config, schedule), schedule.replace(", ", "_")
     rollouter = ForcedLengths(lambda seed: drawn_length(config, seed))
     steps = WARM_UP + config.repetitions
@@ -96,7 +97,7 @@ def started(
 
 
 def summed(steps: list[dict[str, float]]) -> dict[str, Any]:
-    """The result of a schedule from what its measured steps took."""
+    """Return the result of a schedule from the records of its measured steps."""
     total = {name: sum(step[name] for step in steps) for name in steps[0]}
     return {
         "tokens_per_second": total["tokens"] / total["step"],

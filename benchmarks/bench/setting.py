@@ -1,4 +1,4 @@
-"""What is measured: one kind of operators or the other, with the flags of this command."""
+"""Settings of the measured engines: one kind of operators or the other, with this command's flags."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ DETERMINISTIC = "deterministic"
 """SGLang's own --enable-deterministic-inference, which needs attention kernels of a GPU."""
 
 PART_OF_GPU = 0.25
-"""The part of a GPU's memory for the cache of each server that is measured: they share it."""
+"""The fraction of a GPU's memory for the cache of each measured server: they share it."""
 
 Backend = groups.TrainBackend
 
 
 def kinds(config: BenchConfig, device: str) -> tuple[str, ...]:
-    """The kinds of the servers that are measured."""
+    """Return the kinds of the measured servers."""
     compares_deterministic = config.what == "decode" and device == "cuda"
     return (*KINDS, DETERMINISTIC) if compares_deterministic else KINDS
 
@@ -39,7 +39,7 @@ def kinds(config: BenchConfig, device: str) -> tuple[str, ...]:
 def setting(
     config: BenchConfig, hf_config: PretrainedConfig, kind: str, backend: Backend = "fsdp"
 ) -> tuple[TrainConfig, NumericsContract]:
-    """What an engine is made from."""
+    """Return the configuration and the contract of an engine."""
     train_config = make_train_config(config, kind, backend)
     contract = contract_for(train_config, hf_config, aligned=kind == "aligned")
     args = (*train_config.sglang_args, *_cache_flags(config, hf_config, contract))
@@ -49,7 +49,7 @@ def setting(
 def _cache_flags(
     config: BenchConfig, hf_config: PretrainedConfig, contract: NumericsContract
 ) -> tuple[str, ...]:
-    """On a GPU the cache that the requests need, or its part of the memory; SGLang would take all."""
+    """Return flags that limit a GPU server's cache; SGLang would take all memory."""
     if contract.device != "cuda" or max_total_tokens(config.sglang_args):
         return ()
     one = config.prompt_len + config.max_new_tokens + CACHE_MARGIN
@@ -60,7 +60,7 @@ def _cache_flags(
 
 
 def make_train_config(config: BenchConfig, kind: str, backend: Backend = "fsdp") -> TrainConfig:
-    """A run on one kind of operators, with this command's flags."""
+    """Return the configuration of a run on one kind of operators, with this command's flags."""
     is_aligned = kind == "aligned"
     prompts, samples = _batch(config)
     mode = ("--enable-deterministic-inference",) if kind == DETERMINISTIC else ()
@@ -88,7 +88,7 @@ def make_train_config(config: BenchConfig, kind: str, backend: Backend = "fsdp")
 
 
 def _batch(config: BenchConfig) -> tuple[int, int]:
-    """Prompts of a rollout, and samples of each."""
+    """Return the prompts of a rollout, and the samples of each."""
     if config.what == "loop":
         return config.num_prompts, config.n_samples_per_prompt
     if config.what in ("rollout", "decode", "agents"):

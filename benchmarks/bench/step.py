@@ -28,9 +28,9 @@ from onpolicy.types import Prompt, Sample, TrainSample
 
 
 def bench_step(config: BenchConfig) -> dict[str, Any]:
-    """Tokens per second of an optimizer step, for growing numbers of tokens.
+    """Return tokens per second of an optimizer step, for growing numbers of tokens.
 
-    Of one engine on both kinds of operators, or of two engines on aligned ones.
+    It compares one engine on both kinds of operators, or two engines on aligned ones.
     """
     threads = config.cpu.cpu_threads or share_of_cores(1)
     names = backends(config)
@@ -60,13 +60,14 @@ def bench_step(config: BenchConfig) -> dict[str, Any]:
 
 
 def _make(config: BenchConfig, threads: int, backend: Backend, kind: str) -> PolicyTrainer:
-    rewards = RewardEstimator("reinforce")  # a sample's own, whatever the others have
+    rewards = RewardEstimator("reinforce")  # independent of the other samples
     hf_config = load_config(config.model.hf_checkpoint)
     return make_trainer(*setting(config, hf_config, kind, backend), threads, rewards)
 
 
 def _ask(make: MakeTrainer, kind: str, on_exit: ExitStack) -> Ask:
-    """What asks a side's trainer: in this process, or, stock on a CPU, in one of its own."""
+    """Return a function that calls a side's trainer: in this process, or, stock on a CPU, in its
+    own."""
     import torch
 
     if kind == "stock" and not torch.cuda.is_available():
@@ -78,7 +79,7 @@ def _ask(make: MakeTrainer, kind: str, on_exit: ExitStack) -> Ask:
 def _measured(
     asks: Mapping[str, Ask], num_tokens: int, config: BenchConfig, threads: int
 ) -> dict[str, Any]:
-    """Both sides in turns on so many tokens; a profile is a measurement of its own."""
+    """Measure both sides in turns on so many tokens; a profile is a separate measurement."""
     given: dict[str, dict[str, Any]] = {
         side: {
             "num_tokens": num_tokens,
@@ -122,8 +123,9 @@ def step_measure(
     told: bool = True,
     lag: int = 0,
 ) -> Measure:
-    """One optimizer step on made-up samples, at a learning rate that changes nothing by itself; told:
-    which come with entropies, as aligned engines tell them; lag: pushes since they were sampled."""
+    """Return a function that takes one optimizer step on made-up samples, at a negligible learning
+    rate; told: use the entropies that the engine reported; lag: pushes since the samples were
+    drawn."""
     import torch
 
     rng = random.Random(0)

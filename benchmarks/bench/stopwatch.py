@@ -1,4 +1,4 @@
-"""Where the time of an optimizer step goes: its operators, forward and backward, and the rest."""
+"""Breakdown of an optimizer step's time: its operators, forward and backward, and the rest."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ HEAD, MODEL, LOSS, NORM, OPTIMIZER, REST = (
     "rest",
 )
 ROWS = (*OPERATORS, HEAD, MODEL, LOSS, NORM, OPTIMIZER, REST)
-"""What a step is made of. `head` is the output projection, `log_probs` what is made of its logits; the
-rest of the model is embedding, residuals, copies, and gathering of weights."""
+"""The rows of a step. `head` is the output projection, `log_probs` the computation on its logits;
+the rest of the model is embedding, residuals, copies, and gathering of weights."""
 
 FORWARD, BACKWARD = "forward", "backward"
 
 
 class Stopwatch:
-    """Seconds of sections, each without the sections inside of it, so that they add up."""
+    """A stopwatch of nested sections; each excludes the sections inside it, so that they add up."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
@@ -60,7 +60,7 @@ class Stopwatch:
 
     @contextmanager
     def section(self, row: str, phase: str | None = None) -> Iterator[None]:
-        """Count towards `row`; in the phase of what is around it, if none is given."""
+        """Count time towards `row`; in the enclosing section's phase, if none is given."""
         self._lap()
         self._open.append((row, phase or (self._open[-1][1] if self._open else FORWARD)))
         try:
@@ -72,7 +72,7 @@ class Stopwatch:
     def timed(
         self, row: str, function: Callable[..., Any], phase: str | None = None
     ) -> Callable[..., Any]:
-        """The function, whose calls are sections."""
+        """Return the function with its calls timed as sections."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
             with self.section(row, phase):
@@ -89,10 +89,10 @@ class Stopwatch:
 
 @contextmanager
 def watching(trainer: PolicyTrainer, vocab_size: int) -> Iterator[Stopwatch]:
-    """Time what `trainer` does meanwhile, an engine of this process.
+    """Time the work of `trainer`, an engine of this process, within the context.
 
-    Values stay what they are. Gradients do up to the order in which those of one tensor are added, since
-    what an operator adds inside is added first.
+    Values stay the same. Gradients may differ in the order in which contributions to one tensor are
+    added, since contributions within an operator are added first.
     """
     policy, watch = trainer.policy, Stopwatch()
     methods = (
@@ -117,12 +117,12 @@ def watching(trainer: PolicyTrainer, vocab_size: int) -> Iterator[Stopwatch]:
 
 
 def watched_operators(operators: Operators, watch: Stopwatch, vocab_size: int) -> Operators:
-    """Operators whose calls and their backward passes are sections."""
+    """Return operators whose calls and backward passes are sections."""
     return cast(Operators, _Timed(operators, watch, vocab_size))
 
 
 class _Timed:
-    """Operators whose calls and backward passes are sections, with whatever they call inside."""
+    """Operators whose calls and backward passes are sections, including nested calls."""
 
     def __init__(self, operators: Operators, watch: Stopwatch, vocab_size: int):
         self._operators, self._watch, self._vocab_size = operators, watch, vocab_size
@@ -168,7 +168,7 @@ class _Call:
         self.needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors)
 
     def run(self) -> Any:
-        """The operator of the tensors as they are now, as a section."""
+        """Call the operator on the current tensors, as a section."""
         for place, tensor in zip(self._places, self.tensors, strict=True):
             self._arguments[place] = tensor
         count = len(self._arguments) - len(self._names)

@@ -1,4 +1,4 @@
-"""Things measured in turns: medians, and the ratio of neighbours."""
+"""Measurements in turns: medians, and the ratio of neighbours."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 Measure = Callable[[], float]
-"""Runs once and returns tokens per second."""
+"""A function that runs once and returns tokens per second."""
 
 
 def compare_in_turns(measures: Mapping[str, Measure], repetitions: int) -> dict[str, Any]:
@@ -24,7 +24,8 @@ def compare_in_turns(measures: Mapping[str, Measure], repetitions: int) -> dict[
 
 
 def compare(runs: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Medians of each, and `ratio`, of the first to the second: the median of neighbours'.
+    """Return the medians of each, and `ratio`, of the first to the second: the median of
+    neighbours'.
 
     The first's ratio to each further one is in `ratio_to`, by its name.
     """
@@ -47,10 +48,10 @@ def _ratio(first: Sequence[float], second: Sequence[float]) -> float:
 def take_turns(
     measures: Mapping[str, Callable[[], T]], warm_up: int, repetitions: int
 ) -> dict[str, list[T]]:
-    """What each returned in `repetitions` turns, by its name.
+    """Return the results of `repetitions` turns, by name.
 
-    Turns to warm up come first and are thrown away; they are timed, and it is logged how long the
-    others will take.
+    Warm-up turns come first and are discarded; they are timed, and the expected duration of the
+    rest is logged.
     """
     started = time.perf_counter()
     for _ in range(warm_up):
@@ -68,7 +69,7 @@ def take_turns(
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """The time that a call takes."""
+    """Return the seconds that a call takes."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started

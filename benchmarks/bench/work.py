@@ -1,4 +1,4 @@
-"""What a benchmark does: sequences that fit the model's context, and how much is computed for them."""
+"""Work of a benchmark: sequences that fit the model's context, and the amount of computation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from onpolicy.run.launch.lengths import fit_length
 
 
 def fit_bench(config: BenchConfig, hf_config: PretrainedConfig) -> BenchConfig:
-    """A benchmark whose prompt and response fit the context together, unless they were asked for."""
+    """Return a benchmark whose prompt and response fit the context together, unless their lengths
+    were given."""
     room = hf_config.max_position_embeddings - CONTEXT_MARGIN
     sampled = config.longest_response or config.max_new_tokens
     beside = room // 3 if isinstance(sampled, Unasked) else room - sampled
@@ -28,7 +29,7 @@ def fit_bench(config: BenchConfig, hf_config: PretrainedConfig) -> BenchConfig:
 
 
 def bench_work(config: BenchConfig, num_measured: int, at_once: int) -> Work:
-    """The work of all repetitions of `num_measured` things that are measured, and one more of each.
+    """Return the work of all repetitions of `num_measured` things, and one more of each.
 
     A step of stock operators, every other of `bench loop`, scores its samples as well.
     """

@@ -1,4 +1,4 @@
-"""The aligned operators beside what they replace, in turns in one run, on one GPU.
+"""The aligned operators beside the stock ones they replace, in turns in one run, on one GPU.
 
     python -m benchmarks.gpu_ops --seconds 300 [--only linear,attention] [--models Qwen3-4B]
 
@@ -30,11 +30,11 @@ from tests.support.gpu.operators import BACKENDS, make_gpu_operators, missing
 from tests.support.gpu.shapes import MODELS, QWEN3_4B, QWEN3_8B, QWEN3_30B_A3B
 
 SECONDS_PER_CASE = 0.5
-"""Measuring; making the operands and compiling kernels comes on top."""
+"""Seconds of measuring; making the operands and compiling kernels come on top."""
 
 
 def make_cases(only: list[str], models: list[str]) -> list[Case]:
-    """Cases in turns from every kind, so that a short run sees some of each."""
+    """Return cases of every kind in turns, so that a short run covers some of each."""
     kinds: list[Iterable[Case]] = [
         linear_cases(QWEN3_4B),
         attention_cases(QWEN3_4B),  # Qwen3-8B has the same heads
@@ -57,13 +57,14 @@ def _is_chosen(case: Case, only: list[str], models: list[str]) -> bool:
 
 
 def make_aligned(chosen: list[str]) -> tuple[dict[str, Operators], dict[str, str]]:
-    """The operators of the backends that this machine can keep, and what it lacks for the others."""
+    """Return the operators of the backends that work on this machine, and the obstacle for each
+    other one."""
     lacks = {backend: problem for backend in chosen if (problem := missing(backend))}
     return {name: make_gpu_operators(name) for name in chosen if name not in lacks}, lacks
 
 
 def measure_ceilings(l2_bytes: int) -> dict[str, float]:
-    """What a large cuBLAS product and a large copy reach here: FLOP/s, bytes/s."""
+    """Return the speed of a large cuBLAS product and of a large copy: FLOP/s, bytes/s."""
     size = 8192
     x, y = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     source = torch.empty(max(1 << 30, 8 * l2_bytes), dtype=torch.uint8, device=DEVICE)
@@ -79,7 +80,8 @@ def measure_ceilings(l2_bytes: int) -> dict[str, float]:
 def run(
     cases: list[Case], aligned: dict[str, Operators], l2_bytes: int, end: float
 ) -> Iterator[dict[str, Any]]:
-    """The whole record after the ceilings, and again after every case; starts none after `end`."""
+    """Yield the whole record after the ceilings, and again after every case; start none after
+    `end`."""
     result: dict[str, Any] = {
         "what": "aligned operators and what they replace, medians of alternating bursts",
         "machine": describe_machine(),
@@ -114,7 +116,7 @@ def _name(case: Case) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, 1 if a case failed, 2 if nothing can be measured here."""
+    """Return 0, 1 if a case failed, 2 if nothing can be measured here."""
     prepare_process()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=300, help="start no case after these")

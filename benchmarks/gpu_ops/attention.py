@@ -36,7 +36,7 @@ def attention_cases(model: ModelShape) -> Iterator[Case]:
 
 
 def flash_attention_3_is_here(aligned: Aligned) -> bool:
-    """It comes with what the hopper operators need."""
+    """Return whether FlashAttention-3 is installed: it comes with the hopper operators."""
     return "hopper" in aligned
 
 
@@ -80,7 +80,7 @@ def _decoding(model: ModelShape, sequences: int, length: int, page_size: int) ->
 
 
 def _sdpa(sequences: int, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """PyTorch's attention over sequences of one length, without pages."""
+    """Compute PyTorch's attention over sequences of one length, without pages."""
     q, k, v = (x.view(sequences, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
 
@@ -88,7 +88,7 @@ def _sdpa(sequences: int, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = Fal
 def _dense_flash_attention_3(
     q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, scale: float
 ) -> Tensor:
-    """Without a page table, as stock trainers call it."""
+    """Compute FlashAttention-3 without a page table, as stock trainers call it."""
     from onpolicy.ops.hopper import flash_attention
 
     return flash_attention.loaded().flash_attn_varlen_func(
@@ -106,7 +106,7 @@ def _dense_flash_attention_3(
 
 @torch.enable_grad()
 def _differentiated(function: Callable[..., Any], *inputs: Tensor) -> None:
-    """Forward and backward."""
+    """Run forward and backward."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = function(*leaves)
     torch.autograd.grad(out, leaves, torch.ones_like(out))

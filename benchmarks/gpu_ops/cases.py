@@ -1,4 +1,4 @@
-"""What one row of the benchmark is: an operator at one size, what it replaces, and the goal."""
+"""One row of the benchmark: an operator at one size, its stock counterparts, and the goal."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ Aligned = Mapping[str, Operators]
 """The aligned operators by backend. Example: {"triton": ..., "hopper": ...}"""
 
 Calls = tuple[dict[str, Call], int]
-"""Calls by variant, and how many sets of operands they rotate through."""
+"""Calls by variant, and the number of operand sets they rotate through."""
 
 Sets = list[tuple[Tensor, ...]]
-"""Operands of a call, several times over."""
+"""Sets of operands of a call."""
 
 DEVICE = "cuda"
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a row should reach."""
+    """The speed that a row should reach."""
 
     fraction: float
     """Example: 0.95"""
 
     of: str
-    """A variant that is replaced, whose speed is to be matched; or `bandwidth`."""
+    """A stock variant whose speed is to be matched; or `bandwidth`."""
 
     def __str__(self) -> str:
         return f"{self.fraction:g} of {self.of}"
@@ -39,27 +39,28 @@ class Goal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One row: made before it is measured, and its operands freed after."""
+    """One row: made before it is measured, with its operands freed after."""
 
     operator: str
     where: str
-    """Whose sizes. Example: "Qwen3-4B down 2560x9728" """
+    """The model, the linear and its sizes. Example: 'Qwen3-4B down 2560x9728'"""
 
     rows: int
     """M: rows or tokens of the call."""
 
     flops: float
     bytes: float
-    """What has to be read and written at least once."""
+    """Bytes that must be read and written at least once."""
 
     goal: Goal | None
 
     make: Callable[[Aligned, int], Calls]
-    """From the aligned operators and the bytes of the L2 cache."""
+    """A function from the aligned operators and the bytes of the L2 cache to the calls."""
 
 
 def calls_of(functions: Mapping[str, Callable[..., object]], sets: Sets) -> dict[str, Call]:
-    """Each function with the operands of a set, without autograd unless it asks for it."""
+    """Return each function as a call on the operands of a set, without autograd unless it enables
+    it."""
     return {name: _call(function, sets) for name, function in functions.items()}
 
 
@@ -72,14 +73,15 @@ def _call(function: Callable[..., object], sets: Sets) -> Call:
 
 
 def rotating(make: Callable[[int], tuple[Tensor, ...]], l2_bytes: int) -> Sets:
-    """As many sets of operands as it takes to leave the cache; `make` gets the number of a set."""
+    """Return as many sets of operands as it takes to exceed the cache; `make` gets the index of a
+    set."""
     first = make(0)
     count = num_sets(sum(x.nbytes for x in first), l2_bytes)
     return [first, *(make(i) for i in range(1, count))]
 
 
 def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    """bfloat16 normal numbers on the GPU."""
+    """Return bfloat16 normal numbers on the GPU."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     numbers = torch.randn(*shape, generator=generator, device=DEVICE, dtype=torch.bfloat16)
     return numbers.mul_(scale)

@@ -18,7 +18,7 @@ ROW_COUNTS = (1, 8, 32, 128, 1024, 8192)
 MAX_HEAD_ROWS = 1024
 """Rows of the output projection: both engines compute logits of few rows at a time."""
 BLOCKS = (2, 8)
-"""Into which K is cut, for up to as many tensor-parallel ranks."""
+"""Numbers of blocks of K, for up to as many tensor-parallel ranks."""
 
 
 def linear_cases(model: ModelShape) -> Iterator[Case]:
@@ -29,7 +29,7 @@ def linear_cases(model: ModelShape) -> Iterator[Case]:
 
 
 def row_parallel_cases(model: ModelShape) -> Iterator[Case]:
-    """What a sum over K costs that does not depend on the tensor-parallel degree."""
+    """Yield the cases of a sum over K that does not depend on the tensor-parallel degree."""
     n, k = model.linears()["o"]
     for m, blocks in itertools.product(ROW_COUNTS, BLOCKS):
         yield _case(f"{model.name} o {n}x{k}, {blocks} blocks", m, n, k, blocks)
@@ -63,7 +63,8 @@ def _case(where: str, m: int, n: int, k: int, blocks: int = 1) -> Case:
 
 
 def sglang_matmul() -> Callable[[Tensor, Tensor], Tensor] | None:
-    """SGLang's own batch-invariant product, [M, K] x [K, N] -> [M, N]; None if not installed."""
+    """Return SGLang's own batch-invariant product, [M, K] x [K, N] -> [M, N]; None if not
+    installed."""
     try:
         from sglang.srt.batch_invariant_ops.batch_invariant_ops import matmul_persistent
     except ImportError:
@@ -72,7 +73,7 @@ def sglang_matmul() -> Callable[[Tensor, Tensor], Tensor] | None:
 
 
 def expert_cases(model: ModelShape) -> Iterator[Case]:
-    """Grouped linears with evenly random experts, against torch's grouped GEMM."""
+    """Yield grouped linears with uniformly random experts, against torch's grouped GEMM."""
     for name, (experts, n, k) in model.expert_linears().items():
         for tokens in (8, 128, 8192):
             yield _expert_case(model, name, tokens, experts, n, k)

@@ -1,4 +1,4 @@
-"""What a measured case means: rates, fractions of the ceilings, goals; and all of them as a table."""
+"""Evaluation of measured cases: rates, fractions of the ceilings, goals; and a table of all."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def describe(
     aligned: Collection[str],
     ceilings: Mapping[str, float],
 ) -> Record:
-    """One case as JSON: `seconds` per call by variant; ceilings in FLOP/s and bytes/s.
+    """Return one case as JSON: `seconds` per call by variant; ceilings in FLOP/s and bytes/s.
 
     The fraction of the ceiling is the time that arithmetic or memory alone would take, whichever is
-    longer, over the time it took.
+    longer, over the measured time.
     """
     least = max(case.flops / ceilings["flops"], case.bytes / ceilings["bandwidth"])
     variants: dict[str, Record] = {
@@ -46,7 +46,7 @@ def describe(
 
 
 def _goal_met(case: Case, variant: Record, ceilings: Mapping[str, float]) -> bool | None:
-    """None: there is no goal, or what it compares with is not installed."""
+    """Return whether a goal is met; None: there is no goal, or its reference is not installed."""
     if case.goal is None:
         return None
     if case.goal.of == "bandwidth":
@@ -56,7 +56,7 @@ def _goal_met(case: Case, variant: Record, ceilings: Mapping[str, float]) -> boo
 
 
 def verdict(record: Record, name: str) -> str:
-    """The goal, and how a variant fared: `0.95 of torch.mm: met`, `missed`, `not judged`; or `-`."""
+    """Return the goal, and its outcome: `0.95 of torch.mm: met`, `missed`, `not judged`; or `-`."""
     if record["goal"] is None:
         return "-"
     met = record["variants"][name]["goal_met"]
@@ -64,7 +64,7 @@ def verdict(record: Record, name: str) -> str:
 
 
 def line(record: Record) -> str:
-    """One case on one line, to watch while it runs."""
+    """Return one case on one line, to watch while it runs."""
     times = ", ".join(
         f"{name} {v['microseconds']:.1f} us" for name, v in record["variants"].items()
     )
@@ -78,13 +78,13 @@ def line(record: Record) -> str:
 
 
 def markdown(result: Record) -> str:
-    """The whole result as a page."""
+    """Return the whole result as a page."""
     machine = ", ".join(f"{name} {value}" for name, value in result["machine"].items())
     return f"# Aligned operators against what they replace\n\n{machine}\n\n{summary(result)}\n"
 
 
 def summary(result: Record) -> str:
-    """Its ceilings, its table, and what failed or was left out."""
+    """Return the ceilings, the table, and the failed and omitted cases."""
     ceilings = result["ceilings"]
     counts = result["goals"]
     parts = [
@@ -104,7 +104,7 @@ def summary(result: Record) -> str:
 
 
 def table(records: list[Record]) -> str:
-    """One row for every aligned variant of every case."""
+    """Return a table with one row for every aligned variant of every case."""
     head = (
         "| operator | sizes | M | variant | us | TFLOP/s | GB/s | of ceiling | speed over | goal |"
     )
@@ -135,7 +135,7 @@ def _row(record: Record, name: str) -> str:
 
 
 def count_goals(records: list[Record]) -> dict[str, int]:
-    """Over all aligned variants that have a goal."""
+    """Count the outcomes over all aligned variants that have a goal."""
     judged = [
         record["variants"][name]["goal_met"]
         for record in records

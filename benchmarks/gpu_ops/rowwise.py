@@ -18,7 +18,7 @@ ROW_COUNTS = (1, 8, 32, 128, 1024, 8192)
 MAX_LOGIT_ROWS = 1024
 BANDWIDTH = Goal(0.9, "bandwidth")
 BANDWIDTH_BYTES = 1 << 28
-"""From here on a call is bound by bandwidth; below, by its start and its end."""
+"""The size from which a call is bound by bandwidth; smaller calls are bound by latency."""
 EPS = 1e-6
 
 Operands = Callable[[int], tuple[Tensor, ...]]
@@ -44,7 +44,8 @@ def _case(
     stock: tuple[str, Callable[..., object]],
     ours: Callable[..., object],
 ) -> Case:
-    """`ours` takes the operators first, then the operands; `stock` is a name and a function."""
+    """Return a case; `ours` takes the operators first, then the operands; `stock` is a name and a
+    function."""
 
     def make(aligned: Aligned, l2_bytes: int) -> Calls:
         sets = rotating(operands, l2_bytes)
@@ -105,7 +106,7 @@ def _rotary(model: ModelShape, m: int) -> Case:
 
 
 def _log_probs(model: ModelShape, m: int) -> Case:
-    """The trainer's: one token of every row."""
+    """Return the trainer's case: the log-probability of one token of every row."""
 
     def operands(i: int) -> tuple[Tensor, ...]:
         targets = torch.arange(m, device=DEVICE) * 131 % model.vocab
@@ -131,7 +132,7 @@ def _temperature(m: int) -> Tensor:
 
 
 def _log_softmax(model: ModelShape, m: int) -> Case:
-    """The rollout's: the whole distribution, to sample from."""
+    """Return the rollout's case: the whole distribution, to sample from."""
 
     def operands(i: int) -> tuple[Tensor, ...]:
         return normal(m, model.vocab, seed=i), _temperature(m)

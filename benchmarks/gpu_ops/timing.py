@@ -1,8 +1,8 @@
-"""Times on the GPU's own clock: bursts of calls in turns, medians, operands that are not in the cache.
+"""Timing on the GPU's own clock: bursts of calls in turns, medians, operands outside the cache.
 
-Before each burst the GPU is kept waiting while the host queues all its calls, so that what is timed
-is the kernels and not Python. Every call of a burst takes the next set of operands, and the sets
-together are larger than the L2 cache, or as large as `MAX_SETS` sets can be.
+Before each burst the GPU is kept waiting while the host queues all its calls, so that kernels are
+timed and not Python. Every call of a burst takes the next set of operands, and the sets together
+are larger than the L2 cache, or as large as `MAX_SETS` sets can be.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from statistics import median
 import torch
 
 Call = Callable[[int], object]
-"""One call of an operator with the operands of a set, chosen by its number."""
+"""One call of an operator with the operands of a set, chosen by its index."""
 
 MAX_SETS = 64
 BURST_SECONDS = 0.002
-"""Kernel time aimed at in one burst."""
+"""Target of kernel time in one burst."""
 MAX_BURST = 100
-"""Calls; several hundred kernels fit the queue before the host has to wait."""
+"""The most calls in a burst; several hundred kernels fit the queue before the host has to wait."""
 CYCLES_PER_SECOND = 2e9
-"""At least the GPU's clock rate, so that it is not kept waiting too briefly."""
+"""An upper bound of the GPU's clock rate, so that it is not kept waiting too briefly."""
 MIN_ROUNDS, MAX_ROUNDS = 5, 40
 
 
 def num_sets(bytes_per_set: int, l2_bytes: int) -> int:
-    """Sets of operands to rotate through, so that none is still in the L2 cache: 1 to 64."""
+    """Return the number of operand sets after which none is still in the L2 cache: 1 to 64."""
     return max(1, min(MAX_SETS, -(-2 * l2_bytes // bytes_per_set)))
 
 
 def alternate(calls: Mapping[str, Call], sets: int, seconds: float) -> dict[str, float]:
-    """Median seconds per call of every variant, measured in turns for about `seconds` in all."""
+    """Return median seconds per call of every variant, measured in turns for about `seconds` in
+    all."""
     bursts = {name: _Burst(call, sets) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     end = time.perf_counter() + seconds
@@ -45,7 +46,7 @@ def alternate(calls: Mapping[str, Call], sets: int, seconds: float) -> dict[str,
 
 
 class _Burst:
-    """Calls that are queued together and timed together."""
+    """A burst of calls that are queued together and timed together."""
 
     def __init__(self, call: Call, sets: int):
         self.call, self.sets, self.next_set = call, sets, 0

@@ -1,1 +1,2 @@
-"""What drives an episode: functions of the user's own, in worker processes, and the tools they call."""
+"""Agents: functions of the user's that drive episodes, in worker processes, and the tools they
+call."""

@@ -1,4 +1,4 @@
-"""An episode as a function of the user's own: `async def function(turns, prompt) -> Episode`."""
+"""Episodes by a function of the user's: `async def function(turns, prompt) -> Episode`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Function = Callable[[Any, Prompt], Awaitable[Any]]
 
 
 def load_agent(path: str, flag: str, arguments: Mapping[str, Any]) -> Function:
-    """The function at `path`, with further arguments. Raises ConfigError if it cannot be used."""
+    """Return the function at `path` with its further arguments. Raises ConfigError if it cannot be
+    used."""
     function = load_function(path, flag)
     if not inspect.iscoroutinefunction(function):
         raise ConfigError(
@@ -39,9 +40,9 @@ def load_agent(path: str, flag: str, arguments: Mapping[str, Any]) -> Function:
 
 
 async def run_function(function: Function, turns: Any, prompt: Prompt) -> Episode:
-    """The episode that a function makes, with what its tools count among the metrics.
+    """Return the episode of a function, with the counts of its tools among the metrics.
 
-    Raises AgentError for whatever goes wrong in it.
+    Raises AgentError for any error in it.
     """
     with counting() as counts:
         try:
@@ -53,7 +54,8 @@ async def run_function(function: Function, turns: Any, prompt: Prompt) -> Episod
 
 
 class FunctionRollouter(Rollouter):
-    """Calls the function in the run's own process: one that computes holds all others up."""
+    """A rollouter that calls the function in the run's own process, where computing blocks all
+    others."""
 
     def __init__(self, function: Function):
         self._function = function

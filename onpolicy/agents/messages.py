@@ -1,7 +1,7 @@
-"""What a run and its worker processes say to each other, over a socket, in messages of a length each.
+"""Messages between a run and its worker processes, over a socket, each with its length before it.
 
-A worker speaks JSON, so that what it says becomes nothing but numbers and text in the run's process. The
-run, which a worker has to trust, speaks pickle.
+A worker sends JSON, so that its messages become nothing but numbers and text in the run's process.
+The run, which a worker has to trust, sends pickle.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from onpolicy.rollout.failures import ContextExceededError
 from onpolicy.system.json_values import default
 
 MAX_SIZE = 64 << 20
-"""Bytes of a message."""
+"""The most bytes of a message."""
 
 ERRORS = {kind.__name__: kind for kind in (ContextExceededError, TypeError, ValueError)}
-"""What a branch raises for a mistake of its function's. In a worker all others are AgentErrors."""
+"""The errors that a branch raises for a mistake in its function. In a worker all others are
+AgentErrors."""
 
 _LENGTH = struct.Struct("=I")
 
@@ -27,9 +28,9 @@ Message = dict[str, Any]
 
 
 def from_worker(message: Message) -> bytes:
-    """Return the bytes of a message, in which NumPy's numbers are numbers.
+    """Return the bytes of a message, with NumPy's numbers converted.
 
-    Raises TypeError or ValueError for what JSON cannot say, or for too much.
+    Raises TypeError or ValueError for values that JSON cannot hold, or for too large a message.
     """
     return _framed(json.dumps(message, default=default).encode())
 
@@ -45,13 +46,13 @@ def _framed(data: bytes) -> bytes:
 
 
 class Parser:
-    """Makes messages of the bytes of one side."""
+    """A parser of one side's byte stream."""
 
     def __init__(self, load: Callable[[bytes], Message]):
         self._load, self._data = load, bytearray()
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """The messages that are complete with `data`. Raises ValueError for what is none."""
+        """Yield the messages that `data` completes. Raises ValueError for an invalid one."""
         self._data += data
         while len(self._data) >= _LENGTH.size:
             (size,) = _LENGTH.unpack_from(self._data)

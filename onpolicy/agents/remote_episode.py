@@ -1,4 +1,4 @@
-"""An episode whose function runs in a worker: what its branches are asked, and what becomes of it."""
+"""Episode whose function runs in a worker: calls of its branches, and its result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onpolicy.types import Prompt
 
 
 class RemoteEpisode:
-    """An attempt at a prompt, and its branches by the numbers that the worker has for them."""
+    """An attempt at a prompt, and its branches by their numbers in the worker."""
 
     def __init__(self, number: int, prompt: Prompt, turns: Turns):
         self.number, self.prompt = number, prompt
@@ -23,18 +23,18 @@ class RemoteEpisode:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name of the episode, for messages."""
         return self.branches[0].episode.name
 
     def begins(self) -> Message:
-        """What the worker is told first."""
+        """Return the first message to the worker."""
         turns = self.branches[0]
         most = turns.episode.rules.max_context_len
         given = {"prompt": self.prompt, "request": turns.request, "max_context_len": most}
         return {"kind": "begin", "episode": self.number, **given}
 
     def end(self, said: Message) -> None:
-        """Its function has returned."""
+        """Set the result from the worker's message that the function has returned."""
         branches = said["branches"]
         if not self.outcome.done():
             self.outcome.set_result(
@@ -50,18 +50,18 @@ class RemoteEpisode:
             )
 
     def fail(self, error: Exception) -> None:
-        """There will be no episode; of two reasons the first counts."""
+        """Set the error; the first of several counts."""
         if not self.outcome.done():
             self.outcome.set_exception(error)
 
     def append(self, branch: Turns, more: Any) -> list[int]:
-        """The tokens that were given."""
+        """Append to a branch; return the tokens that were given."""
         before = len(branch.trajectory.token_ids)
         branch.append(more)
         return branch.trajectory.token_ids[before:]
 
     def fork(self, branch: Turns, length: int | None, key: str | None) -> Message:
-        """What the worker is to know of the new branch."""
+        """Fork a branch; return the worker's description of the new branch."""
         made = branch.fork(length, key=key)
         self.branches.append(made)
         key, length = made.trajectory.forks[-1]
@@ -70,7 +70,7 @@ class RemoteEpisode:
 
 
 async def sample(branch: Turns, arguments: Mapping[str, Any]) -> Message:
-    """Have the policy go on: what the worker is to know of that."""
+    """Have the policy go on; return the answer as a message to the worker."""
     before = branch.trajectory
     answer = await branch.sample(**arguments)
     after, count = branch.trajectory, before.num_sampled
@@ -96,7 +96,7 @@ async def sample(branch: Turns, arguments: Mapping[str, Any]) -> Message:
 
 
 def failure(said: Message) -> AgentError:
-    """What a worker says of a function that failed."""
+    """Return the error in a worker's message about a function that failed."""
     error = AgentError(said["text"], reason=said["reason"])
     error.add_note(said["trace"])
     return error

@@ -1,4 +1,4 @@
-"""A branch of an episode, as a function in a worker process sees it; the true one is with the run."""
+"""Proxy for a branch of an episode in a worker process; the real branch lives in the run's process."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Json = Any
 
 
 class Caller(Protocol):
-    """Has methods of branches called in the run's process; each raises what that raises there."""
+    """A caller of branch methods in the run's process; each method raises the error raised there."""
 
     async def call(self, method: str, branch: int, arguments: Mapping[str, Json]) -> Json:
-        """Let others go on meanwhile."""
+        """Call a method while other episodes go on."""
 
     def call_now(self, method: str, branch: int, arguments: Mapping[str, Json]) -> Json:
-        """Let nobody go on before there is an answer."""
+        """Call a method and block the event loop until there is an answer."""
 
     async def observe(self, branch: int, make: Callable[[], Awaitable[Json]]) -> Json:
-        """`make` is called here, if the value is not known already."""
+        """Return the observed value; `make` is called here if the run does not know the value."""
 
 
 class RemoteTurns(Turns):
-    """What is changed in it, but by its methods, is changed nowhere else.
+    """A branch whose changes go through its methods alone.
 
     It belongs to the worker's event loop: no thread may use it.
     """

@@ -1,4 +1,4 @@
-"""What runs in a worker process: hundreds of episodes beside each other in one event loop."""
+"""Code of a worker process: hundreds of episodes in one event loop."""
 
 from __future__ import annotations
 
@@ -28,32 +28,33 @@ from onpolicy.types import Term
 Json = Any
 
 _BEATS = 4
-"""In the time that counts as hanging."""
+"""Heartbeats per hang limit."""
 
 
 def serve(descriptor: int, hang_limit: float) -> None:
-    """Run what the run at the other end of a socket asks for, until that closes it."""
+    """Run episodes for the run at the other end of a socket, until it closes the socket."""
     link = Link(socket.socket(fileno=descriptor))
     asyncio.run(Worker(link, hang_limit).run())
 
 
 class Link:
-    """The socket: messages are sent by any thread, and received by the one of the event loop."""
+    """The worker's socket: any thread sends messages, and the event loop's thread receives them."""
 
     def __init__(self, connected: socket.socket):
         self._socket, self._lock = connected, threading.Lock()
         self._parser = Parser(pickle.loads)
         self.is_waiting = False
-        """Whether the event loop stands still until the run answers."""
+        """Whether the event loop is blocked until the run answers."""
 
     def send(self, **message: Json) -> None:
-        """Raises TypeError or ValueError for what cannot be said."""
+        """Send a message. Raises TypeError or ValueError for values that cannot be sent."""
         data = from_worker(message)
         with self._lock:
             self._socket.sendall(data)
 
     def received(self, *, waits: bool) -> list[Message]:
-        """What has come; `waits`: at least some bytes of it. Raises EOFError if the run is gone."""
+        """Return the received messages; `waits`: block for some bytes. Raises EOFError if the run
+        is gone."""
         self.is_waiting = waits
         try:
             data = self._socket.recv(1 << 16, 0 if waits else socket.MSG_DONTWAIT)
@@ -70,7 +71,7 @@ class Link:
 
 
 class Worker:
-    """The episodes of this process, and what they wait for from the run."""
+    """The episodes of this process, and their pending calls to the run."""
 
     def __init__(self, link: Link, hang_limit: float):
         self._link, self._hang_limit = link, hang_limit
@@ -84,7 +85,7 @@ class Worker:
         self._ticked = time.monotonic()
 
     async def run(self) -> None:
-        """Until the run closes the socket."""
+        """Work until the run closes the socket."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._link.fileno(), self._read)
         threading.Thread(target=self._watch, args=(loop,), daemon=True).start()
@@ -160,7 +161,7 @@ class Worker:
         self._link.send(kind="failed", episode=episode, reason=reason, text=text, trace=trace)
 
     def ask(self, **message: Json) -> tuple[int, asyncio.Future[Json]]:
-        """The number of a call, and what will be its answer."""
+        """Send a call; return its number, and the future of its answer."""
         number, future = next(self._numbers), asyncio.get_running_loop().create_future()
         self._answers[number] = future
         try:
@@ -171,19 +172,19 @@ class Worker:
         return number, future
 
     def wait_for(self, future: asyncio.Future[Json]) -> Json:
-        """Let the event loop stand still until there is the answer."""
+        """Block the event loop until there is the answer."""
         while not future.done():
             for message in self._link.received(waits=True):
                 self._take(message)
         return future.result()
 
     def give_up(self, number: int) -> None:
-        """Nobody waits for a call's answer any more."""
+        """Withdraw a call whose answer nobody waits for."""
         self._answers.pop(number, None)
         self._link.send(kind="withdraw", number=number)
 
     async def made(self, number: int, make: Callable[[], Awaitable[Json]]) -> None:
-        """Send what `make` returns, or that it returns nothing that can be sent."""
+        """Send the result of `make`, or the error if it has none that can be sent."""
         try:
             value = await make()
             self._link.send(kind="made", number=number, value=value)
@@ -191,14 +192,14 @@ class Worker:
             self._link.send(kind="made", number=number, error=describe(error))
 
     def on_make(self, number: int, make: Callable[[], asyncio.Task[None]] | None) -> None:
-        """What is to be called when the run has no value for a call; None: nothing any more."""
+        """Set the callback for a call whose value the run does not know; None removes it."""
         if make is None:
             self._makes.pop(number, None)
         else:
             self._makes[number] = make
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """In a thread: say which episode keeps the event loop from going on, and where."""
+        """Report, in a thread, the episode that blocks the event loop, and where."""
         while True:
             time.sleep(self._hang_limit / _BEATS)
             if self._link.is_waiting:
@@ -211,7 +212,7 @@ class Worker:
 
 
 def _place() -> str:
-    """What the main thread is at: the innermost call that is not Python's own."""
+    """Return the place of the main thread: the innermost call outside Python's own library."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     calls = traceback.extract_stack(frame)
     own = [c for c in calls if "/lib/python3" not in c.filename and "<frozen" not in c.filename]
@@ -278,7 +279,7 @@ class Calls:
                 raised.append(error)
                 raise
 
-        # It may begin while another episode has the word, and belongs to this one's context.
+        # It may begin while another episode runs, but belongs to this one's context.
         context = contextvars.copy_context()
 
         def begin() -> asyncio.Task[None]:

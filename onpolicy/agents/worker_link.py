@@ -1,6 +1,6 @@
-"""One worker process, as the run sees it: started, served, watched, and ended.
+"""Handle of one worker process: start, serve, watch, and end it.
 
-All of it but `end` belongs to the event loop that the episodes run in.
+All of it but `end` belongs to the event loop of the episodes.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from onpolicy.rollout.episodes import Episode
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
-"""How long a worker may take to import the function."""
+"""The most seconds for a worker to import the function."""
 
 _MISSES = 8
-"""How often in a row nothing may be heard, four times in the time that counts as hanging."""
+"""Silent intervals in a row that count as hanging; an interval is a quarter of the hang limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentFunction:
-    """A function of the user's own, as a worker finds it."""
+    """A user's function, as a worker finds it."""
 
     path: str
     """package.module.function or path/to/file.py:function"""
 
     flag: str = "--custom-generate-function-path"
-    """For messages."""
+    """The flag that names it, for messages."""
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """That it is called with, by name, besides turns and prompt."""
+    """Further keyword arguments, besides turns and prompt."""
 
 
 class WorkerLink:
-    """A worker process and the episodes in it."""
+    """A worker process and its episodes."""
 
     def __init__(self, function: AgentFunction, hang_limit: float):
         self.episodes: dict[int, RemoteEpisode] = {}
         self.is_lost = self.is_leaving = False
-        """Whether it is gone, or to be gone with the last episode in it."""
+        """Whether the process is gone, or is to end with its last episode."""
 
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """When the function is there. Its error: ConfigError or AgentError."""
+        """A future, done when the function is loaded. Its error: ConfigError or AgentError."""
 
         self._hang_limit, self._missed = hang_limit, 0
         self._calls: dict[int, asyncio.Task[None]] = {}
@@ -73,12 +73,12 @@ class WorkerLink:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it takes episodes at once."""
+        """Whether the worker takes episodes at once."""
         return self.started.done() and not self.is_lost
 
     async def run(self, episode: RemoteEpisode) -> Episode:
-        """Have the worker roll it out. Raises AgentError if that fails or the worker is lost, and
-        ConfigError if the function cannot be used."""
+        """Have the worker roll out the episode. Raises AgentError if that fails or the worker is
+        lost, and ConfigError if the function cannot be used."""
         self.episodes[episode.number] = episode
         self._send(episode.begins())
         try:
@@ -92,7 +92,7 @@ class WorkerLink:
                 self._writer.close()
 
     def end(self) -> int:
-        """End the process and all that it began: its exit code. From any thread."""
+        """End the process and all its children; return its exit code. Callable from any thread."""
         with self._lock:
             if self._held >= 0:
                 os.close(self._held)
@@ -107,7 +107,7 @@ class WorkerLink:
             self._writer.write(data)
 
     async def _serve(self, ours: socket.socket) -> None:
-        """Hear the worker until it is gone, or of no use any more."""
+        """Read the worker's messages until it is gone or unusable."""
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self._writer.writelines(self._unsent)
         error: Exception = AgentError("its worker process ended", reason="died")
@@ -125,7 +125,7 @@ class WorkerLink:
         await self._lose(error)
 
     async def _watch(self) -> None:
-        """Notice that nothing is heard, however long this process stood still itself."""
+        """Detect a silent worker; time in which this process stood still itself does not count."""
         try:
             async with asyncio.timeout(START_SECONDS):
                 await asyncio.shield(self.started)
@@ -139,7 +139,7 @@ class WorkerLink:
         await self._lose(AgentError(text, reason="hung"))
 
     async def _lose(self, error: Exception) -> None:
-        """What is in the worker has failed, and another is to take its place."""
+        """Fail the episodes of a lost worker; another worker takes its place."""
         self.is_lost = True
         if self._writer is not None:
             self._writer.close()
@@ -157,7 +157,7 @@ class WorkerLink:
             episode.fail(error)
 
     def _take(self, message: Message) -> None:
-        """Raises AgentError or ConfigError if the worker is of no use any more."""
+        """Handle a message. Raises AgentError or ConfigError if the worker is unusable."""
         episode = self.episodes.get(message.get("episode", -1))
         match message["kind"]:
             case "ready":
@@ -233,7 +233,7 @@ class WorkerLink:
         self._calls[number] = asyncio.create_task(wait())
 
     async def _make(self, number: int) -> Any:
-        """Have the worker make what it wants to observe."""
+        """Have the worker compute the value of an observation."""
         self._makes[number] = asyncio.get_running_loop().create_future()
         self._send({"kind": "make", "number": number})
         try:
@@ -243,7 +243,7 @@ class WorkerLink:
 
 
 def _start(hang_limit: float) -> tuple[socket.socket, subprocess.Popen[bytes], int]:
-    """Our end of a socket, the process with the other, and what it ends with when it is closed."""
+    """Return our end of a socket, the process with the other end, and a pipe whose closing ends it."""
     ours, theirs = socket.socketpair()
     standard_input, held = os.pipe()
     module = f"{__package__}.worker_process"

@@ -1,7 +1,7 @@
-"""A worker process: a guard, and behind it the process that runs functions of the user's own.
+"""Worker process: a guard, and behind it the process that runs the user's functions.
 
-Started as `python -m onpolicy.agents.worker_process SOCKET LIMIT`; it ends, with all that it began, when
-its standard input closes, however the run ends.
+Started as `python -m onpolicy.agents.worker_process SOCKET LIMIT`; it ends, with all its children,
+when its standard input closes, however the run ends.
 """
 
 from __future__ import annotations

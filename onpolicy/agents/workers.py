@@ -1,7 +1,7 @@
-"""Episodes in worker processes: what a function of the user's own does there holds nobody up for long.
+"""Episodes in worker processes, where a user's function blocks no other for long.
 
-Tokens are sampled, kept and judged in the run's process. A worker is told of them, and asks for more; it
-cannot make any.
+Tokens are sampled, kept and scored in the run's process. A worker gets to know them and asks for
+more; it cannot make any.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ FEWEST, MOST = 1, 16
 
 
 class WorkerRollouter(Rollouter):
-    """Hands each episode to the worker that has the fewest; a worker that is lost is replaced, and so is
-    one that has a function which does not end.
+    """A rollouter that gives each episode to the worker with the fewest; a lost worker is replaced,
+    and so is one with a function that does not end.
 
-    `hang_limit`: seconds that a function may compute without awaiting anything, and go on when it was
-    cancelled. What a lost worker was at has failed (AgentError).
+    `hang_limit`: seconds that a function may compute without awaiting anything, or go on after it
+    was cancelled. The episodes of a lost worker fail (AgentError).
     """
 
     def __init__(self, function: AgentFunction, num_workers: int, hang_limit: float):
@@ -62,7 +62,7 @@ class WorkerRollouter(Rollouter):
             return [link for link in self._links if link is not None]
 
     def close(self) -> None:
-        """End all workers, and what they began. From any thread."""
+        """End all workers and their children. Callable from any thread."""
         with self._lock:
             self._is_closed = True
             links = [link for link in self._links if link is not None]
@@ -71,7 +71,7 @@ class WorkerRollouter(Rollouter):
 
 
 def num_workers(config: AgentConfig) -> int:
-    """Those of a run."""
+    """Return the number of worker processes of a run."""
     if not (config.custom_generate_function_path or config.environment):
         return 0
     if config.agent_workers is not None:
@@ -80,5 +80,5 @@ def num_workers(config: AgentConfig) -> int:
 
 
 def default_workers() -> int:
-    """Half as many as there are cores, within limits: engines and trainer want them too."""
+    """Return half the number of cores, within limits: engines and trainer need cores too."""
     return min(max(len(os.sched_getaffinity(0)) // 2, FEWEST), MOST)

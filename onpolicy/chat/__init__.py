@@ -1,5 +1,5 @@
-"""Chats: the messages that rows and clients bring, and the template that turns them into tokens.
+"""Chats: the messages of rows and clients, and the template that turns them into tokens.
 
-Every reader of a chat uses this room: prompts of `train` and `eval`, answers of `sft`, agents, the
-gateway, judges and classifiers. So one row gives the same tokens wherever it is read.
+Every reader of a chat uses this package: prompts of `train` and `eval`, answers of `sft`, agents,
+the gateway, judges and classifiers. So one row gives the same tokens wherever it is read.
 """

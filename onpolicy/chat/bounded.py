@@ -1,9 +1,10 @@
-"""Chat templates with a bound on their work: others write them, and Jinja lets loops nest as they like.
+"""Bound on the work of chat templates, which third parties write and whose loops Jinja lets nest
+freely.
 
-A sandbox keeps a template from the host, not from its processor: its longest `range` has 100,000
-numbers, and three of them within each other never end. So every turn of a loop and every call counts
-as a step, a thousand characters that are made count as one too, and a rendering has so many steps for
-each message and each tool.
+A sandbox protects the host from a template, but not its processor: its longest `range` has 100,000
+numbers, and three of them nested never end. So every turn of a loop and every call counts as a
+step, and so does every thousand characters made; a rendering has a fixed number of steps for each
+message and each tool.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ STEPS_EACH = 100_000
 
 CHARACTERS_A_STEP = 1000
 LARGEST_NUMBER = 4096
-"""Bits."""
+"""The most bits of a number that a template may compute."""
 
 _TURNS, _TURN, _MADE = "_turns_of_a_loop", "_turn_of_a_loop", "_text_that_is_made"
 
@@ -38,7 +39,7 @@ class Allowance:
         self._items, self.left = items, STEPS_EACH * items
 
     def spend(self, steps: int = 1) -> None:
-        """Raise TemplateWorkError where there are no more."""
+        """Use up steps; raise TemplateWorkError where there are none left."""
         self.left -= steps
         if self.left < 0:
             raise TemplateWorkError(
@@ -54,7 +55,7 @@ _allowance = ContextVar[Allowance | None]("_allowance", default=None)
 def _spend(steps: int = 1) -> None:
     (_allowance.get() or Allowance()).spend(
         steps
-    )  # without one: what is folded while it is compiled
+    )  # none while constants are folded at compile time
 
 
 class BoundedTemplate(Template):
@@ -70,13 +71,13 @@ class BoundedTemplate(Template):
 
 
 class _Counted(NodeTransformer):
-    """Has loops and joined texts count their steps."""
+    """A transformer that makes loops and joined texts count their steps."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
         line = node.lineno
         node.iter = nodes.Filter(node.iter, _TURNS, [], [], None, None, lineno=line)
-        if node.recursive:  # `loop(...)` iterates over what no loop names
+        if node.recursive:  # `loop(...)` iterates without a For node
             turn = nodes.Filter(nodes.Const(""), _TURN, [], [], None, None, lineno=line)
             node.body.insert(0, nodes.ExprStmt(turn, lineno=line))
         return node
@@ -87,7 +88,7 @@ class _Counted(NodeTransformer):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """An environment like another, whose templates have a bound."""
+    """A copy of an environment whose templates have a bound."""
 
     intercepted_binops = frozenset({"+", "*", "**"})
     template_class = BoundedTemplate
@@ -107,7 +108,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Like the sandbox's: every call of a template goes through here."""
+        """Call as the sandbox does, and count a step: every call of a template comes through here."""
         _spend(1 + _size_of_numbers((*args, *kwargs.values())))
         return _counted(super().call(__context, __obj, *args, **kwargs))
 
@@ -143,7 +144,7 @@ def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _size_of_numbers(values: Iterable[Any]) -> int:
-    """Return steps for widths: a text is made so wide."""
+    """Return the steps for numbers that may be widths, to which a text is padded."""
     numbers = (abs(value) for value in values if isinstance(value, int))
     return sum(numbers) // CHARACTERS_A_STEP
 
@@ -190,5 +191,5 @@ def bound_templates() -> None:
 
 
 def _compiled(unbounded: Callable[[str], Template], source: str) -> Template:
-    # Compiling folds what is constant, so the source is compiled with a bound alone.
+    # Compiling folds constants, so the source is only ever compiled with a bound.
     return BoundedEnvironment(unbounded("").environment).from_string(source)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Messages whose words a chat template leaves out, found by rendering marks in their places.
+"""Detection of messages whose words a chat template leaves out, by rendering marks in their places.
 
-Templates that know four roles write nothing for a fifth, and say nothing: the policy is asked without
+Templates that know four roles write nothing for a fifth, and raise no error: the policy never sees
 the instruction. See sgl-project/sglang#40082 and ollama/ollama#18305.
 """
 
@@ -15,12 +15,13 @@ from onpolicy.chat.messages import Message
 def left_out(
     messages: Sequence[Message], render: Callable[[list[dict[str, Any]]], str]
 ) -> list[int]:
-    """Return the numbers of the messages, counted from 0, whose words a chat template leaves out.
+    """Return the indices of the messages whose words a chat template leaves out.
 
-    render: what makes one text of messages. Words are looked for by a mark in their place, since
-    templates trim them, or write them as JSON. Not looked at are messages without words and those of
-    the assistant, whose earlier thinking and words beside a call templates drop on purpose. A template
-    that takes the words and not the marks (it may want JSON there) is taken to write them.
+    render: renders messages to text. Words are searched by a mark in their place, since templates
+    trim them, or write them as JSON. Messages without words are skipped, and so are the
+    assistant's, whose earlier thinking and words beside a call templates drop on purpose. A
+    template that takes the words and not the marks (it may want JSON there) is assumed to write
+    them.
     """
     asked = [i for i, message in enumerate(messages) if _has_words(message)]
     marked: list[dict[str, Any]] = [dict(message) for message in messages]

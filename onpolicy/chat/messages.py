@@ -1,4 +1,4 @@
-"""Messages and tools in OpenAI's form: what rows hold is checked, and brought into one form."""
+"""Messages and tools in OpenAI's form: validation and normalisation of what rows hold."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 from onpolicy.system.reading import parse_json
 
 Message = Mapping[str, Any]
-"""OpenAI's form: role, content (text, or a list of text parts), and maybe reasoning_content, tool_calls
-(arguments are JSON text or objects) and tool_call_id."""
+"""A message in OpenAI's form: role, content (text, or a list of text parts), and maybe
+reasoning_content, tool_calls (arguments are JSON text or objects) and tool_call_id."""
 
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
-"""Types of the parts that are text, in OpenAI's two interfaces; datasets often leave the type out."""
+"""The types of text parts in OpenAI's two interfaces; datasets often leave the type out."""
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of a tool call as most templates want them: an object, whose text is its JSON.
+    """The arguments of a tool call as most templates want them: an object, whose text is its JSON.
 
-    Some templates write `arguments | tojson`, some iterate over the items, and some write `arguments`
-    as it is, of which Python would make `{'a': 1}`.
+    Some templates write `arguments | tojson`, some iterate over the items, and some write
+    `arguments` as it is, for which Python would write `{'a': 1}`.
     """
 
     def __init__(self, values: Mapping[str, Any], text: str):
@@ -32,11 +32,12 @@ class Arguments(dict[str, Any]):
 
 
 def read_chat(value: Any) -> list[dict[str, Any]]:
-    """Return the messages of a prompt: a text is one of the user's, and JSON text of a chat is a chat.
+    """Return the messages of a prompt: a text is one user message, and the JSON text of a chat is a
+    chat.
 
-    Fields that are null and empty lists of calls are left out, and parts of text are joined. A message
-    of the assistant's that only calls tools has the content None. Raises ValueError with the message and
-    the rule for anything that would not reach the policy as it stands.
+    Fields that are null and empty lists of calls are left out, and parts of text are joined. An
+    assistant message that only calls tools has the content None. Raises ValueError with the message
+    and the rule for anything that would not reach the policy unchanged.
     """
     if isinstance(value, str):
         messages = _chat_in(value)
@@ -103,8 +104,8 @@ def _read_message(value: Any, number: int) -> dict[str, Any]:
 
 
 def _read_calls(value: Any, number: int) -> list[dict[str, Any]]:
-    """Return tool calls without null fields, in OpenAI's form or with the name beside the arguments,
-    from JSON text too, as tables often have them."""
+    """Return tool calls without null fields, in OpenAI's form or with the name beside the
+    arguments; also from JSON text, as tables often have them."""
     calls, found = parsed(value), []
     calls = calls if isinstance(calls, list) else [calls]
     for call in calls:
@@ -119,7 +120,7 @@ def _read_calls(value: Any, number: int) -> list[dict[str, Any]]:
 
 
 def text_of(content: Any) -> Any:
-    """Return the content of a message with its text parts joined; other content as it is.
+    """Return the content of a message with its text parts joined; other content unchanged.
 
     Raises ValueError for a part that is not text.
     """
@@ -142,17 +143,17 @@ class CallForm(NamedTuple):
     """Whether arguments are objects, or JSON text."""
 
     content: str | None
-    """The content of a message that only calls."""
+    """The content of a message that has calls alone."""
 
 
 FORMS = (CallForm(True, ""), CallForm(False, ""), CallForm(True, None), CallForm(False, None))
-"""Most templates want objects, and some of them search the content (Qwen3). DeepSeek-V3's wants text and
-None: with "" it leaves the calls out."""
+"""The forms in the order of trial. Most templates want objects, and some of them search the content
+(Qwen3). DeepSeek-V3's wants text and None: with "" it leaves the calls out."""
 
 
 def for_template(message: Message, form: CallForm) -> dict[str, Any]:
-    """Return a message as chat templates read it: content as one text, calls in one form, and no field
-    that is None, but maybe the content."""
+    """Return a message as chat templates read it: content as one text, calls in the given form, and
+    no None fields, except maybe the content."""
     plain = {key: each for key, each in message.items() if each is not None}
     plain["content"] = text_of(message.get("content"))
     if calls := plain.pop("tool_calls", None):
@@ -176,7 +177,7 @@ def _with_arguments(call: Mapping[str, Any], as_objects: bool) -> dict[str, Any]
 
 
 def parsed(arguments: Any) -> Any:
-    """Return what JSON text says; other text, and what is no text, as it is."""
+    """Return the value of JSON text; any other text or value unchanged."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -186,7 +187,7 @@ def parsed(arguments: Any) -> Any:
 
 
 def exactly(message: Message) -> Any:
-    """Return what of a message is equal where a client returned it unchanged."""
+    """Return a key that is equal for messages which a client returned unchanged."""
     calls = [call.get("function", {}) for call in message.get("tool_calls") or ()]
     named = [[call.get("name"), call.get("arguments")] for call in calls]
     thinking, answers = message.get("reasoning_content"), message.get("tool_call_id")
@@ -195,15 +196,15 @@ def exactly(message: Message) -> Any:
 
 
 def loosely(message: Message) -> Any:
-    """Return what of a message is equal where a client returned it with the same meaning: with other
-    space around the content, arguments serialised anew, or without the thinking."""
+    """Return a key that is equal for messages which a client returned with the same meaning: with
+    other space around the content, arguments serialised anew, or without the thinking."""
     calls = [call.get("function", {}) for call in message.get("tool_calls") or ()]
     named = [[call.get("name"), parsed(call.get("arguments"))] for call in calls]
     return [message.get("role"), str(text_of(message.get("content")) or "").strip(), named]
 
 
 def answered(messages: Sequence[Message], response: str) -> list[Message]:
-    """Return a prompt's messages and the answer, which goes on with a last one of the assistant's."""
+    """Return a prompt's messages and the answer, which continues a last message by the assistant."""
     *before, last = messages
     if last["role"] != "assistant":
         return [*messages, {"role": "assistant", "content": response}]
@@ -211,8 +212,8 @@ def answered(messages: Sequence[Message], response: str) -> list[Message]:
 
 
 def role_in(template: str, role: str) -> str:
-    """Return the role that a message has for a template, given as its source. Most know no developer,
-    and leave the message out."""
+    """Return the role for a template with this source. Most know no developer role, and leave its
+    message out."""
     return "system" if role == "developer" and role not in template else role
 
 

@@ -1,4 +1,4 @@
-"""A chat as text: what the template makes of messages and tools, and what it must not leave out."""
+"""Rendering of a chat as text by its template, with checks that nothing is left out."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ OURS = {
     "messages", "conversation", "tools", "chat_template", "tokenize", "add_generation_prompt",
     "continue_final_message", "return_dict", "return_tensors", "padding", "truncation", "max_length",
 }  # fmt: skip
-"""Arguments of `apply_chat_template` that are no variables of a template."""
+"""The arguments of `apply_chat_template` that are no variables of a template."""
 
 
 class ChatRefusedError(ValueError):
-    """Messages that a chat template refuses; `reason` is what it says."""
+    """Messages that a chat template refuses; `reason` is the template's message."""
 
     def __init__(self, reason: str):
         super().__init__(f"the chat template refuses the messages: {reason}")
@@ -41,11 +41,11 @@ class ChatRefusedError(ValueError):
 
 
 class ChatRenderer:
-    """The template of a tokenizer, as SGLang's chat endpoint applies it.
+    """The template of a tokenizer, applied as SGLang's chat endpoint does.
 
-    options: variables of the template beside its messages and tools, such as enable_thinking. Raises
-    ValueError for one that the template does not read; all methods raise it for what the template does
-    not take.
+    options: variables of the template beside its messages and tools, such as enable_thinking.
+    Raises ValueError for one that the template does not read; all methods raise it for messages
+    that the template refuses.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class ChatRenderer:
         return str(self._tokenizer.chat_template or "")
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Return the text of a chat that the policy is to go on with.
+        """Return the text of a chat that the policy continues.
 
-        Raises ValueError where the template leaves out tools, a call, or the words of anybody but the
-        assistant.
+        Raises ValueError where the template leaves out tools, a call, or the words of anybody but
+        the assistant.
         """
         text = self._render(messages, tools, begins=True)
         if tools and text == self._render(messages, (), begins=True):
@@ -90,7 +90,7 @@ class ChatRenderer:
             )
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Return the text of a chat after which nobody is to speak."""
+        """Return the text of a complete chat, without a generation prompt."""
         return self._render(messages, tools, goes_on=False)
 
     def _render(
@@ -101,10 +101,10 @@ class ChatRenderer:
         goes_on: bool = True,
         begins: bool = False,
     ) -> str:
-        """Return what the template makes of messages, in the first form of calls that it writes.
+        """Return the template's text for messages, in the first form of calls that it writes.
 
-        goes_on: whether an answer is to follow. begins: whether a last message of the assistant's is the
-        beginning of that answer.
+        goes_on: whether an answer is to follow. begins: whether a last message by the assistant is
+        the beginning of that answer.
         """
         if not self._source:
             raise ValueError(NO_TEMPLATE)

@@ -1,11 +1,12 @@
-"""Chats as tokens: rendered by the tokenizer's own template, and continued as they were sampled.
+"""Tokenisation of chats: rendered by the tokenizer's own template, and continued as they were
+sampled.
 
-A template is a program: given the whole chat again it may write the past anew. It drops earlier
-thinking, merges the results of tools, serialises the arguments of a call in its own way, trims, or ends
-an answer with another token than the one that was sampled. Rebuilt from text, such a chat has other
-tokens than those that the policy saw and sampled. So a chat is never rebuilt here: what comes after its
-tokens is the rest of the text that the template makes, tokenised alone. Where that text does not begin
-with the text of the tokens, the template drifts, and a rule says what becomes of it (`DriftRule`).
+A template is a program: given the whole chat again it may rewrite the past. It drops earlier
+thinking, merges the results of tools, serialises the arguments of a call in its own way, trims, or
+ends an answer with another token than the sampled one. Rebuilt from text, such a chat has other
+tokens than the policy saw and sampled. So a chat is never rebuilt here: its tokens are followed by
+the rest of the template's text, tokenised alone. Where that text does not begin with the text of
+the tokens, the template drifts, and a rule decides what happens (`DriftRule`).
 """
 
 from __future__ import annotations
@@ -25,29 +26,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DriftRule = Literal["new", "keep", "refuse"]
-"""Where a template writes the past anew: begin a new trajectory at the first token that differs, keep
-the tokens as they are, or raise ChatDriftError."""
+"""The reaction to a template that rewrites the past: begin a new trajectory at the first token that
+differs, keep the tokens as they are, or raise ChatDriftError."""
 
 _MARK = "(the end of this answer)"
-"""Stands for an answer whose end is looked for in what a template makes."""
+"""A placeholder for an answer, whose end is searched in the template's text."""
 
 
 class ChatDriftError(ValueError):
-    """A template writes the past of a chat anew, and the rule is to refuse that."""
+    """A template rewrites the past of a chat, and the rule refuses that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """Where a template would have a chat differ from its tokens."""
+    """The place where a template's text differs from a chat's tokens."""
 
     token: int
     """The first token that differs, counted from 0."""
 
     had: str
-    """What the tokens say from there on, at most 40 characters."""
+    """The text of the tokens from there on, at most 40 characters."""
 
     wants: str
-    """What the template says instead."""
+    """The template's text from there on."""
 
     def __str__(self) -> str:
         return (
@@ -57,23 +58,24 @@ class Drift:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """How a chat goes on."""
+    """The continuation of a chat."""
 
     kept: int
-    """How many of its tokens stay, from the first on: all, unless the rule is a new trajectory."""
+    """The number of tokens that stay, from the first on: all, unless the rule is a new trajectory.
+    """
 
     token_ids: list[int]
-    """What is given after them."""
+    """The tokens that follow them."""
 
     drift: Drift | None = None
 
 
 class ChatTemplate(ChatRenderer):
-    """The template of a tokenizer, as SGLang's chat endpoint applies it.
+    """The template of a tokenizer, applied as SGLang's chat endpoint does.
 
-    stop_token_ids: what ends an answer. options: further variables of the template, such as
-    enable_thinking. Raises ValueError for an option that the template does not read; all methods raise
-    it for what the template does not take.
+    stop_token_ids: the tokens that end an answer. options: further variables of the template, such
+    as enable_thinking. Raises ValueError for an option that the template does not read; all methods
+    raise it for messages that the template refuses.
     """
 
     def __init__(
@@ -93,12 +95,12 @@ class ChatTemplate(ChatRenderer):
     def begin(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        """Return the tokens of a chat that the policy is to go on with: it answers, or goes on with the
-        assistant's message that comes last. Agents may send tools that the template does not write."""
+        """Return the tokens of a chat that the policy continues: with an answer, or within a last
+        message by the assistant. Agents may send tools that the template does not write."""
         return self.encode(self._render(messages, tools, begins=True))
 
     def begin_text(self, text: str) -> list[int]:
-        """Return the tokens of a text that is no chat, as the beginning of a sequence."""
+        """Return the tokens of a plain text, as the beginning of a sequence."""
         return text_ids(self._tokenizer, text)
 
     def answer(
@@ -107,8 +109,8 @@ class ChatTemplate(ChatRenderer):
         answer: Message,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """Return the tokens of an answer as a policy would have sampled it: from the end of `begin` to
-        the stop token that ends it. The text of a stop token within the answer is ordinary text."""
+        """Return the tokens of an answer as a policy would have sampled it: from the end of `begin`
+        to its stop token. The text of a stop token within the answer is ordinary text."""
         before, marked, marks = self._render(known, tools), answer, dict[str, str]()
         if self._is_in(answer):
             marks = {stop: _mark_of(i) for i, stop in enumerate(sorted(self._stops))}
@@ -138,7 +140,7 @@ class ChatTemplate(ChatRenderer):
         return any(stop in text for text in _texts(answer) for stop in self._stops)
 
     def _encode_marked(self, text: str, stops: Mapping[str, str]) -> list[int]:
-        """Return the tokens of text in which marks stand for the texts of stop tokens; these become
+        """Return the tokens of text in which marks stand for the texts of stop tokens, which become
         ordinary tokens."""
         token_ids: list[int] = []
         for piece in filter(None, re.split(f"([{''.join(stops)}])", text)):
@@ -155,10 +157,10 @@ class ChatTemplate(ChatRenderer):
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Continuation:
-        """How a chat goes on after an answer.
+        """Return the continuation of a chat after an answer.
 
-        token_ids: the chat so far, which ends with the answer as it was sampled. known: its messages,
-        the answer being the last. messages: the new ones.
+        token_ids: the chat so far, which ends with the answer as it was sampled. known: its
+        messages, the last one being the answer. messages: the new ones.
         """
         have = self._text(token_ids)
         wanted = self._normal(self._render([*known, *messages], tools))
@@ -179,10 +181,11 @@ class ChatTemplate(ChatRenderer):
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """What the template adds for messages after an answer, whatever came before it.
+        """Return the tokens that the template adds for messages after an answer, whatever came
+        before it.
 
-        It begins with the end of the answer, unless the last of `token_ids` has ended it: a stop token
-        that is also what the template has there comes once.
+        They begin with the end of the answer, unless the last of `token_ids` has ended it: a stop
+        token that the template also writes there occurs once.
         """
         rest = self._after_mark(messages, tools)
         if self._decode(token_ids[-1:]) in self._stops:
@@ -191,7 +194,7 @@ class ChatTemplate(ChatRenderer):
         return self.encode(rest)
 
     def _after_mark(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-        """What the template makes from the end of an answer on."""
+        """Return the template's text from the end of an answer on."""
         for answer in _marked_answers(messages):
             text = self._render([{"role": "user", "content": "?"}, answer, *messages], tools)
             if _MARK in text:
@@ -201,11 +204,12 @@ class ChatTemplate(ChatRenderer):
         raise ValueError("the chat template leaves answers out, so where one ends is not known")
 
     def _common(self, token_ids: Sequence[int], have: str, wanted: str) -> tuple[int, int]:
-        """How many tokens from the first on say what is wanted, and in how many characters."""
+        """Return how many leading tokens agree with `wanted`, and how many characters they have."""
         pairs = enumerate(zip(have, wanted, strict=False))
         same = next((i for i, (one, other) in pairs if one != other), min(len(have), len(wanted)))
         sizes = range(len(token_ids) + 1)
         count = bisect_right(sizes, same, key=lambda k: len(self._text(token_ids[:k]))) - 1
+        # The last token may end within a character: go back until the text is a prefix.
         while not wanted.startswith(text := self._text(token_ids[:count])):
             count -= 1
         return count, len(text)
@@ -215,8 +219,8 @@ class ChatTemplate(ChatRenderer):
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _text(self, token_ids: Sequence[int]) -> str:
-        """What tokens say, in the form that text is brought into before it becomes tokens: what was
-        given has it already, and what was sampled may not."""
+        """Return the text of tokens after the tokenizer's normalisation: given text has it already,
+        sampled text may not."""
         return self._normal(self._decode(token_ids))
 
     def _normal(self, text: str) -> str:
@@ -246,9 +250,9 @@ def make_template(
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the tokens of text that begins a sequence, with what the tokenizer begins one with.
+    """Return the tokens of text that begins a sequence, including the tokenizer's beginning token.
 
-    A text that a template has made may hold its beginning already, which then comes once.
+    Text from a template may hold that token already, which then occurs once.
     """
     begin = str(getattr(tokenizer, "bos_token", None) or "")
     has_begun = bool(begin) and text.startswith(begin)
@@ -256,7 +260,7 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _mark_of(number: int) -> str:
-    """Return a character that no text has, of the last private plane."""
+    """Return a character of the last private-use plane, which no text has."""
     return chr(0x10FF00 + number)
 
 
@@ -282,7 +286,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _marked_answers(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
-    """Answers that messages may come after, which end with a mark."""
+    """Yield answers that may precede the messages, each ending with a mark."""
     first = messages[0] if messages else {}
     if first.get("role") == "tool":
         function = {"name": first.get("name") or "f", "arguments": json.dumps({"x": _MARK})}

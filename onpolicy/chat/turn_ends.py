@@ -1,8 +1,8 @@
-"""Where a chat template ends an assistant's turn, found by rendering an answer that holds a mark.
+"""End of an assistant's turn in a chat template, found by rendering an answer that holds a mark.
 
-What a template writes after an answer says at which token a policy has finished it. The end-of-sequence
-tokens of a checkpoint's files leave that token out often enough: a base model that was given a chat
-template, a generation_config.json copied from the base, an end that only calls of tools have.
+The text after an answer shows at which token a policy has finished it. The end-of-sequence tokens
+of a checkpoint's files often lack that token: in a base model with an added chat template, with a
+generation_config.json copied from the base, or for an end that only tool calls have.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEnds:
-    """How a chat template ends the turns of an assistant."""
+    """The ends of an assistant's turns in a chat template."""
 
     token_ids: tuple[int, ...] = ()
-    """The token that ends an answer and, where it is another one, the token that ends a call of a tool.
-    Where nothing stands after an answer, as in GLM's templates, the marker of the next turn."""
+    """The token that ends an answer and, if it is another one, the token that ends a tool call.
+    Where nothing follows an answer, as in GLM's templates, the marker of the next turn."""
 
     text: str = ""
-    """What stands there instead if it is text, which no token of the tokenizer stands for."""
+    """The text that ends an answer, where no token of the tokenizer does."""
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase) -> TurnEnds | None:
     """Return how the tokenizer's chat template ends the turns of an assistant.
 
-    None: there is no template, or it refuses a chat of a question and an answer, or leaves the answer
-    out. A marker that stands only where a chat is over is passed over if another one stands also where
-    it goes on: Phi-3 writes `<|end|>` after each answer and `<|endoftext|>` after the last message. One
-    that stands only where a chat goes on is no end: GPT-OSS ends an answer with `<|return|>`, and
-    writes `<|end|>` in its place afterwards.
+    None: there is no template, or it refuses a chat of a question and an answer, or leaves the
+    answer out. A marker that occurs only where a chat is over is skipped if another one occurs also
+    where it goes on: Phi-3 writes `<|end|>` after each answer and `<|endoftext|>` after the last
+    message. A marker that occurs only where a chat goes on is no end: GPT-OSS ends an answer with
+    `<|return|>`, and writes `<|end|>` in its place afterwards.
     """
     bound_templates()
     closing = _after_mark(tokenizer, [([*chat], ()) for chat in _answered()])
@@ -54,6 +54,7 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> TurnEnds | None:
     goes_on = _after_mark(tokenizer, [([*chat, following], ()) for chat in _answered()]) or ""
     between, is_special = goes_on.partition(_NEXT)[0], _special(tokenizer)
     closes, begins_next = _markers(tokenizer, closing), _markers(tokenizer, between)
+    # Prefer a marker that also occurs where the chat goes on, and among these a special token.
     shared = [token for token in closes if token in begins_next] or closes or begins_next
     if not shared:
         return TurnEnds(text=closing.strip() or between.strip())
@@ -62,9 +63,10 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> TurnEnds | None:
 
 
 def _call_end(tokenizer: PreTrainedTokenizerBase, end: int, is_special: set[int]) -> Iterator[int]:
-    """Yield the token that ends a call, if it is not the one that ends an answer.
+    """Yield the token that ends a call, if it differs from the token that ends an answer.
 
-    It is a special one: `</tool_call>`, which may be an added token too, is followed by further calls.
+    It is a special token: `</tool_call>`, which may be an added token too, can be followed by
+    further calls.
     """
     closing = _after_mark(tokenizer, [(chat, [_TOOL]) for chat in _calling()])
     if closing is None or end in (closes := _markers(tokenizer, closing)):
@@ -78,7 +80,7 @@ def _call_end(tokenizer: PreTrainedTokenizerBase, end: int, is_special: set[int]
 
 
 def _answered() -> Iterator[list[Message]]:
-    """Yield chats that end with a marked answer; some templates want a system's message."""
+    """Yield chats that end with a marked answer; some templates need a system message."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
     yield chat
     yield [{"role": "system", "content": "?"}, *chat]
@@ -97,7 +99,7 @@ def _after_mark(
     tokenizer: PreTrainedTokenizerBase,
     chats: Iterable[tuple[list[Message], Sequence[dict[str, Any]]]],
 ) -> str | None:
-    """Return what stands after the mark in the first chat that the template takes and writes whole."""
+    """Return the text after the mark in the first chat that the template accepts and writes whole."""
     for messages, tools in chats:
         try:
             text = tokenizer.apply_chat_template(
@@ -111,7 +113,7 @@ def _after_mark(
 
 
 def _markers(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the tokens in a text that no ordinary text is made of, in order."""
+    """Return the special and added tokens of a text, in order."""
     markers = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
     return [x for x in tokenizer.encode(text, add_special_tokens=False) if x in markers]
 

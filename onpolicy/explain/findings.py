@@ -1,4 +1,4 @@
-"""What `onpolicy explain` found, in plain words and as one HTML page of layers and tokens."""
+"""Findings of `onpolicy explain`, in plain words and as one HTML page of layers and tokens."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ VERDICTS = {
 }
 
 STEPS = 5
-"""Shades of a colour; the palest is still one."""
+"""The number of shades of a colour."""
 
 LARGEST, SMALLEST = 0.0, -8.0
-"""log10 of the differences between log-probabilities that get the darkest and the palest shade."""
+"""log10 of the log-probability differences that get the darkest and the palest shade."""
 
 _LAYER = re.compile(r"^layers\.(\d+)\.?(.*)$")
 
 
 def told(result: Result) -> str:
-    """A few lines for a terminal."""
+    """Return a few lines for a terminal."""
     return "\n".join(_lines(result))
 
 
@@ -134,7 +134,7 @@ def _shape(shape: Any) -> str:
 
 
 def render(result: Result, text: str) -> str:
-    """The page; `text`: what was printed."""
+    """Return the page; `text`: the printed lines."""
     return _document(
         "Where the engines part",
         text,
@@ -155,7 +155,8 @@ def _legend() -> str:
 
 
 def _heat_map(sites: Sequence[Result]) -> Iterator[str]:
-    """A row for each layer and one for what is in none; a column for each operator of a layer."""
+    """Yield tables with a row for each layer and one for modules outside layers; columns are
+    operators."""
     cells: dict[str, dict[str, Result]] = {}
     for site in sites:
         module, operator, number = site["site"]
@@ -173,7 +174,7 @@ def _heat_map(sites: Sequence[Result]) -> Iterator[str]:
 
 
 def _place(module: str) -> tuple[str, str]:
-    """(layer or "", the rest of the name)"""
+    """Return (layer or "", the rest of the name) of a module."""
     found = _LAYER.match(module)
     return (found[1], found[2]) if found else ("", module)
 
@@ -213,9 +214,9 @@ def _token(token: int, rollout: float, train: float) -> str:
 
 
 def _document(heading: str, text: str, *sections: tuple[str, str]) -> str:
-    """One HTML page that opens without a network.
+    """Return one HTML page that opens without a network.
 
-    text: what was printed. sections: (heading, HTML) of each.
+    text: the printed lines. sections: (heading, HTML) of each.
     """
     sheets = files("onpolicy.report") / "page.css", files("onpolicy.explain") / "findings.css"
     style = "".join(sheet.read_text(encoding="utf-8") for sheet in sheets)

@@ -1,4 +1,4 @@
-"""What `onpolicy explain` runs on: random prompts as `verify`, or the case that a run left."""
+"""Inputs of `onpolicy explain`: random prompts as in `verify`, or the case that a run left."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ logger = logging.getLogger(__name__)
 Result = dict[str, Any]
 
 TAPS = "sglang_patches.taps:Taps"
-"""The extension of a server that records its passes in a directory."""
+"""The server extension that records passes in a directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What both engines are made from, and what they are asked."""
+    """The configuration of both engines, and the requests to them."""
 
     hf_config: PretrainedConfig
     train_config: TrainConfig
@@ -58,7 +58,8 @@ class Inputs:
 
     @staticmethod
     def of(config: ExplainConfig) -> Inputs:
-        """Raises ConfigError for a case that is none, or prompts that the context has no room for."""
+        """Return the inputs. Raises ConfigError for an invalid case, or prompts too long for the
+        context."""
         hf_config = load_config(config.model.hf_checkpoint, config.model.trust_remote_code)
         longest = longest_prompt(config, hf_config)
         prompts = make_prompts(config, hf_config.vocab_size, longest)
@@ -68,14 +69,15 @@ class Inputs:
         return Inputs(hf_config, make_train_config(config, longest), requests, directory)
 
     def contract(self, *, aligned: bool) -> NumericsContract:
-        """Return the contract of both engines. Raises ConfigError for adapters that are not recorded."""
+        """Return the contract of both engines. Raises ConfigError for adapters that cannot be
+        recorded."""
         contract = contract_for(self.train_config, self.hf_config, aligned=aligned)
         if contract.adapter is not None:
             self._require_recorded(contract.adapter)
         return contract
 
     def _require_recorded(self, adapter: AdapterShape) -> None:
-        """Raise ConfigError for adapters that are not recorded."""
+        """Raise ConfigError for adapters that cannot be recorded."""
         model = empty_causal_lm(self.hf_config, self.train_config.model.trust_remote_code)
         config, megatron = self.train_config, self.train_config.megatron
         degrees = {
@@ -95,7 +97,7 @@ class Inputs:
     def engines(
         self, contract: NumericsContract, taps: Path, make_engines: MakeEngines
     ) -> Iterator[EnginePair]:
-        """Start both engines, of which the servers record into a directory, and stop them afterwards."""
+        """Start both engines, with servers that record into a directory, and stop them afterwards."""
         engines = make_engines(
             self.train_config,
             self.hf_config,
@@ -117,15 +119,15 @@ class Inputs:
 
 
 def made_by(contract: NumericsContract) -> Result:
-    """Return the versions and the contract by which a result came about."""
+    """Return the versions and the contract that produced a result."""
     own = {**json.loads(contract.to_json()), "fingerprint": contract.fingerprint}
     return {"versions": versions(), "contract": own}
 
 
 def with_case(config: ExplainConfig) -> ExplainConfig:
-    """With the weights of --load, and with what the case was sampled under.
+    """Return the configuration with the weights of --load and the case's sampling settings.
 
-    Raises ConfigError if a file is none, or there is no checkpoint.
+    Raises ConfigError if a file is invalid, or there is no checkpoint.
     """
     if config.load:
         config = _with_weights(config, _exported(Path(config.load), config))
@@ -155,7 +157,7 @@ def with_case(config: ExplainConfig) -> ExplainConfig:
 
 
 def compare_weights(config: ExplainConfig, digest: str) -> None:
-    """Say so if the engines do not hold the weights that the case was sampled with."""
+    """Log a warning if the engines do not hold the weights that the case was sampled with."""
     case = read_case(Path(config.case))
     if digest != case.weight_digest:
         logger.warning(
@@ -168,7 +170,7 @@ def compare_weights(config: ExplainConfig, digest: str) -> None:
 
 
 def _with_weights(config: ExplainConfig, directory: Path) -> ExplainConfig:
-    """With an exported checkpoint in the place of --hf-checkpoint, or with an adapter beside it."""
+    """Return the configuration with an exported checkpoint as --hf-checkpoint, or with its adapter."""
     if (directory / CONFIG).exists():
         flags = read_peft_adapter(str(directory), "--load").flags
         return replace(config, lora=LoraConfig(**flags, lora_adapter=str(directory)))
@@ -176,7 +178,7 @@ def _with_weights(config: ExplainConfig, directory: Path) -> ExplainConfig:
 
 
 def _exported(directory: Path, config: ExplainConfig) -> Path:
-    """The weights that a checkpoint of a run holds for other programs: those that were pushed.
+    """Return the directory of a checkpoint's exported weights, which are the pushed ones.
 
     It is the checkpoint that the case was sampled with, if it was saved; else the latest.
     """

@@ -1,8 +1,8 @@
-"""Records what Megatron's modules compute, under the names of Hugging Face's.
+"""Recording of Megatron's modules under the names of Hugging Face's.
 
-Megatron makes queries, keys and values by one product, and gate and up by one. Where the rows of a fused
-weight stand (`weight_map.py`) is where the columns of its result stand. A stage of a pipeline records
-its own layers, by their numbers in the model; what other ranks share is put together (`together.py`).
+Megatron makes queries, keys and values by one product, and gate and up by one. The rows of a fused
+weight (`weight_map.py`) give the columns of its result. A pipeline stage records its own layers, by
+their numbers in the model; tensors sharded over other ranks are gathered (`together.py`).
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ WITHOUT_WEIGHTS = {
     "mlp.experts": "mlp.experts",
     "mlp.shared_expert": "mlp.{shared_expert}",
 }
-"""Modules of a layer that call operators and hold no `weight`, and what Hugging Face calls them."""
+"""Modules of a layer that call operators and hold no `weight`, with their Hugging Face names."""
 
 
 def tensor_rank() -> int:
-    """This rank's number among those that share every linear."""
+    """Return this rank's number among the ranks that share every linear."""
     rank: int = parallel_state.get_tensor_model_parallel_rank()
     return rank
 
 
 def passes_of(model: nn.Module, recorder: Recorder) -> AbstractContextManager[list[list[Call]]]:
-    """`watched`, of a trainer's model whose operators are tapped."""
+    """Apply `watched` to a trainer's model with tapped operators."""
     policy: PolicyGptModel = unwrap_model(model)
 
     def rows_of(_: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,8 @@ def passes_of(model: nn.Module, recorder: Recorder) -> AbstractContextManager[li
 
 
 def _keys(local: LocalTokens, group: dist.ProcessGroup) -> Tensor:
-    """int64 [T]: of the rows of this rank, whose prefixes are on all ranks of the group."""
+    """Return int64 [T], the keys of this rank's rows, whose prefixes are spread over the group's
+    ranks."""
     tokens = gather_rows(local.tokens[0], group)
     return torch.cat([packed_keys(tokens, layout) for layout in local.layouts])
 
@@ -94,7 +95,7 @@ def _together(policy: PolicyGptModel, name: str, module: nn.Module) -> OverTenso
 def _scope_of(
     policy: PolicyGptModel, name: str, module: nn.Module, names: Mapping[str, Tensor | None]
 ) -> Callable[[Any, Any], Scope]:
-    """The scope of a module that computes those of these names."""
+    """Return a function that makes the scope of a module with these names."""
     first, chunks = next(iter(names)), 2 if policy.config.context_parallel_size > 1 else 1
 
     def scope(args: Any, kwargs: Any) -> Scope:
@@ -109,7 +110,7 @@ def _scope_of(
 
 
 def _hugging_face_names(policy: PolicyGptModel) -> dict[str, dict[str, Tensor | None]]:
-    """What each of Megatron's modules computes, by Hugging Face's names, and int64 the columns of
+    """Return the Hugging Face names of each Megatron module's results, with the columns (int64) of
     each."""
     shared, first = policy.config.family.shared_expert, first_layer(policy)
     found: dict[str, dict[str, Tensor | None]] = {

@@ -1,7 +1,7 @@
-"""The microscope: the same tokens through both engines, everything recorded, and the first difference.
+"""Microscope: the same tokens through both engines, everything recorded, and the first difference.
 
-One pass keeps digests. If something differs, the tokens are run again and the tensors of one call, the
-suspected one, are kept on either side; then the operator runs alone on them.
+One pass keeps digests. If something differs, the tokens are run again and the tensors of one call,
+the suspected one, are kept on either side; then the operator runs alone on them.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from onpolicy.types import Request
 logger = logging.getLogger(__name__)
 
 LOG_SOFTMAX: Site = (HEAD, "log_softmax", 0)
-"""What is left when a token's logits agree and its log-probability does not."""
+"""The site that remains when a token's logits agree and its log-probability does not."""
 
 Scored = list[torch.Tensor]
 """Log-probabilities of each response: float32 [R]."""
 
 
 def explain(config: ExplainConfig, make_engines: MakeEngines = EnginePair) -> Result:
-    """Start both engines, record them, and say where they part."""
+    """Start both engines, record them, and return where they diverge."""
     inputs = Inputs.of(config)
     contract = inputs.contract(aligned=config.plan.starts_aligned)
     directory = inputs.directory / "taps"
@@ -64,7 +64,7 @@ def explain(config: ExplainConfig, make_engines: MakeEngines = EnginePair) -> Re
 
 
 class Microscope:
-    """Looks at what two engines that hold the same weights make of some requests."""
+    """A comparison of two engines with the same weights on some requests."""
 
     def __init__(
         self, engines: EnginePair, directory: Path, requests: Sequence[Request], temperature: float
@@ -73,7 +73,7 @@ class Microscope:
         self.requests, self.temperature = requests, temperature
 
     def look(self) -> Result:
-        """Sample, score, compare; and if something differs, find out where it began."""
+        """Sample, score, and compare; if something differs, find out where it began."""
         completions = self.sample()
         rollout = Recording.of(read_calls(self.directory))
         recorder = Recorder(shares=rollout.shares(), ranks=rollout.ranks)
@@ -112,7 +112,8 @@ class Microscope:
         return result
 
     def sample(self) -> list[Completion]:
-        """What the servers answer to the requests, with nothing cached and nothing recorded before."""
+        """Return the servers' answers to the requests, without cached prefixes and earlier
+        recordings."""
         if self.engines.config.engine.colocate:
             self.engines.push_again()  # scoring took the servers' memory
         for client in self.engines.rollout.clients:
@@ -125,7 +126,7 @@ class Microscope:
     def score(
         self, completions: Sequence[Completion], recorder: Recorder, evidence_of: int = 0
     ) -> tuple[Scored, list[Recorded]]:
-        """Log-probabilities, and what each rank of the trainer has recorded by this recorder."""
+        """Return log-probabilities, and each trainer rank's recording."""
         logger.info("scoring them with the trainer, recorded")
         recorded: list[Recorded] = []
 
@@ -145,9 +146,10 @@ class Microscope:
         completions: Sequence[Completion],
         firsts: Sequence[int | None],
     ) -> tuple[int, Source] | None:
-        """(sequence, where it began), of the sequence whose first token that differs is the earliest.
+        """Return (sequence, source) for the sequence whose first differing token is the earliest.
 
-        If no token differs, rows may: then the first sequence of which some do. firsts: each one's.
+        If no token differs, rows may: then the first sequence with a differing row counts. firsts:
+        the first differing token of each sequence.
         """
         for number in sorted(range(len(firsts)), key=lambda i: (firsts[i] is None, firsts[i] or 0)):
             prompt, response = self.requests[number].prompt_ids, completions[number].response_ids
@@ -164,7 +166,7 @@ class Microscope:
     def _prove(
         self, source: Source, completions: Sequence[Completion], recorder: Recorder
     ) -> Result | None:
-        """The operator alone; None where there is none, or its call did not come again."""
+        """Run the operator alone; return None where there is none, or its call did not come again."""
         if source.cause in ("not computed", "between operators") or source.site == LOG_SOFTMAX:
             return None
         logger.info("running the tokens again, to keep the tensors of the %s", source.name)
@@ -182,7 +184,8 @@ class Microscope:
 
 
 def _only_in_one(rollout: Recording, train: Sequence[Recording]) -> list[str]:
-    """Sites that one side lacks, or of which a rank has what is no part of the trainer's."""
+    """Return the sites that one side lacks, or that a rollout rank has without a trainer's
+    counterpart."""
     ours: dict[Site, set[int]] = {}
     for recording in train:
         for site, by_rank in recording.items():

@@ -1,4 +1,4 @@
-"""The suspected operator alone, on what each side gave it, in the shape in which each side called it."""
+"""Replay of the suspected operator alone, on each side's inputs, in the shape of each side's call."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ Verdict = Literal[
     "trainer differs",
     "not reproduced",
 ]
-"""What each means is said in `findings.VERDICTS`."""
+"""The verdicts, explained in `findings.VERDICTS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Between the two sides' results for one row, in the dtype that they came out in."""
+    """The difference between the two sides' results for one row, in the results' dtype."""
 
     elements: int
     different: int
     max_ulp: int
-    """Representable numbers of that dtype."""
+    """The largest distance in representable numbers of that dtype."""
 
     max_abs: float
     first_element: int
@@ -40,14 +40,14 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """What the operator alone shows."""
+    """The result of running the operator alone."""
 
     verdict: Verdict
     difference: Difference
 
     in_rollout_shape: bool | None
-    """Whether the operator alone, on the rollout's arguments, gives the rollout's bits; None: it was
-    not run."""
+    """Whether the operator alone, on the rollout's arguments, gives the rollout's bits; None: it
+    was not run."""
 
     in_train_shape: bool | None
 
@@ -56,7 +56,7 @@ class Proof:
 
 
 def difference(rollout: Sequence[Tensor], train: Sequence[Tensor]) -> Difference:
-    """How two rows differ, part by part."""
+    """Return the difference between two rows, over all their parts."""
     a, b = (torch.cat([part.reshape(-1).float() for part in parts]) for parts in (rollout, train))
     ulp = ulp_distance(a, b)
     if all(part.dtype == torch.bfloat16 for part in (*rollout, *train)):
@@ -73,13 +73,14 @@ def difference(rollout: Sequence[Tensor], train: Sequence[Tensor]) -> Difference
 def prove(
     rollout: Mapping[int, Evidence], train: Evidence, operators: Operators, rank: int = 0
 ) -> Proof:
-    """Run the operator on both sides' arguments; a function that the rollout's lack is the trainer's.
+    """Run the operator on both sides' arguments; a function that the rollout's lack is the
+    trainer's.
 
-    rollout: by tensor-parallel ranks, of which `rank` differs.
+    rollout: evidence by tensor-parallel rank, of which `rank` differs.
     """
     theirs = _without_padding(_with_whole_input(rollout, train, rank), train)
     recorded = theirs.row_of_results(), train.row_of_results()
-    # An engine's own module says what it was given, and not what it holds.
+    # An engine's own module has recorded its inputs, and not its weights.
     held = train.arguments[len(theirs.arguments) :]
     given = replace(theirs, arguments=[*_filled(theirs.arguments, train.arguments), *held])
     alone = [_alone(given, operators), _alone(train, operators)]
@@ -108,8 +109,8 @@ def _verdict(agrees: list[bool | None], same: bool | None) -> Verdict:
 
 
 def _with_whole_input(rollout: Mapping[int, Evidence], train: Evidence, rank: int) -> Evidence:
-    """The evidence of `rank`; where ranks add up what each makes of a part of the input, with all
-    parts."""
+    """Return the evidence of `rank`, with the inputs of all ranks concatenated where ranks add up
+    partial products."""
     mine = rollout[rank]
     if mine.operator not in ("linear", "row_parallel_linear"):
         return mine
@@ -121,7 +122,7 @@ def _with_whole_input(rollout: Mapping[int, Evidence], train: Evidence, rank: in
 
 
 def _without_padding(rollout: Evidence, train: Evidence) -> Evidence:
-    """The last rank's part of a vocabulary may have more columns than there are tokens."""
+    """Return the evidence without the columns that pad the last rank's part of a vocabulary."""
     columns = [
         None if own is None or len(own) == result.shape[-1] else torch.arange(len(own))
         for own, result in zip(train.columns, rollout.results, strict=True)
@@ -131,12 +132,13 @@ def _without_padding(rollout: Evidence, train: Evidence) -> Evidence:
 
 
 def _held_differently(rollout: Evidence, train: Evidence, rank: int) -> Verdict | None:
-    """What has no rows: weights and biases, and the keys and values that attention sees."""
+    """Compare the arguments without rows: weights and biases, and the keys and values that
+    attention sees."""
     if rollout.operator == "attention" and len(rollout.arguments) > 3:
         pairs = zip(_seen(rollout), _seen(train), strict=True)
         is_same = all(_equal([a], [_own_heads(b, a.shape[1], rank)]) for a, b in pairs)
         return None if is_same else "other keys"
-    if train.operator == "embedding":  # it looks rows up, and there is no other way to differ
+    if train.operator == "embedding":  # a lookup of rows, which differs only by its weights
         is_same = _equal(rollout.row_of_results(), train.row_of_results())
         return None if is_same else "other weights"
     first = INPUTS[train.operator].stop if train.operator in INPUTS else 0
@@ -151,7 +153,8 @@ def _own_heads(x: Tensor, heads: int, rank: int) -> Tensor:
 
 
 def _is_part(mine: Tensor, whole: Tensor, train: Evidence) -> bool:
-    """Whether a weight is the trainer's, or that part of it which makes the rollout's columns."""
+    """Return whether a weight equals the trainer's, or the part of it that makes the rollout's
+    columns."""
     sizes = zip(mine.shape, whole.shape, strict=True)
     axes = [axis for axis, (a, b) in enumerate(sizes) if a != b]
     columns = train.columns[0]
@@ -162,18 +165,18 @@ def _is_part(mine: Tensor, whole: Tensor, train: Evidence) -> bool:
 
 
 def _is_weight(argument: Any) -> bool:
-    """Not integers, which say the rows of each expert in this batch."""
+    """Return whether an argument is a weight; integers are the rows of each expert in this batch."""
     return isinstance(argument, Tensor) and argument.is_floating_point()
 
 
 def _seen(evidence: Evidence) -> list[Tensor]:
-    """Keys and values up to the wanted row's own."""
+    """Return keys and values up to the wanted row's own."""
     after = evidence.rows - 1 - evidence.where[0]
     return [x[: len(x) - after] for x in evidence.arguments[1:3]]
 
 
 def _alone(evidence: Evidence, operators: Operators) -> list[Tensor] | None:
-    """What the operator gives the wanted row; None if it cannot be run with what was kept."""
+    """Return the operator's result for the wanted row; None if the kept arguments do not suffice."""
     try:
         with torch.no_grad():
             if evidence.operator == "attention":
@@ -187,7 +190,8 @@ def _alone(evidence: Evidence, operators: Operators) -> list[Tensor] | None:
 
 
 def _filled(arguments: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """The arguments; each that cannot be written down is the other side's, if it is no tensor there."""
+    """Return the arguments, with the other side's object in place of each that cannot be
+    serialised."""
     objects = [None if isinstance(other, Tensor) else other for other in others]
     objects += [None] * len(arguments)
     pairs = zip(arguments, objects, strict=False)

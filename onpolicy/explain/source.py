@@ -1,8 +1,8 @@
-"""The first operator at which two recordings of the same tokens part.
+"""First operator at which two recordings of the same tokens diverge.
 
-Sites are looked at in the order in which a forward pass comes to them, so whatever a site was given was
-made by sites before it, at its own position or, through attention, at an earlier one. The first site at
-which anything differs, at any position up to the token's, is therefore where it began.
+Sites are compared in the order of a forward pass, so the inputs of a site come from sites before
+it, at its own position or, through attention, at an earlier one. The first site with any
+difference, at any position up to the token's, is therefore the source.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from onpolicy.explain.taps.recording import Numbers, Recording, Rows
 
 Cause = Literal["not computed", "between operators", "key/value cache", "operator"]
 """not computed: the rollout never computed the row, under this prefix. between operators: its input
-differs, and no output before it does. key/value cache: it attended to other keys or values than were
-computed. operator: its output differs and its inputs do not."""
+differs, and no output before it does. key/value cache: it attended to other keys or values than
+were computed. operator: its output differs and its inputs do not."""
 
 CAUSES: tuple[Cause, ...] = get_args(Cause)
-"""In the order in which a site is asked."""
+"""The causes in the order in which they are tested at a site."""
 
 Differ = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where two recordings part."""
+    """The place where two recordings diverge."""
 
     cause: Cause
     site: Site
@@ -43,10 +43,10 @@ class Source:
     key: int
 
     ranks: tuple[int, ...] = (0,)
-    """The rollout's tensor-parallel ranks on which it is so."""
+    """The rollout's tensor-parallel ranks that differ there."""
 
     train_ranks: tuple[int, ...] = (0,)
-    """And the trainer's."""
+    """The trainer's ranks that differ there."""
 
     rollout_shape: tuple[int, ...] = ()
     train_shape: tuple[int, ...] = ()
@@ -59,7 +59,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteCounts:
-    """How many rows of a site both sides computed, and how many of them differ, on any rank."""
+    """Counts of a site's rows that both sides computed, and of those that differ on any rank."""
 
     site: Site
     rows: int
@@ -71,7 +71,7 @@ class SiteCounts:
 
 
 class _Compared:
-    """A site's rows of some keys, as one rank of the rollout has them, and one of the trainer."""
+    """A site's rows of some keys, on one rank of the rollout and one rank of the trainer."""
 
     def __init__(self, theirs: Rows, ours: Rows, keys: Numbers):
         self.theirs, self.ours, self.keys = theirs, ours, keys
@@ -98,8 +98,8 @@ Ranks = tuple[int, int]
 def _by_rank(
     rollout: Recording, train: Sequence[Recording], site: Site, keys: Numbers | None = None
 ) -> dict[Ranks, _Compared]:
-    """What is compared of each two ranks that both have the site; `keys`: all of the trainer's, if not
-    given."""
+    """Return the comparison for each pair of ranks that both have the site; `keys` defaults to all
+    of the trainer's."""
     theirs = rollout.get(site, {})
     return {
         (rank, number): _Compared(theirs[rank], rows, rows.keys if keys is None else keys)
@@ -110,8 +110,8 @@ def _by_rank(
 
 
 def sites_of(train: Sequence[Recording]) -> list[Site]:
-    """Those of all ranks of a trainer, in the order of a forward pass; blocks of a sum that ranks share
-    have numbers of their own, and stand side by side."""
+    """Return the sites of all trainer ranks in the order of a forward pass; the blocks of a sum
+    that ranks share have numbers of their own, and are adjacent."""
     places: dict[Site, int] = {}
     for recording in train:
         for place, site in enumerate(recording):
@@ -122,7 +122,8 @@ def sites_of(train: Sequence[Recording]) -> list[Site]:
 def first_source(
     rollout: Recording, train: Sequence[Recording], keys: Sequence[int]
 ) -> Source | None:
-    """Where the rows of one sequence part; `keys`: of the tokens before the one that differs."""
+    """Return where the rows of one sequence diverge; `keys`: of the tokens before the differing
+    one."""
     wanted, before = np.array(keys), None
     for site in sites_of(train):
         by_rank = _by_rank(rollout, train, site, wanted)
@@ -133,9 +134,7 @@ def first_source(
 
 
 def _first(site: Site, before: Site | None, by_rank: dict[Ranks, _Compared]) -> Source | None:
-    for (
-        cause
-    ) in CAUSES:  # of all ranks: what one is given may be a part of what a result is made of
+    for cause in CAUSES:  # of all ranks: one rank's input may be part of another's result
         differ = {ranks: x.differ[cause] for ranks, x in by_rank.items() if x.differ[cause].any()}
         if not differ or (cause == "not computed" and site[0] in (HEAD, HEAD_ADAPTER)):
             continue  # a prompt's tokens need no head
@@ -157,7 +156,7 @@ def _first(site: Site, before: Site | None, by_rank: dict[Ranks, _Compared]) -> 
 
 
 def count_sites(rollout: Recording, train: Sequence[Recording]) -> Iterator[SiteCounts]:
-    """The counts of every site that both sides have."""
+    """Yield the counts of every site that both sides have."""
     for site in sites_of(train):
         if by_rank := _by_rank(rollout, train, site).values():
             both = np.any([x.both for x in by_rank], axis=0)

@@ -1,7 +1,8 @@
-"""What Megatron's ranks share of a call, put together as one rank would have it (`explain/megatron.py`).
+"""Gathering of a call's tensors over Megatron's ranks, as one rank would have them
+(`explain/megatron.py`).
 
-Tensor parallelism shares columns, heads and, between linears, tokens; expert parallelism shares the rows
-of experts, which come home to the rank of their token.
+Tensor parallelism shards columns, heads and, between linears, tokens; expert parallelism shards the
+rows of experts, which return to the rank of their token.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from onpolicy.train.megatron.moe import AlignedExperts, Exchange
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """Axes along which tensor-parallel ranks share an operator's tensors; None: each has all of them."""
+    """The axes along which an operator's tensors are sharded over tensor-parallel ranks; None: not
+    sharded."""
 
     given: int | None = None
     made: int | None = None
@@ -41,7 +43,7 @@ class Axes:
     """The axis of the operator's weight."""
 
     pieces: int = 1
-    """Parts side by side in its result and weight, each of which is shared: gate and up."""
+    """Adjacent parts of its result and weight, each of which is sharded: gate and up."""
 
 
 ALL = Axes()
@@ -54,7 +56,8 @@ _HEADS_FIRST = -3
 COLUMNS = {"linear": Axes(made=-1, held=0)}
 GATE_AND_UP = {"linear": Axes(made=-1, held=0, pieces=2)}
 ADDED = {**COLUMNS, "add_scaled": Axes(given=-1, made=-1)}
-"""What an adapter adds to columns, of the rows of B that each rank has; all have the product with A."""
+"""The axes of an adapter's addition to columns, by the rows of B on each rank; all have the product
+with A."""
 
 HEADS = {"rms_norm": Axes(given=-2, made=-2)}
 SUM = {"row_parallel_linear": Axes(given=-1, held=1)}
@@ -77,7 +80,7 @@ OF_MODULES: tuple[tuple[type[nn.Module], dict[str, Axes]], ...] = (
 
 
 def axes_of(name: str, module: nn.Module) -> Mapping[str, Axes]:
-    """How tensor-parallel ranks share what a module of Megatron's computes, by operator."""
+    """Return the axes along which a Megatron module's operators are sharded, by operator."""
     leaf = name.rpartition(".")[2]
     if isinstance(module, PartLowRank):
         whole = {} if module.row_parallel is WHOLE else SUM
@@ -90,13 +93,14 @@ def axes_of(name: str, module: nn.Module) -> Mapping[str, Axes]:
 
 
 def makes_own_tokens(axes: Mapping[str, Axes]) -> bool:
-    """Whether under sequence parallelism each rank makes some tokens: before and after all that is cut
-    by columns, into which they are gathered, and out of sums."""
+    """Return whether under sequence parallelism each rank computes some tokens: outside
+    column-parallel linears, before which tokens are gathered, and in sums."""
     return not axes or axes is SUM
 
 
 class OverTensorRanks(Together):
-    """Puts together what ranks have of one module, or of the output projection."""
+    """A gatherer of the tensors of one module, or of the output projection, over tensor-parallel
+    ranks."""
 
     def __init__(
         self,
@@ -105,8 +109,8 @@ class OverTensorRanks(Together):
         shares_tokens: bool = False,
         columns: int | None = None,
     ):
-        """shares_tokens: whether what is not shared along an axis is of this rank's tokens alone;
-        columns: of a result, whose further ones are padding."""
+        """Take the sharding. shares_tokens: whether unsharded tensors hold this rank's tokens
+        alone; columns: the number of a result's columns without padding."""
         self.axes, self.group = axes, group
         self.shares_tokens, self.columns = shares_tokens, columns
 
@@ -148,14 +152,16 @@ class OverTensorRanks(Together):
         whole = torch.cat([gather_rows(part, self.group).movedim(0, axis) for part in parts], axis)
         if axis != _HEADS_FIRST:
             return whole.contiguous()
-        return whole.transpose(-3, -2).contiguous().transpose(-3, -2)  # as `by_row` finds tokens
+        return (
+            whole.transpose(-3, -2).contiguous().transpose(-3, -2)
+        )  # the strides by which `by_row` finds tokens
 
 
 class OverExpertRanks(OverTensorRanks):
-    """Puts experts of several ranks together: as if this rank had all, for its tokens alone."""
+    """A gatherer of experts over ranks: as if this rank had all experts, for its tokens alone."""
 
     def __init__(self, experts: AlignedExperts, axes: Mapping[str, Axes], chosen: Tensor):
-        """chosen: int64 [T, k], what the module is given."""
+        """Take `chosen`, int64 [T, k], the choices given to the module."""
         super().__init__(axes, experts.tensor_group)
         self.experts = experts.group
         self.count = len(experts.gate_up) * self.experts.size()
@@ -180,12 +186,12 @@ class OverExpertRanks(OverTensorRanks):
 
 
 def experts_together(experts: AlignedExperts, axes: Mapping[str, Axes], chosen: Tensor) -> Together:
-    """How to put experts together that are given these choices."""
+    """Return the gatherer for experts that get these choices."""
     if experts.group.size() == 1:
         return OverTensorRanks(axes, experts.tensor_group)
     return OverExpertRanks(experts, axes, chosen)
 
 
 def _alone(argument: Any) -> Any:
-    """As it is where one rank has all."""
+    """Return an argument as it is where one rank has everything."""
     return RowParallel(argument.blocks) if isinstance(argument, RowParallel) else argument

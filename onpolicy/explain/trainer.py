@@ -1,4 +1,4 @@
-"""A trainer that is recorded while it scores, on every rank (`Trainer.on_each_rank`)."""
+"""Recording of a trainer while it scores, on every rank (`Trainer.on_each_rank`)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from onpolicy.train.policy_trainer import PolicyTrainer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """What one rank of a trainer has kept of some forward passes, each of which has whole rows."""
+    """The recording of one trainer rank over some forward passes, each with whole rows."""
 
     tensor_rank: int
-    """Its number among the ranks that share every linear."""
+    """The rank's number among the ranks that share every linear."""
 
     passes: list[list[Call]]
     evidence: Evidence | None
@@ -32,7 +32,7 @@ class Recorded:
     def of(
         recorder: Recorder, tensor_rank: int, passes: list[list[Call]], evidence_of: int
     ) -> Recorded:
-        """What a rank's recorder has kept; evidence of one tensor-parallel rank is enough."""
+        """Return a rank's recording; evidence of one tensor-parallel rank is enough."""
         return Recorded(
             tensor_rank=tensor_rank,
             passes=passes,
@@ -49,7 +49,7 @@ def recorded_log_probs(
     kept_tokens: Sequence[list[bytes]] = (),
     evidence_of: int = 0,
 ) -> tuple[list[Tensor], Recorded]:
-    """`Trainer.log_probs`, and what this rank has recorded meanwhile by a recorder that is new.
+    """Return `Trainer.log_probs`, and this rank's recording of that call by a new recorder.
 
     evidence_of: the tensor-parallel rank whose evidence is wanted.
     """
@@ -60,8 +60,8 @@ def recorded_log_probs(
 
 @contextmanager
 def recording(model: ShardedModel, recorder: Recorder) -> Iterator[tuple[int, list[list[Call]]]]:
-    """Record every forward pass of a model; yields this rank's number among those that share every
-    linear, and what grows by the calls of each pass."""
+    """Record every forward pass of a model; yield this rank's number among the ranks that share
+    every linear, and a list that grows by the calls of each pass."""
     if isinstance(model.module, PolicyModel):
         rank, watched = 0, passes_of(model.module, recorder)
     else:
@@ -73,8 +73,8 @@ def recording(model: ShardedModel, recorder: Recorder) -> Iterator[tuple[int, li
 
 
 def recordings(parts: Sequence[Recorded]) -> list[Recording]:
-    """What the ranks have together, each of which has some rows and layers: the recording of each
-    tensor-parallel rank."""
+    """Return the recording of each tensor-parallel rank, merged from ranks that have some rows and
+    layers."""
     passes: dict[int, list[list[Call]]] = {}
     for part in parts:
         passes.setdefault(part.tensor_rank, []).extend(part.passes)
@@ -82,6 +82,6 @@ def recordings(parts: Sequence[Recorded]) -> list[Recording]:
 
 
 def evidence_in(parts: Sequence[Recorded]) -> Evidence | None:
-    """The evidence that some rank has. Of a prefix that several have it is the last one's, as its row is
-    (`onpolicy.explain.taps.recording.Rows.of`)."""
+    """Return the evidence of some rank. If several have the prefix, it is the last one's, as its
+    row is (`onpolicy.explain.taps.recording.Rows.of`)."""
     return next((p.evidence for p in reversed(parts) if p.evidence is not None), None)

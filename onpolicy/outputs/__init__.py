@@ -1,1 +1,1 @@
-"""What a run shows and leaves behind: progress, metrics, plots, records, and its hash."""
+"""Outputs of a run: progress, metrics, plots, records, and its hash."""

@@ -1,9 +1,9 @@
-"""The console of a command: what it is doing, and for how long it has run. Imports nothing heavy.
+"""Console of a command: current activity and elapsed time. It imports nothing heavy.
 
-Lines go to standard error, so that results on standard output stay clean. They stand behind the time
+Lines go to standard error, so that results on standard output stay clean. Each begins with the time
 since the command began:
 
-    [0:00:11] starting 1 SGLang server; its log: runs/train/logs/engine_0.log
+[0:00:11] starting 1 SGLang server; its log: runs/train/logs/engine_0.log
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from typing import TextIO
 from onpolicy.errors import visible
 
 _BEGAN = time.monotonic()
-"""When this process began, Python's own start left out: a command imports this module first."""
+"""The time at which this process began, without Python's own start: a command imports this first.
+"""
 
 OURS = ("onpolicy", "benchmarks")
-"""Packages whose lines do not name where they come from."""
+"""Packages whose lines do not name their source."""
 
 NOISY = ("httpx", "matplotlib", "megatron", "sglang")
 
 
 def elapsed() -> float:
-    """Seconds since the command began."""
+    """Return the seconds since the command began."""
     return time.monotonic() - _BEGAN
 
 
 def duration(seconds: float) -> str:
-    """Whole seconds as hours, minutes and seconds. Example: '0:01:07'"""
+    """Return whole seconds as hours, minutes and seconds. Example: '0:01:07'"""
     return str(timedelta(seconds=int(seconds)))
 
 
@@ -44,7 +45,7 @@ def configure_logging() -> None:
 
 
 def log_to(*handlers: logging.Handler) -> None:
-    """Let these, and no others, take what this process logs: of onpolicy debug messages too."""
+    """Send this process's log to these handlers alone, with debug messages of onpolicy."""
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
     logging.getLogger("onpolicy").setLevel(logging.DEBUG)
     for name in NOISY:
@@ -52,7 +53,7 @@ def log_to(*handlers: logging.Handler) -> None:
 
 
 class _Console(logging.StreamHandler[TextIO]):
-    """Writes to what is standard error at the time: a progress bar puts itself in its place."""
+    """A handler for the current standard error: a progress bar replaces it temporarily."""
 
     @property
     def stream(self) -> TextIO:
@@ -60,11 +61,11 @@ class _Console(logging.StreamHandler[TextIO]):
 
     @stream.setter
     def stream(self, value: TextIO) -> None:
-        """The base class sets one when it is made."""
+        """Ignore the stream that the base class sets when it is made."""
 
 
 class Visible(logging.Formatter):
-    """A formatter of lines that a terminal only shows, whoever wrote what they quote."""
+    """A formatter whose lines are safe to show in a terminal, whoever wrote the text they quote."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))

@@ -1,4 +1,4 @@
-"""Where results are written: tried before the work that leads to them, and written whole."""
+"""Destinations of results: tested before the work, and written whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onpolicy.errors import ConfigError
 from onpolicy.system import files
 
 _TRIED_BYTES = 4096
-"""What is written to try a place: a file system's block."""
+"""Bytes written to test a place: a file system's block."""
 
 
 def require_directory(flag: str, path: str) -> None:
@@ -23,8 +23,8 @@ def require_directory(flag: str, path: str) -> None:
 
 @contextmanager
 def tried_directory(flag: str, path: str) -> Iterator[None]:
-    """Write a file into the directory that `flag` names, and remove it; in the end remove the
-    directories that were made for it. Raises ConfigError if that cannot be done."""
+    """Write a file into the directory that `flag` names, and remove it; on exit also remove the
+    directories created for it. Raises ConfigError if that cannot be done."""
     directory = Path(path).absolute()
     made = [place for place in (directory, *directory.parents) if not place.exists()]
     try:
@@ -49,7 +49,7 @@ def _remove(made: Sequence[Path]) -> None:
 
 
 def require_writable(flag: str, path: str) -> None:
-    """Raise ConfigError if the file that `flag` names could not be written; leaves it as it is."""
+    """Raise ConfigError if the file that `flag` names cannot be written; leave the file unchanged."""
     file = Path(path)
     existed = file.exists()
     try:

@@ -1,10 +1,10 @@
-"""The directory of a run: everything one needs to look at it later, or to repeat it.
+"""Directory of a run: everything needed to look at it later, or to repeat it.
 
-config.json  versions.json  contract.json  metrics.jsonl  samples/  logs/  plots/
-[governor.jsonl  rollouts.jsonl  observations.jsonl  tensorboard/  wandb/  wandb_run_id]
+    config.json  versions.json  contract.json  metrics.jsonl  samples/  logs/  plots/
+    [governor.jsonl  rollouts.jsonl  observations.jsonl  tensorboard/  wandb/  wandb_run_id]
 
-One run writes there at a time. What it writes is there as a whole or not at all, but for logs; a
-disk that runs full ends the run with an error that says how to go on.
+One run writes there at a time. Every file except logs is written whole or not at all; a full disk
+ends the run with an error that says how to go on.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ READ = (
 
 
 class RunDirectory:
-    """The run's directory, made on rank 0 and locked until `close`.
+    """The run's directory, created on rank 0 and locked until `close`.
 
     An earlier run's directory is moved aside, unless this run resumes it. That is refused if it
-    holds a path that this run works with: `needed` has those, by their flags.
+    holds a path that this run uses: `needed` has these paths, by their flags.
     """
 
     def __init__(self, path: str, resumes: bool, needed: Mapping[str, str] | None = None):
@@ -65,14 +65,15 @@ class RunDirectory:
             _move_aside(self.path, needed or {})
             self._held.enter_context(locked(self.path, "--run-dir"))
         with self.writing():
-            if not resumes:  # of a run that did not come to its first metrics
+            if not resumes:  # left by a run that never logged metrics
                 self.observations.unlink(missing_ok=True)
             self.logs.mkdir(exist_ok=True)
             self.plots.mkdir(exist_ok=True)
 
     @classmethod
     def of(cls, config: AnyRun, resumed: Mapping[str, Any] | None) -> RunDirectory:
-        """The directory of a run; `resumed`: the configuration of its checkpoint, if it goes on."""
+        """Return the directory of a run; `resumed`: the configuration of its checkpoint, if it
+        resumes."""
         path, now = config.output.run_dir, config.to_dict()
         resumes = resumed is not None and _holds_one_of(Path(path), resumed, now)
         read = READ if resumed is None else (*READ, "load", "save")
@@ -88,7 +89,7 @@ class RunDirectory:
         return directory
 
     def close(self) -> None:
-        """Let other runs write there."""
+        """Release the lock, so that other runs may write there."""
         self._held.close()
 
     @property
@@ -97,7 +98,7 @@ class RunDirectory:
 
     @property
     def rollouts(self) -> Path:
-        """What the clock has decided of a run (`rollout_journal`)."""
+        """The file of the decisions that depended on the clock (`rollout_journal`)."""
         return self.path / "rollouts.jsonl"
 
     @property
@@ -118,7 +119,7 @@ class RunDirectory:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Around whatever writes there: raises OutputError for a full disk, and the like."""
+        """Raise OutputError for a full disk and similar errors while the context writes there."""
         try:
             yield
         except OutputError:
@@ -139,7 +140,8 @@ class RunDirectory:
     def write_records(
         self, config: AnyRun, contract: NumericsContract, first_step: int = 0
     ) -> None:
-        """Write down what the run was started with; a resumed run repeats moves after its start."""
+        """Write down the configuration, contract and versions; a resumed run drops later governor
+        moves."""
         records = {
             "config": config.to_dict(),
             "contract": {**json.loads(contract.to_json()), "fingerprint": contract.fingerprint},
@@ -158,7 +160,7 @@ class RunDirectory:
 
     @contextmanager
     def log_file(self) -> Iterator[None]:
-        """Also log into logs/train.log, debug messages included."""
+        """Log into logs/train.log too, debug messages included."""
         with self.writing():
             handler = _LogFile(self.logs / "train.log")
         handler.setFormatter(Visible(LOG_FORMAT))
@@ -172,7 +174,7 @@ class RunDirectory:
 
     @contextmanager
     def opened_sinks(self, config: AnyRun, first_step: int) -> Iterator[list[Sink]]:
-        """The sinks, closed at the end; what fails then is only logged."""
+        """Yield the sinks, and close them at the end; errors then are only logged."""
         with self.writing():
             sinks = self.sinks(config, first_step)
         try:
@@ -182,7 +184,7 @@ class RunDirectory:
                 _close(sink)
 
     def sinks(self, config: AnyRun, first_step: int) -> list[Sink]:
-        """metrics.jsonl always; the others if asked for."""
+        """Return the sinks: metrics.jsonl always; the others if asked for."""
         sinks: list[Sink] = [JsonlSink(self.metrics_file, first_step)]
         if config.output.use_tensorboard:
             sinks.append(TensorBoardSink(self.path / "tensorboard"))
@@ -192,7 +194,7 @@ class RunDirectory:
 
 
 class _LogFile(logging.FileHandler):
-    """Says once that the disk is full, where Python's prints a traceback for every line."""
+    """A log file that reports a full disk once, where Python's prints a traceback for every line."""
 
     _is_full = False
 
@@ -206,13 +208,13 @@ class _LogFile(logging.FileHandler):
 
 
 def _path_of(place: str) -> str:
-    """The path of PATH, or of NAME=PATH."""
+    """Return the path in PATH or in NAME=PATH."""
     named = place.partition("=")[2]
     return named if named and not Path(place).exists() else place
 
 
 def check_sinks(output: OutputConfig) -> None:
-    """Raise ConfigError if a sink that is asked for could not be opened; opens none."""
+    """Raise ConfigError if a requested sink could not be opened; open none."""
     if output.use_tensorboard:
         check_tensorboard()
     if output.use_wandb:
@@ -220,7 +222,7 @@ def check_sinks(output: OutputConfig) -> None:
 
 
 def versions() -> Mapping[str, Any]:
-    """Versions of what decides a run's numbers."""
+    """Return the versions of everything that determines a run's numbers."""
     found = {"python": platform.python_version(), "machine": platform.machine()}
     for package in PACKAGES:
         try:
@@ -246,7 +248,7 @@ def _holds_one_of(directory: Path, *configs: Mapping[str, Any]) -> bool:
 
 
 def _move_aside(path: Path, needed: Mapping[str, str]) -> None:
-    """Keep an earlier run's directory under the next free name: runs/a -> runs/a.1"""
+    """Move an earlier run's directory to the next free name: runs/a -> runs/a.1"""
     path = path.resolve()
     for name, place in {"the current directory": ".", **needed}.items():
         if Path(place).resolve().is_relative_to(path):

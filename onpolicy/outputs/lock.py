@@ -1,4 +1,4 @@
-"""One run to a directory: the second is told who is there."""
+"""Lock of a run directory: a second run is refused, with the name of the first."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FILE = ".lock"
 _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 
 _FORK_SECONDS = 0.5
-"""In which a worker that a killed run was just forking may still have the lock."""
+"""Seconds for which a worker that a killed run was just forking may still hold the lock."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class _Held:
 
 
 _held: dict[tuple[int, int], _Held] = {}
-"""The locks that are held, by the device and inode of the file."""
+"""The held locks, by the device and inode of the file."""
 
 
 def _forget() -> None:
@@ -53,13 +53,13 @@ os.register_at_fork(after_in_child=_forget)
 
 @contextmanager
 def locked(directory: Path, flag: str) -> Iterator[None]:
-    """Make the directory if need be, for its owner alone, and keep other runs out of it.
+    """Create the directory if need be, for its owner alone, and lock it against other runs.
 
-    The kernel gives the lock back however the process ends. It is one of flock's, which belongs to
-    the file as it was opened here: a record lock would be lost when this process closes the file
-    once more. (Linux's NFS makes a record lock of it between hosts.) A process may lock a directory
-    several times. Raises ConfigError if nothing can be written there, or naming the run that is
-    there.
+    The kernel releases the lock however the process ends. It is a flock, which belongs to the file
+    as opened here: a record lock would be lost when this process closes the file once more.
+    (Linux's NFS makes it a record lock between hosts.) A process may lock a directory several
+    times. Raises ConfigError if nothing can be written there, or if another run holds the lock,
+    with its name.
     """
     try:
         files.make_private(directory)
@@ -120,7 +120,7 @@ def _lock(file: FileIO, directory: Path, flag: str) -> None:
 
 
 def _is_locked(file: FileIO, by: float) -> bool:
-    """Try to lock the file. Returns False if another has it before a deadline, after which it raises."""
+    """Try to lock the file; return False if another process has it, or raise after the deadline."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

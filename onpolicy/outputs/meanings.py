@@ -1,9 +1,9 @@
 """Names and meanings of everything a run logs.
 
-A reward function of the user's may add `rollout/reward/<name>` and `eval/reward/<name>`, a function
-that rolls out `episodes/<name>`, a correction of the user's `tis/<name>`. Evaluation sets that have
-names log `eval/<set>/<metric>` instead of `eval/<metric>`, and tokens of a lag `lag/<lag>/<metric>`. A
-number stands for the k of `avg@k`, `pass@k` and `maj@k`.
+A user's reward function may add `rollout/reward/<name>` and `eval/reward/<name>`, a rollout
+function `episodes/<name>`, a user's correction `tis/<name>`. Evaluation sets with names log
+`eval/<set>/<metric>` instead of `eval/<metric>`, and tokens of a lag `lag/<lag>/<metric>`. A number
+stands for the k of `avg@k`, `pass@k` and `maj@k`.
 """
 
 import re
@@ -171,7 +171,7 @@ BY_THE_CLOCK = (
     "rollout/num_cached_tokens",
     "rollout/prefix_cache_hit_rate",
 )
-"""How the names of those metrics begin in which equal runs may differ."""
+"""Prefixes of the metrics in which equal runs may differ."""
 
 for _estimator in (
     "no_is",
@@ -182,7 +182,7 @@ for _estimator in (
 
 
 def meaning(metric: str) -> str:
-    """What a metric says; empty if it is not one of the above."""
+    """Return the meaning of a metric; empty if it is not one of the above."""
     metric = re.sub(r"@\d+$", "@k", metric)
     kind, _, rest = metric.partition("/")
     eval_set, _, name = rest.partition("/")

@@ -1,4 +1,4 @@
-"""Where the metrics of a run go."""
+"""Destinations of a run's metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Sink(ABC):
-    """A place that metrics go to."""
+    """A destination of metrics."""
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -28,9 +28,10 @@ class Sink(ABC):
 
 
 class JsonlSink(Sink):
-    """One JSON object per line and step, written through at once.
+    """A file with one JSON object per line and step, flushed at once.
 
-    A value that is no finite number is its name, which JSON can say: "nan", "inf" or "-inf".
+    A value that is not finite is written by name, since JSON has no number for it: "nan", "inf" or
+    "-inf".
     """
 
     def __init__(self, file: Path, first_step: int):
@@ -69,9 +70,10 @@ def check_tensorboard() -> None:
 
 
 def drop_from(file: Path, step: int) -> None:
-    """Drop the records of `step` and later ones: a resumed run repeats what follows its checkpoint.
+    """Drop the records of `step` and later ones: a resumed run repeats the steps after its
+    checkpoint.
 
-    Nothing else is lost: lines that are no records go into a file beside it, and are reported.
+    Nothing else is lost: lines that are no records move into a file beside it, and are reported.
     """
     if not file.exists():
         return
@@ -90,13 +92,13 @@ def drop_from(file: Path, step: int) -> None:
 
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file, without the lines that are none."""
+    """Return the records of a metrics file, without invalid lines."""
     found = filter(None, map(_record, _lines(file)))
     return [{name: number(value) for name, value in record.items()} for record in found]
 
 
 def _lines(file: Path) -> list[bytes]:
-    """All lines but empty ones, and a last one cut short by a kill."""
+    """Return all lines but empty ones, and a last one cut short by a kill."""
     *lines, last = file.read_bytes().split(b"\n")
     if _record(last) is not None:
         lines.append(last)

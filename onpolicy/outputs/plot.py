@@ -1,4 +1,4 @@
-"""Draws a run: reward with its evaluations, response length, and the mismatch between the engines."""
+"""Plot of a run: reward with its evaluations, response length, and mismatched tokens."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Panel:
-    """Metrics that share an axis, by name or pattern."""
+    """A panel of metrics that share an axis, by name or pattern."""
 
     title: str
     metrics: tuple[str, ...]
 
     include: tuple[float, ...] = ()
-    """Values that the axis always shows; without any it fits what was logged."""
+    """Values that the axis always includes; without any it fits the data."""
 
 
 PANELS = (
@@ -35,7 +35,7 @@ PANELS = (
 
 
 def plot_run(metrics_file: Path, image: Path) -> None:
-    """Write a PNG with one panel per quantity over rollouts; all finite values are in sight."""
+    """Write a PNG with one panel per quantity over rollouts; all finite values are visible."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -76,7 +76,8 @@ def _draw(axis: Axes, panel: Panel, records: Sequence[Mapping[str, Any]]) -> Non
 
 
 def _curve(name: str, records: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[float]]:
-    """Steps and values of a metric; what is not finite becomes NaN, which breaks the line."""
+    """Return steps and values of a metric; a value that is not finite becomes NaN, which breaks the
+    line."""
     logged = [(record["step"], record[name]) for record in records if name in record]
     values = [value if math.isfinite(value) else math.nan for _, value in logged]
     return [step for step, _ in logged], values

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar, its latest numbers, and a table at the end."""
+"""Progress display of a run: a bar, its latest numbers, and a table at the end."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from onpolicy.outputs.console import duration, elapsed
 from onpolicy.outputs.totals import RunSummary, parity_of
 
 RECENT = 20
-"""Rollouts whose mean time tells when the run will be done: responses grow while it learns."""
+"""Rollouts whose mean time predicts the end of the run: responses grow while it learns."""
 
 SILENCE = 60.0
-"""Seconds after which a line says how far the sampling is, where there is no bar."""
+"""Seconds after which a line reports the progress of sampling, where there is no bar."""
 
 PHASE_SILENCE = 15.0
 """Seconds of silence in a phase of a command that ends within minutes."""
@@ -55,13 +55,13 @@ class Progress:
         self._asked = count
 
     def on_response(self, num_done: int, num_tokens: int) -> None:
-        """A response has arrived."""
+        """Show that a response has arrived."""
         self._bar.update(self._task, now=f"{num_done}/{self._asked} sampled")
         if elapsed() - self._spoken > SILENCE:
             self._say(f"{num_done} of {self._asked} sampled  {duration(elapsed())} elapsed")
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A rollout has been trained on."""
+        """Show that a rollout has been trained on."""
         spent, left = self._times(step + 1)
         mean = metrics.get("rollout/raw_reward")
         reward = "no reward" if mean is None else f"reward {mean:.3f}"
@@ -83,13 +83,13 @@ class Progress:
         self._say("  ".join(filter(None, parts)))
 
     def _times(self, done: int) -> tuple[str, str]:
-        """How long the command has run, and how long it will at the pace of the latest rollouts."""
+        """Return the elapsed and the remaining time, at the pace of the latest rollouts."""
         self._finished.append(elapsed())
         pace = (self._finished[-1] - self._finished[0]) / (len(self._finished) - 1)
         return duration(elapsed()), duration(pace * (self._total - done))
 
     def _say(self, line: str) -> None:
-        """A line where there is no bar."""
+        """Print a line where there is no bar."""
         self._spoken = elapsed()
         if not self._console.is_terminal:
             self._console.print(line, highlight=False)
@@ -99,7 +99,7 @@ class Progress:
 
 
 class Phases:
-    """The phase that a command is in, on standard error: a bar, or lines without a terminal."""
+    """The phase of a command, on standard error: a bar, or lines without a terminal."""
 
     def __init__(self) -> None:
         console = Console(stderr=True, soft_wrap=True)
@@ -116,7 +116,7 @@ class Phases:
         self._bar.start()
 
     def begin(self, what: str, total: int = 0) -> None:
-        """A new phase, of `total` steps if they can be counted."""
+        """Begin a new phase, of `total` steps if they can be counted."""
         self._end()
         self._what, self._total, self._spoken = what, total, elapsed()
         logger.info("%s", what)
@@ -124,7 +124,7 @@ class Phases:
             self._task = self._bar.add_task(what, total=total)
 
     def advance(self, done: int) -> None:
-        """So many steps of the phase are done."""
+        """Show that so many steps of the phase are done."""
         if not self._total:
             return
         self._bar.update(self._task, completed=done)
@@ -142,7 +142,7 @@ class Phases:
 
 
 def print_summary(summary: RunSummary) -> None:
-    """The table at the end of a run."""
+    """Print the table at the end of a run."""
     table = Table(title="onpolicy run", show_header=False)
     totals = summary.totals
     table.add_row("rollouts", str(summary.rollouts))

@@ -1,11 +1,11 @@
-"""What a run whose order the clock decided was made of: rollouts.jsonl in the run directory.
+"""Journal of a run whose order depends on the clock: rollouts.jsonl in the run directory.
 
     {"step": 0, "config": {...}, "prompts": "<digest>"}
     {"step": 0, "weights": "<digest>", "groups": [{"number": 2, "samples": [
         {"spans": [[0, 5], [1, 3]], "tokens": "<digest>"}, ...]}, ...]}
 
-A line says which groups a step was trained on, in their order, and of each response how many tokens were
-sampled from which version of the weights. Whatever else there is of a run follows from it, by rule.
+A line holds the groups that a step was trained on, in their order, and for each response the number
+of tokens sampled from each version of the weights. Everything else about a run follows from it.
 Lines are added as a whole, before the step is taken.
 """
 
@@ -50,7 +50,7 @@ class _Group(TypedDict):
     number: Count
     samples: list[_Drawn]
     branches: NotRequired[list[list[_Branch]]]
-    """Those of each episode; left out where each is its one sample."""
+    """The branches of each episode; left out where each episode is its one sample."""
 
 
 @with_config(CLOSED)
@@ -71,18 +71,20 @@ _STEP, _START = TypeAdapter(_Step), TypeAdapter(_Start)
 
 
 def begin(file: Path, step: int, config: Mapping[str, Any], prompts: str) -> None:
-    """The run starts, or goes on, with `step`: what a run before had of it and after it is dropped."""
+    """Start or resume the journal with `step`: earlier records of it and of later steps are
+    dropped."""
     drop_from(file, step)
     add(file, {"step": step, "config": dict(config), "prompts": prompts})
 
 
 def add(file: Path, record: Record) -> None:
-    """A step that is about to be taken."""
+    """Add the record of a step that is about to be taken."""
     files.append(file, json.dumps(record).encode())
 
 
 def record_of(step: int, weights: str, groups: Iterable[SampleGroup]) -> Record:
-    """The record of a step that learns from `groups`, beginning from the weights with that digest."""
+    """Return the record of a step that learns from `groups`, starting from the weights with that
+    digest."""
     return {"step": step, "weights": weights, "groups": [_group(group) for group in groups]}
 
 
@@ -101,23 +103,24 @@ def _group(group: SampleGroup) -> Record:
 
 
 def _drawn(trajectory: Trajectory) -> Record:
-    """Its spans, and a digest of its tokens and their log-probabilities."""
+    """Return a trajectory's spans, and a digest of its tokens and their log-probabilities."""
     spans = [[span.version, span.end - span.start] for span in trajectory.spans]
     return {"spans": spans, "tokens": digest(trajectory)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutJournal:
-    """A journal that was read."""
+    """A journal that was read from a file."""
 
     file: str
     starts: Sequence[Record]
-    """Where the run began, and went on after that: "step", "config" and "prompts"."""
+    """The start and the resumes of the run: "step", "config" and "prompts"."""
 
     steps: Mapping[int, Record]
 
     def spans(self) -> dict[tuple[int, int], dict[BranchKey, Spans]]:
-        """The spans of each episode's branches, by the number of its group and its place in it."""
+        """Return the spans of each episode's branches, by the number of its group and its index
+        there."""
         return {
             (group["number"], i): {
                 tuple(branch["key"]): [(version, tokens) for version, tokens in branch["spans"]]
@@ -136,7 +139,7 @@ def _branches_of(group: Record) -> list[list[Record]]:
 
 
 def read(file: str) -> RolloutJournal:
-    """Raises ConfigError for what is no journal, or says what cannot have been."""
+    """Read a journal. Raises ConfigError for a file that is none, or holds impossible records."""
     try:
         records = read_jsonl(Path(file))
     except OSError as error:
@@ -170,7 +173,7 @@ def _require_shape(file: str, record: Record, shape: TypeAdapter[Any]) -> None:
 
 
 def _require_possible(file: str, record: Record) -> None:
-    """Raise ConfigError for spans that no run has: a token of weights that were not there yet."""
+    """Raise ConfigError for impossible spans: a token from weights that did not exist yet."""
     step = record["step"]
     wrong = [
         f"group {group['number']}, response {i}: spans={sample['spans']}"

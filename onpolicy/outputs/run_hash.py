@@ -1,4 +1,4 @@
-"""One number for a whole run: equal hashes mean equal samples, rewards, losses and weights."""
+"""Hash of a whole run: equal hashes mean equal samples, rewards, losses and weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onpolicy.types import SampleGroup
 
 
 class RunHash:
-    """A chain over steps, so that a resumed run continues it."""
+    """A hash chain over steps, so that a resumed run continues it."""
 
     def __init__(self, value: str = ""):
         self.value = value
@@ -18,9 +18,9 @@ class RunHash:
     def add_step(
         self, groups: Iterable[SampleGroup], loss: float, weights: str, *, with_spans: bool = False
     ) -> None:
-        """Add what a step sampled, how it was rewarded, its loss, and the weights after it.
+        """Add a step's samples, their rewards, its loss, and the weights after it.
 
-        `with_spans`: and which weights each token was sampled from.
+        `with_spans`: also add the version of the weights that each token was sampled from.
         """
         digest = hashlib.sha256(self.value.encode())
         groups = [*groups]

@@ -1,11 +1,11 @@
-"""Samples for people to read: some of every rollout and evaluation, in the run directory.
+"""Samples for people to read: a few from every rollout and evaluation, in the run directory.
 
-samples/rollout_000003.jsonl  samples/eval_000010.jsonl  samples/eval_NAME_000010.jsonl
-samples/failed_rollout_000003.jsonl  ...
+    samples/rollout_000003.jsonl  samples/eval_000010.jsonl  samples/eval_NAME_000010.jsonl
+    samples/failed_rollout_000003.jsonl  ...
 
-One file a rollout, so that a resumed run replaces what it repeats. A line is a sample: its prompt and
-response as the model saw and sampled them, special tokens included; and where its episode has several
-turns or trajectories, all that was given and sampled, one after the other.
+There is one file per rollout, so that a resumed run replaces the files it repeats. A line is a
+sample: its prompt and response as the model read and sampled them, special tokens included; and
+where its episode has several turns or trajectories, all given and sampled text, in order.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ from onpolicy.trajectory import Trajectory
 from onpolicy.types import Prompt, Sample, SampleGroup
 
 MOST_OF_A_PROMPT = 4
-"""Episodes of one prompt that are written at most, so that several prompts are seen."""
+"""The most episodes of one prompt that are written, so that several prompts are included."""
 
 MOST_CHARACTERS = 600
-"""Longest text of a prompt or a response on the console."""
+"""The most characters of a prompt or a response on the console."""
 
 _NAME = re.compile(r"(?:failed_)?(?:rollout|eval|eval_.+)_(\d{6,})\.jsonl")
 
 _ATTEMPT = ("group", "sample", "attempt", "message")
-"""What tells an attempt that failed from the others in its file, and from another run's."""
+"""The fields that identify a failed attempt within its file and between runs."""
 
 Decode = Callable[[list[int]], str]
-"""Token ids to text that shows special tokens."""
+"""A function from token ids to text with special tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedAttempt:
-    """An attempt at an episode that came to nothing."""
+    """An attempt at an episode that failed."""
 
     prompt: Prompt
 
     group: int
-    """Number of its group: a prompt may be drawn again before the file is written."""
+    """The number of its group: a prompt may be drawn again before the file is written."""
 
     sample_index: int
 
     attempt: int
-    """How many at the same episode failed before."""
+    """The number of earlier failures of the same episode."""
 
     reason: str
-    """In a word."""
+    """The reason in one word."""
 
     message: str
-    """In a line."""
+    """The message in one line."""
 
     said: Sequence[Trajectory]
-    """What its branches had come to. A run that goes on fails it at another of its words."""
+    """The trajectories of its branches. A resumed run may fail the attempt at another token."""
 
 
 class SampleLog:
-    """Writes samples of the run in `directory`; a resumed run's from `first_step` on are dropped."""
+    """A writer of samples in `directory`; on a resume, files from `first_step` on are dropped."""
 
     def __init__(self, directory: Path, decode: Decode, count: int, first_step: int):
         self._directory, self._decode, self._count = directory, decode, count
@@ -76,20 +76,22 @@ class SampleLog:
                 file.unlink()
 
     def _remember(self, file: Path) -> None:
-        """Keep what failed attempts said: how far they come when they fail again is up to the clock."""
+        """Keep the text of failed attempts: how far they get when they fail again depends on the
+        clock."""
         if file.name.startswith("failed_"):
             for record in map(json.loads, file.read_bytes().splitlines()):
                 key = (file.name, *map(record.get, _ATTEMPT))
                 self._said_before.setdefault(key, []).append(record)
 
     def write(self, name: str, step: int, groups: Sequence[SampleGroup]) -> None:
-        """Write some samples of rollout or evaluation `name`, replacing what there is of this step."""
+        """Write some samples of rollout or evaluation `name`, replacing the file of this step."""
         self._write(
             f"{name}_{step:06d}.jsonl", [self._record(step, e, i) for e, i in self._chosen(groups)]
         )
 
     def write_failed(self, name: str, step: int, attempts: Sequence[FailedAttempt]) -> None:
-        """Write what was said in some attempts of rollout or evaluation `name` that failed, and why."""
+        """Write the text of some failed attempts of rollout or evaluation `name`, and their
+        reasons."""
         file = f"failed_{name}_{step:06d}.jsonl"
         of_prompts = groupby(attempts, key=lambda each: each.prompt.index)
         chosen = (each for _, found in of_prompts for each in islice(found, MOST_OF_A_PROMPT))
@@ -120,16 +122,16 @@ class SampleLog:
             files.write(self._directory / name, text.encode("utf-8", "backslashreplace"))
 
     def shown(self, groups: Sequence[SampleGroup]) -> list[Sample]:
-        """The samples that `write` would write."""
+        """Return the samples that `write` would write."""
         return [episode[number] for episode, number in self._chosen(groups)]
 
     def _chosen(self, groups: Sequence[SampleGroup]) -> list[tuple[list[Sample], int]]:
-        """(episode, the place of a trajectory in it) of each."""
+        """Return (episode, index of a trajectory in it) for each chosen sample."""
         episodes = (e for group in groups for e in _episodes(group)[:MOST_OF_A_PROMPT])
         return list(islice(((e, i) for e in episodes for i in range(len(e))), self._count))
 
     def describe(self, sample: Sample) -> str:
-        """A sample for the console, in a few lines: what is asked, and what is made of it."""
+        """Return a few lines for the console on a sample: prompt, response, label and reward."""
         return (
             "the first sample:\n"
             f"  prompt    {_shortened(self._decode(sample.prompt.prompt_ids))}\n"
@@ -158,7 +160,7 @@ class SampleLog:
         }
 
     def _tokens(self, sample: Sample) -> dict[str, Any]:
-        """The R sampled tokens: their texts and numbers; one number where all are the same."""
+        """Return the R sampled tokens: their texts and values; one value where all are equal."""
         trajectory, learnt = sample.trajectory, sample.learnt
         columns = {"log_probs": trajectory.rollout_log_probs}
         if learnt is not None:
@@ -167,7 +169,7 @@ class SampleLog:
         return {"texts": texts} | {name: _short(values) for name, values in columns.items()}
 
     def _of_the_episode(self, sample: Sample, num_trajectories: int) -> dict[str, Any]:
-        """What a single answer has not."""
+        """Return the fields that a plain single-turn answer does not need."""
         trajectory = sample.trajectory
         begins_at = trajectory.forks[-1][1] if trajectory.forks else 0
         is_own = [i >= begins_at for i in range(len(trajectory.token_ids))]
@@ -191,24 +193,24 @@ class SampleLog:
 
 
 def _episodes(group: SampleGroup) -> list[list[Sample]]:
-    """What a group's samples are compared with comes first."""
+    """Return the episodes of a group, the greedy one, to which others are compared, first."""
     return ([[group.greedy]] if group.greedy else []) + group.episodes
 
 
 def _short(values: Sequence[float]) -> float | list[float | None] | None:
-    """Four digits of each; None for what is not finite, which JSON cannot say."""
+    """Round values to four digits; None for a value that is not finite, which JSON cannot hold."""
     short = [float(f"{x:.4g}") if math.isfinite(x) else None for x in values]
     return short[0] if len({*short}) == 1 else short
 
 
 def _line(record: dict[str, Any]) -> str:
-    """One line of readable JSON, for every reader's idea of what ends a line."""
+    """Return one line of readable JSON that every reader takes for one line."""
     ends = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
     return json.dumps(record, ensure_ascii=False).translate(ends) + "\n"
 
 
 def _shortened(text: str) -> str:
-    """Return one line; of a long text its beginning and its end."""
+    """Return text as one line; of a long text the beginning and the end."""
     text = visible(json.dumps(text, ensure_ascii=False))
     if len(text) <= MOST_CHARACTERS:
         return text

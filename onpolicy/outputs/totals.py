@@ -1,4 +1,4 @@
-"""What a run has come to, in a few numbers."""
+"""Totals of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RunTotals:
-    """What a run has come to, from its first rollout on, however often it was resumed."""
+    """The totals of a run from its first rollout on, however often it was resumed."""
 
     first_reward: float = 0.0
     last_reward: float = 0.0
@@ -22,7 +22,7 @@ class RunTotals:
     """Calls of reward rules that were late, or ended their process, and were repeated."""
 
     def plus(self, metrics: Mapping[str, float], is_first: bool) -> RunTotals:
-        """With one more rollout."""
+        """Return the totals with one more rollout."""
         reward = metrics.get("rollout/raw_reward", self.last_reward)
         compared, mismatched = parity_of(metrics)
         unscored = int(metrics.get("rollout/num_unscored", 0))
@@ -38,7 +38,8 @@ class RunTotals:
 
 
 def parity_of(metrics: Mapping[str, float]) -> tuple[int, int]:
-    """Tokens that a rollout's step compared, in training and by a probe, and those that differed."""
+    """Return the numbers of tokens that a step compared, in training and by a probe, and that
+    differed."""
     compared, mismatched = (
         sum(int(metrics.get(f"{kind}/num_{what}_tokens", 0)) for kind in ("parity", "probe"))
         for what in ("compared", "mismatched")
@@ -48,14 +49,14 @@ def parity_of(metrics: Mapping[str, float]) -> tuple[int, int]:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RunSummary:
-    """What a run ends with."""
+    """The result of a run."""
 
     run_dir: str
 
     run_hash: str
-    """Equal for two runs whose samples, rewards, losses and weights are the same bits."""
+    """The hash, equal for two runs whose samples, rewards, losses and weights are the same bits."""
 
     rollouts: int
-    """Rollouts of the whole run, before a resume too."""
+    """Rollouts of the whole run, those before a resume included."""
 
     totals: RunTotals

@@ -1,6 +1,6 @@
-"""The one way to write a trajectory down: whole in checkpoints and cases, as a digest in a journal.
+"""Serialisation of trajectories: whole in checkpoints and cases, as a digest in a journal.
 
-A record is plain JSON that gives every number back to the bit. T: tokens; R: sampled ones.
+A record is plain JSON that restores every number to the bit. T: tokens; R: sampled ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Count = Annotated[int, Ge(0)]
 
 @with_config(CLOSED)
 class GrammarRecord(TypedDict):
-    """`GrammarSpan`."""
+    """The record of a `GrammarSpan`."""
 
     kind: GrammarKind
     text: str
@@ -38,37 +38,38 @@ class GrammarRecord(TypedDict):
 
 @with_config(CLOSED)
 class TrajectoryRecord(TypedDict):
-    """`Trajectory`."""
+    """The record of a `Trajectory`."""
 
     token_ids: list[Count]
     """[T]"""
     sampled: list[Annotated[list[Count], Len(2, 2)]]
-    """Start and end of every stretch of sampled tokens."""
+    """[start, end] of every stretch of sampled tokens."""
     rollout_log_probs: list[float]
     """[R]"""
     temperatures: list[Annotated[float, Gt(0)]]
     """[R]"""
     spans: list[Annotated[list[Count], Len(3, 3)]]
-    """Version, start and end."""
+    """[version, start, end]"""
     routed_experts: Annotated[list[Count | str], Len(3, 3)] | None
     """Rows, columns, and as many int32 numbers in base64."""
     kept_tokens: NotRequired[list[str | Count]]
-    """[R], if any token was not drawn from the whole vocabulary: a set in base64 where it comes first,
-    and afterwards its number among those, from 0. (Earlier versions wrote each in base64.)"""
+    """[R], if any token was not drawn from the whole vocabulary: a set in base64 at its first
+    occurrence, and afterwards its index among those, from 0. (Earlier versions wrote each in
+    base64.)"""
     entropy: NotRequired[list[float]]
-    """[R], if engines told it."""
+    """[R], if the engines reported it."""
     grammars: NotRequired[list[GrammarRecord]]
-    """If there are any, in their order."""
+    """The grammars in their order, if there are any."""
     finish_reason: str
     weight_version: Annotated[int, Ge(-1)]
     num_cached_tokens: Count
     num_prefix_tokens: NotRequired[Count]
-    """Earlier versions did not count them."""
+    """The number of prefix tokens; earlier versions did not count them."""
     forks: list[Annotated[list[str | Count], Len(2, 2)]]
 
 
 def write(trajectory: Trajectory) -> TrajectoryRecord:
-    """The record of a trajectory."""
+    """Return the record of a trajectory."""
     experts = trajectory.routed_experts
     packed = None if experts is None else base64.b64encode(experts.tobytes()).decode()
     record: TrajectoryRecord = {
@@ -94,7 +95,8 @@ def write(trajectory: Trajectory) -> TrajectoryRecord:
 
 
 def read(record: TrajectoryRecord) -> Trajectory:
-    """The trajectory of a record that has its shape. Raises ValueError for what nobody has sampled."""
+    """Return the trajectory of a record of the right shape. Raises ValueError for impossible
+    contents."""
     length, log_probs = len(record["token_ids"]), record["rollout_log_probs"]
     sampled = [False] * length
     for start, end in record["sampled"]:
@@ -131,7 +133,7 @@ def read(record: TrajectoryRecord) -> Trajectory:
 
 
 def digest(trajectory: Trajectory) -> str:
-    """16 hexadecimal digits of the sampled tokens, their log-probabilities and what they come from."""
+    """Return 16 hexadecimal digits of the sampled tokens, their log-probabilities and kept tokens."""
     ids, log_probs = trajectory.response_ids, trajectory.rollout_log_probs
     content = struct.pack(f"<{len(ids)}q{len(log_probs)}f", *ids, *log_probs)
     return xxhash.xxh3_64_hexdigest(content + b"".join(trajectory.kept_tokens))
@@ -147,7 +149,7 @@ def _write_kept(kept: Sequence[bytes]) -> list[str | int]:
 
 
 def _read_kept(record: Sequence[str | int]) -> list[bytes]:
-    """Equal ones are held once."""
+    """Return the sets of kept tokens; equal ones are held once."""
     known, kept = list[bytes](), list[bytes]()
     for each in record:
         if isinstance(each, str):

@@ -1,7 +1,7 @@
-"""Metrics on Weights & Biases, which a run can do without: what fails there is said once.
+"""Metrics on Weights & Biases, which a run can do without: a failure there is logged once.
 
-Unless --wandb-required asks otherwise, a run that cannot reach Weights & Biases when it starts logs into
-its own directory, for `wandb sync`, and one that loses it goes on alone.
+Without --wandb-required, a run that cannot reach Weights & Biases at its start logs into its own
+directory, for `wandb sync`, and one that loses the connection goes on without it.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 RUN_ID = "wandb_run_id"
-"""File in the run directory that names the run there."""
+"""The file in the run directory with the id of the run there."""
 
 SERVICE = "wandb-core"
-"""What wandb's service is called among the children of a process."""
+"""The name of wandb's service among a process's children."""
 
 END_SECONDS = 30.0
-"""How long a service may take to end that nothing is sent to any more."""
+"""Seconds for an unused service to end."""
 
 FINISH_SECONDS = 120
-"""How long the end of a run waits for what is not sent yet; it stays in the run directory."""
+"""Seconds for unsent data at the end of a run; it stays in the run directory."""
 
 
 class WandbSink(Sink):
-    """Continues the run that `directory` names, if it names one.
+    """A sink that continues the run named in `directory`, if there is one.
 
-    After a resume, steps that had been logged before the run was cut short come again, with the same
-    values but for times; Weights & Biases keeps the first ones. Raises OutputError for what fails there
-    if the output is required to be there.
+    After a resume, steps that had been logged before the run was cut short come again, with the
+    same values but for times; Weights & Biases keeps the first ones. Raises OutputError for a
+    failure if the output is required.
     """
 
     def __init__(self, output: OutputConfig, directory: Path, config: Mapping[str, Any]):
@@ -77,7 +77,7 @@ class WandbSink(Sink):
         return run
 
     def _attempt(self, call: Callable[[], Answer]) -> Answer | None:
-        """What `call` returns; None, and nothing is logged there from now on, if it fails."""
+        """Return the result of `call`; if it fails, return None and log nothing there from now on."""
         try:
             return call()
         except Exception as error:  # of its service, the network, the disk: wandb wraps not all
@@ -97,8 +97,8 @@ class WandbSink(Sink):
 
 
 def _end_service() -> None:
-    """Have wandb end its service now: when a process ends it prints a traceback of a broken one, and
-    waits for one that hangs as long as that does. Such a one is killed."""
+    """End wandb's service now, and kill it if it hangs: at the end of a process wandb prints a
+    traceback of a broken service, and waits for one that hangs."""
     ending = threading.Thread(target=_teardown, daemon=True)
     ending.start()
     ending.join(END_SECONDS)
@@ -111,15 +111,15 @@ def _end_service() -> None:
 def _teardown() -> None:
     import wandb
 
-    with contextlib.suppress(Exception, SystemExit):  # it exits as a service that failed did
+    with contextlib.suppress(Exception, SystemExit):  # it exits with the code of a failed service
         wandb.teardown()
 
 
 def check_wandb(output: OutputConfig) -> None:
-    """Have a run that could not be logged there log into its directory, and say so.
+    """Have a run that cannot log there log into its directory, and say so.
 
-    Asks a person at a terminal for a key. Says nothing against WANDB_MODE=offline or disabled. Raises
-    ConfigError if wandb is not installed, or if the run is required to be there.
+    Asks a person at a terminal for a key. Accepts WANDB_MODE=offline or disabled. Raises
+    ConfigError if wandb is not installed, or if the output is required and cannot be reached.
     """
     try:
         import wandb
@@ -137,7 +137,7 @@ def check_wandb(output: OutputConfig) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """What keeps the run away; a mode that wandb does not know is one of its ValueErrors."""
+    """Return the reason for a failed connection; an unknown mode is one of wandb's ValueErrors."""
     mode = os.environ.get("WANDB_MODE")
     if isinstance(error, ValueError) and mode is not None:
         return f"WANDB_MODE={mode} is no mode of wandb (online, offline, disabled)."

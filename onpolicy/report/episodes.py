@@ -1,4 +1,4 @@
-"""A page of the episodes that a run has written down: turns, tokens, branches, and why they ended."""
+"""Page of the episodes that a run has written down: turns, tokens, branches, and why they ended."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from onpolicy.system.reading import parse_json
 from onpolicy.system.records import checked
 
 Record = dict[str, Any]
-"""A line of a file of samples (`outputs/samples.py`): a trajectory."""
+"""A line of a samples file (`outputs/samples.py`): a trajectory."""
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Turn(TypedDict):
-    """What was given, or what was sampled, at a stretch."""
+    """The text that was given or sampled in one stretch."""
 
     sampled: bool
     text: str
@@ -38,7 +38,7 @@ class Turn(TypedDict):
 
 
 class Line(TypedDict):
-    """What the page reads of a line; the rest is for others."""
+    """The fields of a line that the page reads."""
 
     step: int
     prompt_index: int
@@ -50,7 +50,7 @@ class Line(TypedDict):
     finish_reason: str
     num_tokens: int
     mismatched_tokens: int | None
-    # What came later, or belongs to some episodes alone.
+    # Fields of later versions, or of some episodes alone.
     trajectory: NotRequired[int]
     reward_parts: NotRequired[dict[str, Any] | None]
     metrics: NotRequired[dict[str, Any] | None]
@@ -67,20 +67,20 @@ class Line(TypedDict):
 _SHAPE = TypeAdapter(Line)
 
 FAULTS = re.compile("fault|refused|given_up|drift|error|timeout|timed_out")
-"""Names of an episode's metrics and infos that say what went wrong in it."""
+"""Names of an episode's metrics and infos that report faults."""
 
 
 def render(data: Record) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     styles, scripts = ("page.css", "episodes.css"), ("elements.js", "episodes.js")
     return page_of("episodes.html", styles, scripts, data)
 
 
 def read_episodes(run: str, rollouts: int) -> Record:
-    """What the page shows, as JSON values: of the last `rollouts` rollouts and evaluations that have
-    samples, with what failed in them.
+    """Return the page's data as JSON values, for the last `rollouts` rollouts and evaluations with
+    samples, failed attempts included.
 
-    Raises ConfigError for what is no run, and for a line that cannot be read.
+    Raises ConfigError for a directory that is no run, and for a line that cannot be read.
     """
     directory = Path(run)
     if not (directory / "config.json").is_file():
@@ -97,8 +97,8 @@ def read_episodes(run: str, rollouts: int) -> Record:
 
 
 def write_pages(runs: Sequence[LoggedRun], report: Path, rollouts: int) -> dict[str, str]:
-    """A page beside a report for each run that has written episodes down; what links it, by the run's
-    name.
+    """Write a page beside a report for each run with episodes; return the links to them, by the
+    run's name.
 
     Raises ConfigError for a page that cannot be written, and for a line that cannot be read.
     """
@@ -119,12 +119,13 @@ def _step(file: Path) -> int:
 
 
 def _where(file: Path) -> str:
-    """The rollout's or evaluation's name. Example: 'rollout'; 'eval_aime'"""
+    """Return the rollout's or evaluation's name. Example: 'rollout'; 'eval_aime'"""
     return file.stem.rpartition("_")[0].removeprefix("failed_")
 
 
 def _episodes(file: Path) -> Iterator[Record]:
-    """Those of a file; the trajectories of one stand together, and the first has the number 0."""
+    """Yield the episodes of a file; an episode's trajectories are adjacent, and the first has
+    number 0."""
     together: list[Record] = []
     for record in _records(file):
         if together and not record.get("trajectory"):
@@ -187,7 +188,7 @@ def _trajectory(record: Record) -> Record:
 
 
 def _turns(record: Record) -> Iterator[Record]:
-    """What was given as text, and what was sampled token by token."""
+    """Yield given text whole, and sampled text token by token."""
     tokens = record.get("tokens") or {}
     turns = record.get("turns") or [
         {"sampled": False, "text": record["prompt"], "num_tokens": 0},

@@ -1,4 +1,4 @@
-"""One HTML page with the curves of several runs over each other. Opens without a network."""
+"""HTML page with the curves of several runs over each other. It opens without a network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onpolicy.report.runs import Curve, LoggedRun, RunGroup, group_runs, median_
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture: the metrics that share its axis, as names or patterns."""
+    """A panel: the metrics that share its axis, as names or patterns."""
 
     title: str
     metrics: tuple[str, ...]
@@ -60,20 +60,20 @@ PANELS = (
         "Tokens per second", ("perf/rollout_tokens_per_second", "perf/train_tokens_per_second")
     ),
 )  # fmt: skip
-"""Which metrics go where, in the page's order. A panel that no run has data for is left out."""
+"""The panels in the page's order. A panel that no run has data for is left out."""
 
 
 NO_LINKS: Mapping[str, str] = MappingProxyType({})
 
 
 def render(runs: Sequence[LoggedRun], links: Mapping[str, str] = NO_LINKS) -> str:
-    """The page as HTML; `links`: where a page of a run's episodes is, by the run's name."""
+    """Return the page as HTML; `links`: the page of each run's episodes, by the run's name."""
     data = page_data(runs, links)
     return page_of("page.html", ["page.css"], ["elements.js", "page.js"], data)
 
 
 def page_of(template: str, styles: Sequence[str], scripts: Sequence[str], data: Any) -> str:
-    """A page of this folder's files: the template with styles, scripts and data in it."""
+    """Return a page from this folder's files: the template with styles, scripts and data in it."""
     page = _part(template)
     page = page.replace("__STYLE__", "".join(map(_part, styles)), 1)
     page = page.replace("__SCRIPT__", "".join(map(_part, scripts)), 1)
@@ -85,7 +85,7 @@ def _part(name: str) -> str:
 
 
 def page_data(runs: Sequence[LoggedRun], links: Mapping[str, str] = NO_LINKS) -> dict[str, Any]:
-    """Everything that the page shows, as JSON values."""
+    """Return everything that the page shows, as JSON values."""
     groups = group_runs(runs)
     panels = [_panel(panel, runs, groups) for panel in PANELS]
     return {
@@ -99,7 +99,7 @@ def page_data(runs: Sequence[LoggedRun], links: Mapping[str, str] = NO_LINKS) ->
 
 
 def _run(run: LoggedRun) -> dict[str, Any]:
-    """A row of the table."""
+    """Return a row of the table."""
     rewards = list(run.curves.get("rollout/raw_reward", {}).values())
     return {
         "name": run.name,
@@ -114,7 +114,7 @@ def _run(run: LoggedRun) -> dict[str, Any]:
 
 
 def _same_as(runs: Sequence[LoggedRun]) -> list[int | None]:
-    """The first earlier run that logged the same values as each, but for what the clock decides."""
+    """Return, for each run, the first earlier run with equal values, but for clock-dependent ones."""
     values = [
         json.dumps({k: run.curves[k] for k in sorted(run.curves) if not k.startswith(BY_THE_CLOCK)})
         for run in runs
@@ -124,7 +124,7 @@ def _same_as(runs: Sequence[LoggedRun]) -> list[int | None]:
 
 
 def _total(run: LoggedRun, metric: str) -> int | None:
-    """Sum over the run; None if it never logged the metric."""
+    """Return the sum over the run; None if it never logged the metric."""
     curve = run.curves.get(metric)
     return None if curve is None else int(sum(x for x in curve.values() if math.isfinite(x)))
 
@@ -138,7 +138,7 @@ def _panel(panel: Panel, runs: Sequence[LoggedRun], groups: Sequence[RunGroup]) 
 
 
 def _metric(name: str, runs: Sequence[LoggedRun], groups: Sequence[RunGroup]) -> dict[str, Any]:
-    """One metric's curves by run, and the medians by group of several runs."""
+    """Return one metric's curves by run, and the medians by group of several runs."""
     curves = {i: run.curves[name] for i, run in enumerate(runs) if name in run.curves}
     medians = {
         i: median_curve(curves[run] for run in group.runs if run in curves)
@@ -158,13 +158,13 @@ def _points(curve: Curve) -> list[list[Any]]:
 
 
 def _json_value(value: float) -> float | str:
-    """Six digits are enough for a picture; JSON has no NaN and no infinity."""
+    """Return a value with six digits, enough for a picture; NaN and infinity as text for JSON."""
     if not math.isfinite(value):
         return str(value)
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
 def _script_safe(value: Any) -> str:
-    """JSON that cannot end the <script> it stands in. The page never makes HTML of it."""
+    """Return JSON that cannot end the <script> around it. The page never makes HTML of it."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

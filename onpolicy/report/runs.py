@@ -1,5 +1,5 @@
-"""What `onpolicy report` reads of a run: configuration, curves, and the governor's moves; and which runs
-differ only in their seed."""
+"""Data of runs for `onpolicy report`: configuration, curves, governor's moves; and groups of runs
+that differ only in their seed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from onpolicy.errors import ConfigError
 from onpolicy.system.json_values import number as number_of
 
 Curve = dict[int, float]
-"""Value at each step that has one; NaN and infinity are kept as they were logged."""
+"""The value at each step that has one; NaN and infinity are kept as logged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """The governor went from one rung of its ladder to another."""
+    """A move of the governor from one rung of its ladder to another."""
 
     step: int
     source: str
@@ -33,14 +33,14 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedRun:
-    """A run as its directory tells it."""
+    """A run, read from its directory."""
 
     name: str
-    """The end of its path, as much as tells it from the others."""
+    """The end of its path, long enough to tell it from the others."""
 
     config: dict[str, Any] | None
     directory: Path | None = None
-    """Its run directory; None where a metrics file was given under another name."""
+    """The run directory; None where a metrics file was given under another name."""
 
     curves: dict[str, Curve] = field(default_factory=dict)
     moves: list[Move] = field(default_factory=list)
@@ -62,7 +62,7 @@ def _metrics_file(path: str) -> Path:
 
 
 def _names(places: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that differ from each other."""
+    """Return the shortest ends of the paths that differ from each other."""
     length = 1
     while len({place.parts[-length:] for place in places}) < len(places):
         length += 1
@@ -70,7 +70,7 @@ def _names(places: Sequence[Path]) -> list[str]:
 
 
 def _is_of_a_directory(file: Path) -> bool:
-    """What lies beside a metrics file under another name may belong to another run."""
+    """Return whether the files beside a metrics file belong to the same run."""
     return file.name == "metrics.jsonl"
 
 
@@ -97,7 +97,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _read_curves(file: Path) -> dict[str, Curve]:
-    """Curves by metric. Several lines for a step, as with an evaluation, are put together."""
+    """Return the curves by metric. Several lines for a step, as with an evaluation, are merged."""
     curves: dict[str, Curve] = {}
     for step, record in _records(file):
         for name, said in record.items():
@@ -121,7 +121,7 @@ def _read_moves(file: Path) -> list[Move]:
 
 
 def _records(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Step and record of each line; a last line cut short by a kill is left out."""
+    """Yield step and record of each line; a last line cut short by a kill is left out."""
     lines = file.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
@@ -138,15 +138,17 @@ def _records(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def malformed(file: Path, number: int, rule: str) -> ConfigError:
-    """The error of a line that cannot be read."""
+    """Return the error of a line that cannot be read."""
     return ConfigError(f"{file}:{number}: {rule}. Mend or delete the line.")
 
 
 NOT_THE_EXPERIMENT = DECIDE_NO_RESULT | {"seed"}
-"""Configuration values that may differ inside a group: the seed, and what decides no result."""
+"""Configuration values that may differ inside a group: the seed, and flags that affect no result.
+"""
 
 MOST_VALUES_IN_A_NAME = 3
-"""Groups that differ in more values than that are named by their directories."""
+"""The most differing values in a group's name; beyond that, groups are named by their directories.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +161,8 @@ class RunGroup:
 
 
 def group_runs(runs: Sequence[LoggedRun]) -> list[RunGroup]:
-    """Groups in the order of their first runs; a run without a configuration is its own group."""
+    """Return groups in the order of their first runs; a run without a configuration is its own
+    group."""
     members: dict[str, list[int]] = {}
     for position, run in enumerate(runs):
         members.setdefault(_experiment(run, position), []).append(position)
@@ -171,7 +174,7 @@ def group_runs(runs: Sequence[LoggedRun]) -> list[RunGroup]:
 
 
 def median_curve(curves: Iterable[Curve]) -> Curve:
-    """At each step the median of the finite values there; NaN where there are none."""
+    """Return the median of the finite values at each step; NaN where there are none."""
     by_step: dict[int, list[float]] = {}
     for curve in curves:
         for step, value in curve.items():
@@ -183,7 +186,7 @@ def median_curve(curves: Iterable[Curve]) -> Curve:
 
 
 def _experiment(run: LoggedRun, position: int) -> str:
-    """Equal for two runs if they repeat the same experiment."""
+    """Return a key that two runs share if they repeat the same experiment."""
     if run.config is None:
         return f"run {position}"
     return json.dumps(_settings(run), sort_keys=True)
@@ -212,14 +215,14 @@ def _keys(settings: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    """A value as it stands in a name: of a path its end."""
+    """Return a value for a name: for a path its last part."""
     if isinstance(value, str) and "/" in value:
         return PurePath(value).name
     return value if isinstance(value, str) and value else json.dumps(value)
 
 
 def _common_name(names: Sequence[str]) -> str:
-    """What the runs' names begin with: ["tis-seed1", "tis-seed2"] -> "tis"."""
+    """Return the common beginning of the runs' names: ["tis-seed1", "tis-seed2"] -> "tis"."""
     if len(names) == 1:
         return names[0]
     same = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))

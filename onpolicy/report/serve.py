@@ -1,9 +1,10 @@
-"""A page of a run that goes on, for its user alone: the files are read again at every look.
+"""Server of a page on a run in progress, for its user alone: the files are read again at every
+request.
 
-Other users of the host can connect to 127.0.0.1 as well, and so can any page in a browser here whose
-name was made to mean this host (DNS rebinding). So the URL has a token, as Jupyter's has, and the
-`Host` header must be a name of this host's own.
-Public reports: jupyter/notebook #3714, spec-kitty/spec-kitty #4769.
+Other users of the host can connect to 127.0.0.1 as well, and so can any page in a browser here
+whose name was made to resolve to this host (DNS rebinding). So the URL has a token, as Jupyter's
+has, and the `Host` header must be one of this host's own names. Public reports:
+jupyter/notebook #3714, spec-kitty/spec-kitty #4769.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ HOST = "127.0.0.1"
 _PORT = re.compile(r":\d{1,5}\Z")
 
 NAMES = (HOST, "localhost", "[::1]")
-"""Names of this host that nobody else can give a meaning to."""
+"""Names of this host that nobody else can redefine."""
 
 
 class PageServer(ThreadingHTTPServer):
@@ -34,7 +35,7 @@ class PageServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """The page's URL, which is for nobody else."""
+        """The page's URL with its secret token."""
         return f"http://{HOST}:{self.server_port}/{self.token}/"
 
 
@@ -43,8 +44,8 @@ def make_server(
 ) -> PageServer:
     """Serve the page at the server's `url`, and its data as data.json beside it.
 
-    `port`: 0 takes any that is free. `names`: further names under which the page may be asked for, of a
-    proxy in front of it for example. Raises ConfigError for a port that is taken.
+    `port`: 0 takes any free port. `names`: further host names for the page, of a proxy in front of
+    it for example. Raises ConfigError for a port that is taken.
     """
     known = {name.lower() for name in (*NAMES, *names)}
 
@@ -67,7 +68,7 @@ def make_server(
                 self._answer(500, "text/plain", str(error))
 
         def _problem(self) -> str:
-            """Return why this request is refused; empty: it is not."""
+            """Return why this request is refused; empty if it is not."""
             host = self.headers.get("Host", "")
             if _PORT.sub("", host.lower()) not in known:
                 return (
@@ -91,7 +92,7 @@ def make_server(
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """A page that looks every few seconds is nothing to tell of."""
+            """Log nothing: the page polls every few seconds."""
 
     try:
         return PageServer(port, Handler)

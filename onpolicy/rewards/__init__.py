@@ -1,11 +1,11 @@
 """Rules that score responses: one file per rule.
 
-A rule is a function `score(response: str, label: str) -> float | dict[str, float]`; a dict holds
-the reward under "score" and further numbers to log. `answer(response: str) -> str` is what it compares
-with the label, empty if there is nothing. `check_label(label)` raises ValueError for a label the rule
-cannot read; it is called in the run's own process and must be quick. A rule that cannot know without
-scoring has `trials(label) -> dict[str, float]` too: responses, and what each must score; and
-`form(label) -> str`, which labels share whose trials have one outcome.
+A rule is a module with `score(response: str, label: str) -> float | dict[str, float]`; a dict holds
+the reward under "score" and further numbers to log. `answer(response: str) -> str` returns the text
+that is compared with the label, empty if there is none. `check_label(label)` raises ValueError for
+a label the rule cannot read; it is called in the run's own process and must be quick. A rule that
+cannot know without scoring also has `trials(label) -> dict[str, float]`: responses, and the score
+each must get; and `form(label) -> str`, a key that labels share whose trials have the same outcome.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from typing import Any
 ANSWER = "answer"
 
 Numbers = dict[str, Any]
-"""The reward under "score", further numbers, maybe under ANSWER the text that was compared, and under
-"token_weights" the weights of the sampled tokens by the term of the loss."""
+"""The reward under "score", further numbers, optionally under ANSWER the text that was compared,
+and under "token_weights" the weights of the sampled tokens by the term of the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why there is no reward."""
+    """The reason why a sample has no reward."""
 
     reason: str
-    """One line."""
+    """The reason, in one line."""
 
     traceback: str = ""
 
     in_loading: bool = False
-    """Whether the rule itself cannot be used, and not just this sample."""
+    """Whether the rule itself cannot be used, not just on this sample."""
 
     is_late: bool = False
-    """Whether there was no time left."""
+    """Whether the time limit was exceeded."""
 
     may_pass: bool = False
     """Whether another process may give an answer: this one was late, or its process died."""
 
 
 Answers = Callable[[], list[Numbers | Failure]]
-"""Waits for what samples were given, one by one, in their order."""
+"""A function that waits for the results, one per sample, in the order of the samples."""
 
 
 def load_rule(name: str) -> ModuleType:
-    """The module of the rule `name`, one of those of --rm-type or `reasoning_gym`."""
+    """Return the module of the rule `name`: one of --rm-type, or `reasoning_gym`."""
     return importlib.import_module(f"onpolicy.rewards.{name}")

@@ -1,9 +1,9 @@
-r"""The rule of DAPO-Math-17k: the response's last "Answer: ..." must be the label.
+r"""Rule of DAPO-Math-17k: the response's last "Answer: ..." must be the label.
 
-It is verl's `math_dapo` (verl/utils/reward_score/math_dapo.py, without `strict_box_verify`), which comes
-from Minerva's rule by way of lm-evaluation-harness: both texts are normalised, in the same steps and in
-the same order, and must then be the same. The score is 1 or -1. Only the last 300 characters of a
-response are looked at.
+It is verl's `math_dapo` (verl/utils/reward_score/math_dapo.py, without `strict_box_verify`), which
+comes from Minerva's rule by way of lm-evaluation-harness: both texts are normalised, in the same
+steps and in the same order, and must then be equal. The score is 1 or -1. Only the last 300
+characters of a response are read.
 """
 
 import re
@@ -57,7 +57,7 @@ def answer(response: str) -> str:
 
 
 def check_label(label: str) -> None:
-    """Raise ValueError for a label that "Answer: " and the label itself is no right answer to."""
+    """Raise ValueError for a label that "Answer: " followed by the label itself does not match."""
     if not normalize(label):
         raise ValueError("nothing is left of it after normalisation")
     if normalize(label) == _NO_ANSWER:

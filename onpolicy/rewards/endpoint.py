@@ -1,4 +1,4 @@
-"""Requests to what scores: several at a time, repeated, limited in time, and given up in the end."""
+"""HTTP client of remote scorers, with concurrency, retries, timeouts, and a circuit breaker."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from onpolicy.rewards import Failure
 from onpolicy.system.json_values import json_value
 
 BACKOFF_SECONDS = 0.25
-"""The first pause before a request is repeated; each is twice as long as the one before."""
+"""The first pause before a request is repeated; each later pause is twice as long."""
 
 _LONGEST_PAUSE = 30.0
 
 
 class Endpoint:
-    """One address, which answers JSON with JSON.
+    """A client of one address, which answers JSON with JSON.
 
-    Its circuit breaker goes by requests and not by time: --rm-breaker failures in a row open it, what is
-    left of that call of `begin` is not sent, and the next call sends one request before all others.
+    Its circuit breaker counts requests and not time: --rm-breaker failures in a row open it, the
+    rest of that call of `begin` is not sent, and the next call sends one request before all others.
     """
 
     def __init__(self, url: str, config: RewardConfig, api_key: str, proxy: str | None = None):
-        """proxy: what a request goes through (`proxy_of`); none to a process of a run's own does."""
+        """Take the proxy for requests (`proxy_of`); requests to a process of the run use none."""
         self.url, self.config, self._proxy = url, config, proxy
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._failures_in_a_row = 0
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing is sent any more."""
+        """Whether the circuit breaker has stopped all requests."""
         return self._failures_in_a_row >= self.config.rm_breaker
 
     def begin(self, bodies: Sequence[Any]) -> Callable[[], list[Any]]:
-        """Begin to post bodies. What is returned waits for the answers, in order: JSON or a Failure."""
+        """Begin to post bodies; the result waits for the answers, in order: JSON or a Failure each."""
         found: Future[list[Any]] = Future()
 
         def work() -> None:
@@ -74,7 +74,7 @@ class Endpoint:
             return [*tried, *await asyncio.gather(*map(post, bodies[len(tried) :]))]
 
     async def _repeated(self, session: aiohttp.ClientSession, body: Any) -> Any:
-        """Return the answer, or the last failure. Metadata becomes what JSON can say (`json_value`)."""
+        """Return the answer, or the last failure. Metadata is converted to JSON (`json_value`)."""
         try:
             body, answer = json_value(body), None
         except (ValueError, RecursionError) as error:
@@ -90,7 +90,7 @@ class Endpoint:
         return answer
 
     async def _post(self, session: aiohttp.ClientSession, body: Any) -> tuple[Any, bool]:
-        """An answer or a Failure, and whether another attempt may have another."""
+        """Return an answer or a Failure, and whether another attempt may succeed."""
         try:
             # A session's own headers go to a proxy too, in clear, before anything is encrypted.
             async with session.post(

@@ -1,17 +1,17 @@
-"""The response, without surrounding white space, must be the label."""
+"""Rule `exact`: the response, without surrounding white space, must be the label."""
 
 
 def score(response: str, label: str) -> float:
-    """1.0 if they are equal, else 0.0."""
+    """Return 1.0 if they are equal, else 0.0."""
     return float(response.strip() == label.strip())
 
 
 def answer(response: str) -> str:
-    """What is compared."""
+    """Return the text that is compared."""
     return response.strip()
 
 
 def check_label(label: str) -> None:
-    """Any label but an empty one can be matched."""
+    """Raise ValueError for an empty label."""
     if not label.strip():
         raise ValueError("it is empty")

@@ -1,4 +1,4 @@
-"""What rules failed on: said, counted, and bounded."""
+"""Failures of rules: logged, counted, and bounded."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 class Failures:
-    """The failures of a run's rules, of which each rule's first is told with all that is known of it."""
+    """The failures of a run's rules; each rule's first is logged with all details."""
 
     def __init__(self, limit: float):
-        """limit: the share of samples scored at once that a rule may fail on."""
+        """Take `limit`, the share of samples scored at once on which a rule may fail."""
         self._limit, self._reported = limit, set[str]()
 
     def count(
@@ -25,8 +25,8 @@ class Failures:
         pairs: Sequence[tuple[Sample, Numbers | Failure]],
         metrics: dict[str, float],
     ) -> None:
-        """Add to the metrics what the rule `name` failed on, and say it. Raises RewardError if that is
-        too much."""
+        """Add the failures of the rule `name` to the metrics, and log them. Raises RewardError if
+        they are too many."""
         failed = [(sample, answer) for sample, answer in pairs if isinstance(answer, Failure)]
         if not failed:
             return

@@ -1,4 +1,4 @@
-"""A model that is asked what it thinks of each sample, through any OpenAI-compatible server."""
+"""Judge: a model that scores each sample, through any OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLACES = re.compile(r"\{(prompt|question|response|label)\}")
 
 
 class Judge:
-    """The verdicts of --judge-model, each on one sample."""
+    """A judge whose rewards are the verdicts of --judge-model, each on one sample."""
 
     def __init__(self, config: RewardConfig):
         self.config, self.template = config, _read(config.judge_prompt)
@@ -70,7 +70,7 @@ class Judge:
 
 
 def _read(file: str) -> str:
-    """Return the text of --judge-prompt. Raises ConfigError for one without the response."""
+    """Return the text of --judge-prompt. Raises ConfigError if it has no {response}."""
     try:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""What a judge reads of a sample: words and who said them, without the control tokens of any model."""
+"""Text of a sample for a judge: words and who said them, without the control tokens of any model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ _CONTROL_TOKEN = re.compile(
     r"<(?=[|\uff5c]\w|\w{1,32}\|>|/?(?:s|bos|eos|pad|start_of_turn|end_of_turn)>)"
     r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\])"
 )
-"""The first character of what the tokenizer of a judge may take for a control token."""
+"""The first character of anything that a judge's tokenizer may take for a control token."""
 
 
 def words_of(sample: Sample) -> dict[str, str]:
-    """Return what stands for the places in the text that a judge is asked, by their names.
+    """Return the text for each placeholder in a judge's prompt.
 
-    `prompt`: the messages, each with its role, or the words alone of one that is the user's; `question`:
-    the words of the last message of the user, or the prompt where there is none; `response`, `label`.
+    `prompt`: the messages, each with its role, or only the words if there is one message, by the
+    user; `question`: the words of the user's last message, or the prompt if there is none;
+    `response`, `label`.
     """
     of = {
         "prompt": _conversation(sample.prompt),
@@ -33,9 +34,9 @@ def words_of(sample: Sample) -> dict[str, str]:
 
 
 def without_control_tokens(text: str) -> str:
-    """Return text with a space in what would be a control token. Example: '<|end|>' -> '< |end|>'
+    """Return text with a space inserted in every control token. Example: '<|end|>' -> '< |end|>'
 
-    A policy may write one in ordinary letters, and the server of a judge would read a turn of its own.
+    A policy may write one in ordinary letters, and the judge's server would parse it as a turn.
     """
     return _CONTROL_TOKEN.sub(lambda found: f"{found[0]} ", text)
 

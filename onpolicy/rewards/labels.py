@@ -1,4 +1,4 @@
-"""Whether the labels of prompts can be met: a right answer to each must get a rule's reward."""
+"""Check that the labels of prompts can be met: a right answer to each must get a rule's reward."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from onpolicy.types import Prompt, Sample
 logger = logging.getLogger(__name__)
 
 MOST_LATE = 8
-"""Labels whose trial takes too long, after which no more are tried."""
+"""The number of late trials after which no more are made."""
 
 _TRIED_AT_ONCE = 16
-"""Labels for each worker."""
+"""Trials at once for each worker."""
 
 _MANY = 1000
-"""Trials that take so long that somebody would wonder."""
+"""The number of trials from which the log announces them, since they take long."""
 
 
 class Refused(NamedTuple):
@@ -34,7 +34,7 @@ class Refused(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A response to a label, and what it must score."""
+    """A response to a label, and the score that it must get."""
 
     label: str
     response: str
@@ -44,11 +44,11 @@ class Trial(NamedTuple):
 def refused_labels(
     prompts: Sequence[Prompt], rules_of: Callable[[Prompt], Iterable[str]], config: RewardConfig
 ) -> list[Refused]:
-    """Return what the rules of each prompt refuse, in the prompts' order.
+    """Return the labels that the rules of each prompt refuse, in the prompts' order.
 
-    A rule with `trials` is asked about them, in worker processes and under --rm-time-limit: a
-    comparison may hang where no signal ends it. Of labels of one form the first is tried, and the others
-    if it is refused.
+    A rule with `trials` scores them in worker processes and under --rm-time-limit: a comparison may
+    hang where no signal ends it. Of labels with one form the first is tried, and the others only if
+    it is refused.
     """
     pairs = [(prompt, rule) for prompt in prompts for rule in rules_of(prompt)]
     labels: dict[str, dict[str, None]] = {}
@@ -63,7 +63,8 @@ def refused_labels(
 
 
 def told(refused: Sequence[Refused], num_prompts: int, name_of: Callable[[str], str]) -> str:
-    """Return what is wrong with the first three labels, with how many something is, and what to do."""
+    """Return a message on the first three refused labels, the number of prompts with one, and the
+    remedy."""
     each = "; ".join(
         f"prompt {prompt.index}, label={prompt.label[:80]!r}: {name_of(rule)} cannot read it: {reason}"
         for prompt, rule, reason in refused[:3]
@@ -76,7 +77,7 @@ def told(refused: Sequence[Refused], num_prompts: int, name_of: Callable[[str], 
 
 
 def _reasons(rule: str, labels: Sequence[str], config: RewardConfig) -> dict[str, str]:
-    """Return why the rule refuses labels, by label; those that it takes are not in it."""
+    """Return the reasons for which the rule refuses labels, by label; accepted labels are missing."""
     module = load_rule(rule)
     reasons: dict[str, str] = {}
     alike: dict[str, list[str]] = {}
@@ -99,7 +100,7 @@ def _reasons(rule: str, labels: Sequence[str], config: RewardConfig) -> dict[str
 
 
 def _reasons_by_trial(rule: str, trials: Sequence[Trial], config: RewardConfig) -> dict[str, str]:
-    """Return why a rule does not score responses as it must, by label.
+    """Return the reasons for which a rule scores responses wrongly, by label.
 
     Raises ConfigError if the rule cannot be imported in a process of its own.
     """
@@ -138,7 +139,7 @@ def _reasons_by_trial(rule: str, trials: Sequence[Trial], config: RewardConfig) 
 
 
 def _reason(trial: Trial, found: Numbers | Failure) -> str:
-    """Return why a response is not scored as it must be; empty if it is."""
+    """Return why the score of a response is wrong; empty if it is right."""
     response = f"the response {trial.response[:80]!r}"
     if isinstance(found, Failure):
         return f"{response} {found.reason}"

@@ -1,14 +1,13 @@
-r"""The response's last answer must be mathematically equal to the label (math-verify).
+r"""Rule `math`: the response's last answer must be mathematically equal to the label (math-verify).
 
-If there is a \boxed{} in a response, the last one holds the answer, which is read as LaTeX. The label is
-read in the same way: data sets have LaTeX without dollar signs, of which math-verify's reader of plain
-text takes one number, so that 2 would be right for 2\sqrt{3}. A response without a box is read in
-math-verify's own order: a final answer, or else the last formula or number.
+If a response has a \boxed{}, the last one holds the answer, which is read as LaTeX. The label is
+read in the same way: data sets have LaTeX without dollar signs, of which math-verify's plain-text
+reader takes one number, so that 2 would be right for 2\sqrt{3}. A response without a box is read in
+math-verify's own order: a final answer, or else the last formula or number. verl's `math_verify`
+puts the label into \boxed{} too.
 
-verl's `math_verify` puts the label into \boxed{} too.
-
-A comparison may end neither by itself nor by a signal, since powers of powers are computed in C: call
-`score` and `answer` in a process that can be ended.
+A comparison may hang, and no signal handler interrupts it, since powers of powers are computed in
+C: call `score` and `answer` in a process that can be killed.
 """
 
 import logging
@@ -31,8 +30,8 @@ from onpolicy.rewards.math_text import (
 )
 
 _NEARLY = 1e-4
-"""Numbers that are further apart than this share of their mean are not equal. math-verify alone rounds
-to places behind the point, where 1/2^98 and 1/2^99 are both 0."""
+"""The largest relative difference of two equal numbers. math-verify alone rounds to decimal places,
+where 1/2^98 and 1/2^99 are both 0."""
 
 _FEWEST_WORDS_OF_PROSE = 3
 
@@ -46,8 +45,8 @@ _ALL_TARGETS = (LatexExtractionConfig(), ExprExtractionConfig())
 
 
 def score(response: str, label: str) -> float:
-    """Return 1.0 if the answer is equal to the label, else 0.0; 0.0 too for an answer that nobody could
-    compute, beside a label that somebody can."""
+    """Return 1.0 if the answer is equal to the label, else 0.0; also 0.0 for an answer that is too
+    large to compute, if the label is not."""
     if is_beyond(_answer_in(response)) and not is_beyond(label):
         return 0.0
     gold, found = _read(label), _read_response(response)
@@ -76,10 +75,11 @@ def check_label(label: str) -> None:
 
 
 def trials(label: str) -> dict[str, float]:
-    r"""Return responses and what each must score: the label in a \boxed{}; none for a plain number.
+    r"""Return responses and the score each must get: the label in a \boxed{}; none for a plain
+    number.
 
-    For powers of powers, whose value may never be computed, another number is there too: nothing needs
-    to be computed to see that an expression is equal to itself.
+    For powers of powers, whose value may never be computed, another number is there too: an
+    expression equals itself without computing anything.
     """
     if _NUMBER.fullmatch(label):
         return {}
@@ -88,10 +88,12 @@ def trials(label: str) -> dict[str, float]:
 
 
 def form(label: str) -> str:
-    """Return what labels share whose trials have one outcome: all but the digits from 1 to 9.
+    """Return a key that labels share whose trials have the same outcome: the label with digits 2 to
+    9 as 1.
 
-    Whether a label is right in a box depends on whether it can be read. Zeros stay, since nothing can be
-    divided by them, and so do powers of powers, since their size decides whether they can be computed.
+    Whether a boxed label is scored as right depends on whether it can be read. Zeros stay, since
+    division by them fails, and so do powers of powers, since their size decides whether they can be
+    computed.
     """
     return label if len(_GROWS.findall(label)) > 1 else label.translate(_DIGITS)
 
@@ -103,7 +105,7 @@ def _answer_in(response: str) -> str:
 
 
 def _read_response(response: str) -> list[Any]:
-    """Return what math-verify reads of a response: an expression and its text, or one, or neither."""
+    """Return math-verify's parse of a response: an expression and its text, or one, or neither."""
     box = last_box(response)
     if box is not None:
         return _read(box)
@@ -116,7 +118,7 @@ def _read_response(response: str) -> list[Any]:
 
 
 def _read(text: str) -> list[Any]:
-    """Return what math-verify reads of a label, or of what stands in a box."""
+    """Return math-verify's parse of a label, or of a box's content."""
     text = introduced(text) or text
     is_formula_in_words = words(text) and is_delimited(text)
     found = _parse(delimited(text)) if _is_prose(text) or is_formula_in_words else []
@@ -156,8 +158,8 @@ def _is_equal_by_mistake(gold: Any, found: Any) -> bool:
 
 @cache
 def _be_quiet() -> None:
-    """Silence math-verify, which says at every call that its own time limit is off.
+    """Silence math-verify, which logs at every call that its own time limit is off.
 
-    That limit needs signals; the scorer's worker process keeps one that works.
+    That limit needs signals; the scorer's worker process has a time limit that works.
     """
     logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -1,6 +1,7 @@
-r"""The text of an answer, found in a response or a label, and made ready for math-verify's LaTeX reader.
+r"""Extraction of an answer's text from a response or a label, prepared for math-verify's LaTeX
+reader.
 
-That reader takes what stands side by side for a product: 1 000 is 1 * 0 to it, 3 1/2 is 2, pi is i * p.
+That reader takes adjacent terms for a product: 1 000 is 1 * 0 to it, 3 1/2 is 2, pi is i * p.
 `as_latex` writes such text as the LaTeX that it means, and leaves all other text alone.
 """
 
@@ -35,7 +36,7 @@ _TOWER = re.compile(r"\d+(?:\s*(?:\^|\*\*)[\s{(]*\d+)+")
 _FACTORIAL = re.compile(r"(\d+)\s*!")
 _MOST_DIGITS = 1e5
 _LARGEST_FACTORIAL = 25_000
-"""It has 99,094 digits."""
+"""The largest n whose factorial is computed: 25,000! has 99,094 digits."""
 
 _FLOAT_DIGITS = 300
 
@@ -53,10 +54,10 @@ _FORMULA = re.compile(rf"(?<!\S)(?![aAI]\s){_ATOM}(?:\s*{_ATOM})*")
 
 
 def last_box(response: str) -> str | None:
-    r"""Return what the last \boxed{} or \fbox{} holds, or None if there is none.
+    r"""Return the content of the last \boxed{} or \fbox{}, or None if there is none.
 
-    Of a box that never ends nothing is returned, since nobody knows where the answer would have ended.
-    Of a box without braces it is all up to white space or a dollar sign.
+    An unclosed box gives an empty text, since nobody knows where the answer would have ended. A box
+    without braces gives everything up to white space or a dollar sign.
     """
     boxes = list(_BOX.finditer(response))
     if not boxes:
@@ -73,19 +74,20 @@ def last_box(response: str) -> str | None:
 
 
 def introduced(text: str) -> str:
-    """Return what follows the last "answer is", "answer:" or "####" on its line; empty without one."""
+    """Return the rest of the line after the last "answer is", "answer:" or "####"; empty without
+    one."""
     introductions = list(_INTRODUCTION.finditer(text))
     rest = text[introductions[-1].end() :].strip() if introductions else ""
     return rest.splitlines()[0] if rest else ""
 
 
 def words(text: str) -> list[str]:
-    """Return the words of text that are no LaTeX, no name of a function, and neither "and" nor "or"."""
+    """Return the words of text other than LaTeX, function names, "and" and "or"."""
     return [word[1] for word in _WORDS.finditer(_DELIMITED.sub("", text)) if word[1]]
 
 
 def is_delimited(text: str) -> bool:
-    r"""Return whether there is a formula between $...$, \(...\) or \[...\] in it."""
+    r"""Return whether text holds a formula between $...$, \(...\) or \[...\]."""
     return bool(_DELIMITED.search(text))
 
 
@@ -106,7 +108,7 @@ def _with_dollars(formula: re.Match[str]) -> str:
 
 
 def as_latex(text: str) -> str:
-    """Return a number, a formula or a few words as LaTeX, without what stands around an answer."""
+    """Return a number, a formula or a few words as LaTeX, without the decoration around an answer."""
     text = re.sub(r"^(?:=|≈|\\approx)\s*", "", text.strip().strip("*`").strip())
     text = re.sub(r"(?<!\.)\.$", "", text).translate(str.maketrans(_CHARACTERS)).strip()
     outside = () if "\\" in text else _REWRITTEN_OUTSIDE_LATEX
@@ -117,7 +119,7 @@ def as_latex(text: str) -> str:
 
 def is_beyond(text: str) -> bool:
     """Return whether a text holds a power, a tower of powers or a factorial of more than a hundred
-    thousand digits, such as 9^{9^{9^9}}: whoever computes it does not come to an end."""
+    thousand digits, such as 9^{9^{9^9}}, which cannot be computed in time."""
     if any(float(number) > _LARGEST_FACTORIAL for number in _FACTORIAL.findall(text)):
         return True
     for tower in _TOWER.findall(text):

@@ -1,4 +1,4 @@
-"""What rules, functions and services return, as numbers."""
+"""Conversion of the results of rules, functions and services into numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onpolicy.types import Term
 
 
 def each_of(results: Any, count: int) -> list[Any] | Failure:
-    """What was returned of each of several samples."""
+    """Return the list of results for `count` samples, or a Failure if it is no such list."""
     try:
         listed = [] if isinstance(results, (str, bytes, dict)) else list(results)
     except Exception:  # a number, or its own __iter__ raises anything
@@ -23,7 +23,10 @@ def each_of(results: Any, count: int) -> list[Any] | Failure:
 
 
 def numbers_or_failure(result: Any, num_sampled: int | None = None) -> Numbers | Failure:
-    """What was returned of one sample, as numbers. `num_sampled`: its tokens, by who was told them."""
+    """Return the result for one sample as numbers, or a Failure.
+
+    `num_sampled`: the sample's number of tokens; None if the rule does not get the tokens.
+    """
     try:
         return _numbers(result, num_sampled)
     except Exception as error:  # its own __float__ may raise anything
@@ -63,7 +66,7 @@ def _weights(given: Any, num_sampled: int | None) -> dict[Term, list[float]]:
 
 
 def shown(result: Any) -> str:
-    """Anything in a few characters, for messages."""
+    """Return a short representation of any value, for messages."""
     try:
         text = repr(result)
     except Exception as error:  # its own __repr__ raises, or it is an integer of too many digits

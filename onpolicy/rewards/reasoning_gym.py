@@ -1,7 +1,7 @@
-"""The rule of problems that the reasoning-gym package makes: its own scorer of the dataset.
+"""Rule of problems from the reasoning-gym package: the dataset's own scorer.
 
-The answer is what stands in the last <answer> of the response, as in the package's own prompts, or else
-the whole response.
+The answer is the content of the last <answer> in the response, as in the package's own prompts, or
+else the whole response.
 """
 
 import json
@@ -13,13 +13,14 @@ from reasoning_gym.utils import extract_answer
 
 
 def score(response: str, label: str) -> float:
-    """What the dataset's `score_answer` says, mostly 0 to 1; `label` is a problem as JSON."""
+    """Return the result of the dataset's `score_answer`, mostly 0 to 1; `label` is a problem as
+    JSON."""
     problem = json.loads(label)
     return float(_scorer(problem["name"])(answer(response), problem))
 
 
 def answer(response: str) -> str:
-    """The answer."""
+    """Return the answer."""
     found = extract_answer(response)
     return response.strip() if found is None else str(found)
 

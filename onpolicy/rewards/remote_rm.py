@@ -1,4 +1,4 @@
-"""A service of the user's own that scores batches of samples (docs/rewards.md has the protocol)."""
+"""Remote reward: a service of the user's that scores batches (docs/rewards.md has the protocol)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onpolicy.types import Prompt, Sample
 
 
 class RemoteReward:
-    """What --rm-url says of samples, --rm-batch-size of them in a request."""
+    """The rewards of a remote service, --rm-batch-size samples per request."""
 
     def __init__(self, config: RewardConfig):
         self.batch_size = config.rm_batch_size
@@ -38,7 +38,7 @@ class RemoteReward:
 
 
 def check_metadata(prompt: Prompt) -> None:
-    """Raise ValueError for the first column that JSON cannot say."""
+    """Raise ValueError for the first column that JSON cannot hold."""
     for column, value in prompt.metadata.items():
         try:
             json_value(value)

@@ -1,4 +1,5 @@
-"""Gives samples their rewards: what scores is asked, its numbers become one, and its failures count."""
+"""Scoring of samples: ask the rules, combine their numbers into one reward, and count their
+failures."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ ASKED: dict[str, type[Asked]] = {"remote_rm": RemoteReward, "judge": Judge}
 
 
 class Scorer:
-    """Fills in the rewards of samples by the configured rules.
+    """A scorer that sets the rewards of samples by the configured rules.
 
     Rewards depend on the samples alone: neither on the number of workers nor on who ends first.
     """
@@ -42,14 +43,15 @@ class Scorer:
         self._failures = Failures(config.rm_max_error_rate)
 
     def refused_labels(self, prompts: Sequence[Prompt]) -> list[Refused]:
-        """Return the labels that a rule of ours cannot read, or by which a right answer is wrong."""
+        """Return the labels that a built-in rule cannot read, or for which it scores a right answer
+        as wrong."""
         return refused_labels(
             prompts, lambda prompt: filter(_is_ours, self._sources_of(prompt)), self.config
         )
 
     def check_labels(self, prompts: Sequence[Prompt], name: str) -> None:
-        """Raise ConfigError if there are `refused_labels`, and say how many, or if JSON cannot say a
-        column that a service is sent; `name`: flag and file."""
+        """Raise ConfigError if there are `refused_labels`, with their number, or if JSON cannot
+        hold a column that a service gets; `name`: flag and file."""
         if refused := self.refused_labels(prompts):
             raise ConfigError(f"{name}: {told(refused, len(prompts), self._name)}")
         for prompt in prompts:
@@ -66,10 +68,10 @@ class Scorer:
             ) from error
 
     def try_out(self, prompt: Prompt) -> Collection[str]:
-        """Score a made-up response to `prompt`, its label, once by all that is not ours.
+        """Score a made-up response to `prompt`, its label, once by every rule that is not built in.
 
         Returns the terms of the loss whose tokens they weigh. Raises ConfigError if that fails. A
-        function that takes groups is given two of them.
+        function that takes groups gets two such samples.
         """
         given: dict[str, Numbers] = {}
         tried = [source for source in self._sources_of(prompt) if not _is_ours(source)]
@@ -94,7 +96,7 @@ class Scorer:
         return weighed.token_weights.keys()
 
     def _successful(self, source: str, answers: Sequence[Numbers | Failure]) -> Numbers:
-        """All that was said, unless one failed."""
+        """Return all numbers of the answers. Raises ConfigError if one failed."""
         found: Numbers = {}
         for answer in answers:
             if isinstance(answer, Failure):
@@ -119,12 +121,12 @@ class Scorer:
         )
 
     def score(self, groups: Groups) -> dict[str, float]:
-        """Set the reward of every sample; return metrics. groups: samples by the prompts they answer.
+        """Set the reward of every sample; return metrics. groups: samples by the prompts they
+        answer.
 
-        A sample that a rule fails on, or is late with, has no reward (`has_failed`), be it one of
-        several rules: a sum without a term is on another scale than the sums beside it. Raises
-        RewardError if more fail than --rm-max-error-rate lets pass, if a rule cannot be loaded any
-        more, or if there is no rule.
+        A sample on which any of its rules fails or is late has no reward (`has_failed`): a sum
+        without a term is on another scale than the sums beside it. Raises RewardError if more fail
+        than --rm-max-error-rate allows, if a rule can no longer be loaded, or if there is no rule.
         """
         samples = list(chain.from_iterable(groups))
         for sample in samples:
@@ -156,7 +158,7 @@ class Scorer:
         return metrics
 
     def _say_repeats(self) -> int:
-        """Say what was asked once more, and how often that was."""
+        """Log the repeated calls, and return their number."""
         repeated = self._workers.take_repeated() if self._workers is not None else []
         if repeated:
             logger.warning(
@@ -171,24 +173,25 @@ class Scorer:
         return self._workers.ask(source, groups)
 
     def _remote(self, source: str) -> Asked:
-        """Made once, since it remembers how requests end."""
+        """Return the client of a remote rule, made once, since it remembers how requests end."""
         if source not in self._remotes:
             self._remotes[source] = ASKED[source](self.config)
         return self._remotes[source]
 
     def _import(self, local: Sequence[str]) -> None:
-        """Have processes that have imported all these, since no sample's time is for that."""
+        """Start processes that have imported all these rules, so that imports cost no sample's
+        time."""
         if not self._imported.issuperset(local):
             self._end_workers()
             self._imported |= {*local}
             self._workers = Workers(self.config, sorted(self._imported))
 
     def _sources_of(self, prompt: Prompt) -> Mapping[str, float]:
-        """What scores its samples and the weight of each: as it says, or else those of the run."""
+        """Return the rules of a prompt's samples with their weights: its own, or else the run's."""
         return {prompt.rule: 1.0} if prompt.rule else prompt.rewards or self.sources
 
     def _reward(self, sample: Sample, given: Mapping[str, Numbers | Failure]) -> None:
-        """Set the reward, its parts and the first answer by what each source has said."""
+        """Set the reward, its parts and the first answer from the results of each rule."""
         weights, prompt = self._sources_of(sample.prompt), sample.prompt
         in_order = {source: given[source] for source in weights}
         said = {s: x for s, x in in_order.items() if not isinstance(x, Failure)}
@@ -212,7 +215,7 @@ class Scorer:
             sample.reward = sum(weights[source] * x["score"] for source, x in said.items())
 
     def _weigh(self, sample: Sample, given: Mapping[str, Numbers]) -> None:
-        """Take the weights of its tokens. Raises RewardError for two that say those of one term."""
+        """Set the token weights. Raises RewardError if two rules give weights for one term."""
         said_by: dict[str, str] = dict.fromkeys(sample.token_weights, "its episode")
         for source, numbers in given.items():
             name, weights = self._name(source), numbers.pop(TOKEN_WEIGHTS, {})
@@ -226,11 +229,11 @@ class Scorer:
             sample.token_weights |= weights
 
     def _name(self, source: str) -> str:
-        """The flag that asks for it, for messages."""
+        """Return the flag that requests the rule, for messages."""
         return f"{self.config.flag}={source}" if source in self.sources else f"the reward {source}"
 
     def close(self) -> None:
-        """End all that was started to score."""
+        """End all processes that were started to score."""
         self._end_workers()
 
     def _end_workers(self) -> None:
@@ -239,14 +242,14 @@ class Scorer:
 
 
 def _part(source: str, name: str, is_one: bool) -> str:
-    """The name of a number that a source said, by itself or as one of several."""
+    """Return the name of a rule's number among the metrics."""
     if is_one:
         return name
     return name_of(source) if name == "score" else f"{name_of(source)}/{name}"
 
 
 def _is_ours(source: str) -> bool:
-    """Whether it is a rule that is there."""
+    """Return whether the rule is built in."""
     return source not in REMOTE and not is_function(source)
 
 
@@ -269,7 +272,7 @@ def _made_up(prompt: Prompt, sample_index: int) -> Sample:
 
 
 def _wrapper(source: str, reason: str) -> str:
-    """What makes a function of ours of one with the signature of verl or TRL, by what it misses."""
+    """Return how to wrap a function with the signature of verl or TRL, from its missing arguments."""
     name = source.rpartition(":")[2].rpartition(".")[2]
     if "missing" not in reason:
         return ""

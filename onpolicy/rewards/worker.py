@@ -1,7 +1,7 @@
-"""What runs in a scoring process: rules, loaded once, whose results become numbers or a failure.
+"""Code of a scoring process: rules, loaded once, whose results become numbers or a failure.
 
-Whatever a rule of the user's own does here (raise, exit, crash, return nonsense) ends this process at
-worst. It imports nothing heavy, since every process that was ended is replaced by a new one.
+A user's rule that raises, exits, crashes or returns nonsense can end this process, but not the run.
+It imports nothing heavy, since every process that ended is replaced by a new one.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _rules: dict[str, Callable[..., Any] | Failure] = {}
 
 
 def serve(link: Connection, names: Sequence[str], paths: Sequence[str], flag: str) -> None:
-    """Answer calls until the other end of `link` closes: this is the process's whole life.
+    """Answer calls until the other end of `link` closes: the process's main loop.
 
-    A call is (seconds, function, arguments). `seconds` of processor time of this process end it by
-    SIGPROF: the kernel counts them, so that neither a busy host nor a process that was stopped makes a
-    call late, and a computation in C, which no Python signal handler interrupts, ends too.
+    A call is (seconds, function, arguments). After `seconds` of this process's processor time
+    SIGPROF ends the process: the kernel counts them, so neither a busy host nor a stopped process
+    makes a call late, and a computation in C, which no Python signal handler interrupts, ends too.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which closes the link
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -62,7 +62,8 @@ def _end_with_the_run() -> None:
 
 
 def load(names: Sequence[str], paths: Sequence[str], flag: str) -> None:
-    """Keep rules and functions for what is to come; `flag`: what names the functions, for messages."""
+    """Load rules and functions for later calls; `flag`: the flag that names the functions, for
+    messages."""
     for name in names:
         _rules[name] = _with_answer(name)
     for path in paths:
@@ -83,7 +84,7 @@ def _load_own(path: str, flag: str) -> Callable[..., Any]:
 
 
 def _with_answer(name: str) -> Callable[[str, str], Numbers]:
-    """A rule that also says under "answer" what it compares."""
+    """Return the rule's score function, extended to report the compared text under "answer"."""
     rule = load_rule(name)
 
     def score(response: str, label: str) -> Numbers:
@@ -95,14 +96,14 @@ def _with_answer(name: str) -> Callable[[str, str], Numbers]:
 
 
 def score(rule: str, *arguments: Any) -> Numbers | Failure:
-    """What a rule says: the reward under "score", and further numbers."""
+    """Return a rule's result: the reward under "score", and further numbers."""
     count = _num_sampled(arguments[0])
     result = _result(rule, *arguments)
     return result if isinstance(result, Failure) else numbers_or_failure(result, count)
 
 
 def score_group(rule: str, samples: Sequence[Sample]) -> list[Numbers | Failure] | Failure:
-    """What a rule says of all samples of a prompt, one by one, in their order."""
+    """Return a rule's results for all samples of a prompt, in their order."""
     counts = [_num_sampled(sample) for sample in samples]
     results = _result(rule, samples)
     if isinstance(results, Failure):
@@ -112,12 +113,12 @@ def score_group(rule: str, samples: Sequence[Sample]) -> list[Numbers | Failure]
 
 
 def _num_sampled(given: Sample | str) -> int | None:
-    """The tokens that a function is told of, before it may change them; a rule is given a text."""
+    """Return the number of sampled tokens, before a function can change them; None for a text."""
     return None if isinstance(given, str) else given.trajectory.num_sampled
 
 
 def _result(name: str, *arguments: Any) -> Any:
-    """What the rule itself returns, or a Failure."""
+    """Return the rule's raw result, or a Failure."""
     if name not in _rules:
         load([name], [], "")
     rule = _rules[name]

@@ -1,4 +1,4 @@
-"""One process that scores, as the run sees it: started, asked, and ended."""
+"""Handle of one scoring process: start, call, and end it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from typing import Any
 from onpolicy.rewards import Failure, worker
 
 WALL_FACTOR = 10.0
-"""Seconds by the clock that a call may take for each second of processor time: a call that sleeps or
-waits for ever ends too, and one that a busy host hardly lets run does not."""
+"""Seconds of wall-clock time that a call may take per second of processor time: a call that sleeps
+or waits forever ends too, and a call that a busy host hardly lets run does not."""
 
 _TABLE = threading.Lock()
-"""Several threads start and end processes, which `multiprocessing` keeps in one table."""
+"""A lock for starting and ending processes, since `multiprocessing` keeps one table of them."""
 
 
 class WorkerProcess:
-    """A process that imports some rules, and is then asked about one call at a time.
+    """A process that imports some rules and then answers one call at a time.
 
-    Its pipe is its own, so that one that dies, hangs or is stopped holds up no other.
+    Its pipe is its own, so that a process that dies, hangs or is stopped blocks no other.
     """
 
     def __init__(self, names: Sequence[str], paths: Sequence[str], flag: str, seconds: float):
-        """seconds: of processor time that a call may take; the others are those of `worker.load`."""
+        """Start the process. seconds: processor time per call; the other arguments: see
+        `worker.load`."""
         self._seconds, self._wall = seconds, WALL_FACTOR * seconds
         context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
         self._link, theirs = context.Pipe()
@@ -44,7 +45,7 @@ class WorkerProcess:
         theirs.close()
 
     def wait_until_ready(self, seconds: float) -> Failure | None:
-        """Wait until the rules are imported; return why they are not, if so."""
+        """Wait until the rules are imported; return a Failure if they are not."""
         try:
             if self._link.poll(seconds):
                 self._link.recv()
@@ -57,12 +58,12 @@ class WorkerProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can be asked."""
+        """Whether the process can take calls."""
         with _TABLE:
             return self._process.is_alive()
 
     def ask(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Return what a function of `rewards/worker.py` returns, or a Failure that may pass, after
+        """Return the result of a function of `rewards/worker.py`, or a Failure that may pass, after
         which the process has ended."""
         limit = f"--rm-time-limit={self._seconds:g} seconds of processor time"
         try:
@@ -88,8 +89,8 @@ class WorkerProcess:
 
 
 def _limit_blocking(descriptor: int, seconds: float) -> None:
-    """Let reading and writing of a socket raise BlockingIOError after some seconds: a process that was
-    stopped takes no more than fits the socket's buffer."""
+    """Have reads and writes of a socket raise BlockingIOError after some seconds: a stopped process
+    reads no more than fits the socket's buffer."""
     span = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     with socket.socket(fileno=os.dup(descriptor)) as link:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, span)

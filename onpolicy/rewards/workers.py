@@ -1,4 +1,4 @@
-"""Rules and functions in worker processes, with a time limit for each call that really ends it."""
+"""Worker processes for rules and functions, with a time limit that really ends each call."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ logger = logging.getLogger(__name__)
 FEWEST_WORKERS, MOST_WORKERS = 4, 32
 
 START_SECONDS = 120.0
-"""How long a worker may take to import the rules when they are tried; ten times as long in a run, whose
-host may be busy."""
+"""Seconds a worker may take to import the rules in a trial; ten times as long in a run, whose host
+may be busy."""
 
 STARTS = 3
 """Processes that may end in a row before one has imported the rules."""
 
 
 class Workers:
-    """Processes that have imported the rules. Each is a thread's, which replaces it when it has ended,
-    in a call or between two."""
+    """A pool of processes that have imported the rules. Each belongs to a thread, which replaces it
+    when it has ended, in a call or between two."""
 
     def __init__(
         self, config: RewardConfig, rules: Sequence[str], count: int = 0, *, is_trial: bool = False
     ):
-        """is_trial: whether the rules are tried before a run, so that nothing is asked twice."""
+        """Start no process yet. is_trial: whether the rules are tried before a run, without
+        repeats."""
         self.config, self._is_trial = config, is_trial
         self._starts, self._start_seconds = STARTS, WALL_FACTOR * START_SECONDS
         if is_trial:
@@ -50,7 +51,7 @@ class Workers:
         self._repeated: list[str] = []
 
     def ask(self, rule: str, groups: Sequence[Sequence[Sample]]) -> Answers:
-        """Begin to score groups by a rule."""
+        """Begin to score groups by a rule; the result waits for the answers."""
         if is_function(rule) and self.config.group_rm:
             jobs = [
                 self._submit(worker.score_group, rule, [_light(s) for s in g]) for g in groups if g
@@ -72,7 +73,7 @@ class Workers:
         return answers
 
     def take_repeated(self) -> list[str]:
-        """Return why calls were repeated since the last time, a line each."""
+        """Return why calls were repeated since the last time, one line each."""
         taken, self._repeated = self._repeated, []
         return taken
 
@@ -80,9 +81,9 @@ class Workers:
         return self._threads.submit(self._call, call, arguments)
 
     def _call(self, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Return what the worker says: a Failure, what a sample was given, or a list of either.
+        """Return the worker's result: a Failure, a sample's numbers, or a list of either.
 
-        What was late, or ended its process, is asked once more.
+        A call that was late, or ended its process, is repeated once.
         """
         found = self._ask(call, arguments)
         if isinstance(found, Failure) and found.may_pass and not self._is_trial:
@@ -100,7 +101,8 @@ class Workers:
         return found
 
     def _own_process(self) -> WorkerProcess | Failure:
-        """Return this thread's process, a new one if there is none; a Failure if none can be had."""
+        """Return this thread's process, a new one if there is none; a Failure if none can be
+        started."""
         process: WorkerProcess | None = getattr(self._own, "process", None)
         if process is not None:
             if process.is_alive:
@@ -123,7 +125,7 @@ class Workers:
         return self._unusable or Failure(reason="was asked of workers that had ended")
 
     def _started(self) -> tuple[WorkerProcess, Failure | None]:
-        """Return a new process, and why it cannot be asked, if so."""
+        """Return a new process, and a Failure if it cannot be used."""
         process = WorkerProcess(*self._given)
         self._processes.add(process)
         if self._is_closed:  # `close` may have looked before
@@ -131,12 +133,12 @@ class Workers:
         return process, process.wait_until_ready(self._start_seconds)
 
     def _forget(self, process: WorkerProcess) -> None:
-        """A process of this thread has ended."""
+        """Drop a process of this thread that has ended."""
         self._own.process = None
         self._processes.discard(process)
 
     def close(self) -> None:
-        """End all processes, and what they are asked."""
+        """End all processes and their calls."""
         self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         while self._processes:
@@ -145,7 +147,7 @@ class Workers:
 
 
 def default_workers() -> int:
-    """As many as there are cores, within limits: scoring alternates with work that uses them all."""
+    """Return the number of cores, within limits: scoring alternates with work that uses all cores."""
     return min(max(len(os.sched_getaffinity(0)), FEWEST_WORKERS), MOST_WORKERS)
 
 
@@ -154,6 +156,6 @@ def _arguments(rule: str, sample: Sample) -> tuple[Any, ...]:
 
 
 def _light(sample: Sample) -> Sample:
-    """Without megabytes that no rule looks at."""
+    """Return the sample without large arrays that no rule reads."""
     trajectory = replace(sample.trajectory, routed_experts=None, kept_tokens=[], entropy=[])
     return replace(sample, trajectory=trajectory)

@@ -1,4 +1,4 @@
-"""The answers of a server, as what was sampled, or as what is wrong with them."""
+"""Parsing of a server's answers into completions, and errors for answers that are wrong."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from onpolicy.types import Request
 
 
 def was_aborted(answer: Any) -> bool:
-    """Whether the server gave up the request, as it does when it shuts down."""
+    """Return whether the server gave up the request, as it does when it shuts down."""
     reason = answer.get("meta_info", {}).get("finish_reason") if isinstance(answer, dict) else None
     return isinstance(reason, dict) and reason.get("type") == "abort"
 
 
 def completion_of(answer: Any, status: int, request: Request, url: str) -> Completion:
-    """What was sampled. Raises ContractError for a refusal, EngineError for what is of no use."""
+    """Return the completion in an answer.
+
+    Raise ContractError if the server refused the request, EngineError if the answer is unusable.
+    """
     if status == 404:
         raise ContractError(
             f"{url}: HTTP 404 for a run's requests: the server has the plug-in of another version. "
@@ -59,18 +62,19 @@ def completion_of(answer: Any, status: int, request: Request, url: str) -> Compl
     )
     if not was_aborted(answer):
         return completion
-    # Whether the last token ends the response, an abort does not say.
+    # An abort does not say whether the last token ends the response, so drop that token.
     return completion.until(max(len(response_ids) - 1, 0), completion.finish_reason)
 
 
 def _numbers(encoded: str, dtype: str) -> list[Any]:
-    """What `sglang_patches/generate_each.py` put into base64."""
+    """Decode an array that `sglang_patches/generate_each.py` put into base64."""
     found: list[Any] = np.frombuffer(base64.b64decode(encoded), dtype=dtype).tolist()
     return found
 
 
 def _kept_tokens(meta: dict[str, Any], request: Request, count: int, url: str) -> list[bytes]:
-    """What each of `count` tokens was drawn from, as an engine says it whose sampler is ours."""
+    """Return for each of `count` tokens the set it was drawn from, as an engine with our sampler
+    reports."""
     if "kept_tokens" not in meta and request.params.grammar is not None and count:
         raise ContractError(
             f"{url}: an answer within a grammar that does not say what its tokens were drawn from, so "
@@ -89,7 +93,7 @@ def _kept_tokens(meta: dict[str, Any], request: Request, count: int, url: str) -
 
 
 def _entropy(meta: dict[str, Any], request: Request, count: int, url: str) -> list[float]:
-    """That of the distribution of each of `count` tokens, where it was asked for."""
+    """Return the entropy of each token's distribution; an empty list if it was not requested."""
     if not request.params.return_entropy:
         return []
     entropy: list[float] = meta.get("entropy") or []
@@ -103,16 +107,17 @@ def _entropy(meta: dict[str, Any], request: Request, count: int, url: str) -> li
 
 
 def _version(said: object) -> int:
-    """The number of a push; SGLang keeps a text, and says `default` of weights that none brought."""
+    """Return the number of a push; SGLang keeps a text, and `default` for weights that were never
+    pushed."""
     text = str(said)
     return int(text) if text.isdecimal() else UNPUSHED
 
 
 def _routed_experts(meta: dict[str, Any], request: Request, url: str) -> NDArray[np.int32] | None:
-    """The experts of each token, if they came and are those that the response was sampled with.
+    """Return the experts of each token, if they were requested and are the ones used in sampling.
 
-    A request that was retracted is computed anew, maybe by other experts than its first tokens were
-    sampled with, and SGLang returns the later ones.
+    SGLang recomputes a request that was retracted, maybe by other experts than its first tokens
+    were sampled with, and returns the later ones; the result is None then.
     """
     if not request.params.return_routed_experts or meta.get("num_retractions"):
         return None

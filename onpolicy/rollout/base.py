@@ -1,4 +1,4 @@
-"""What the loop asks of a rollout: start, sample, take new weights, stop."""
+"""Interface of a rollout for the training loop: start, sample, take new weights, stop."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ Progress = Callable[[int, int], None]
 
 
 MemoryKind = Literal["weights", "kv_cache"]
-"""As SGLang names them."""
+"""The kinds of memory, named as SGLang does."""
 
 
 class EnginesRestartedError(Exception):
-    """Engines died and run again, with the checkpoint's weights: push the current ones, then go on."""
+    """Engines died and were restarted with the checkpoint's weights: push the current ones and
+    retry."""
 
 
 class SamplingJob:
-    """Requests, and the responses to them so far, whichever engines give them and die.
+    """Requests and their responses so far, independent of the engines that answer or die.
 
-    It may grow while engines work: whoever adds requests calls `on_news` then, from any thread.
-    `takes_parts`: a response that an engine gave up is an answer too, with finish reason `abort` and
-    maybe no token.
+    Requests may be added while engines work: call `on_news` afterwards, from any thread.
+    `takes_parts`: a response that an engine gave up counts as an answer, with finish reason `abort`
+    and maybe no token.
     """
 
     def __init__(self, requests: Sequence[Request] = (), *, takes_parts: bool = False):
         self.requests = list(requests)
         self.takes_parts = takes_parts
         self.is_interrupted = False
-        """Whether engines are to answer at once with what they have, and to be asked nothing more."""
+        """Whether engines must answer at once with what they have, and get no further requests."""
 
         self.error: BaseException | None = None
-        """What ends it before it is done."""
+        """The error that ends the job before it is done."""
 
         self.on_news: Callable[[], object] = lambda: None
-        """What engines that work on it want to have called when any of this changes."""
+        """A callback of the engines at work, called when any of these attributes changes."""
 
         self._completions: dict[int, Completion] = {}
 
@@ -49,12 +50,14 @@ class SamplingJob:
         self._completions[number] = completion
 
     def interrupt(self) -> None:
-        """Have the engines answer at once, and ask them nothing more. From any thread."""
+        """Have the engines answer at once, and send them no further requests. Callable from any
+        thread."""
         self.is_interrupted = True
         self.on_news()
 
     def stays_with(self, number: int) -> Hashable | None:
-        """What is best answered by the engine that answered it last; None: any."""
+        """Return the key of a request that should go to the engine of the last one; None: any
+        engine."""
         return None
 
     @property
@@ -68,12 +71,12 @@ class SamplingJob:
 
     @property
     def missing(self) -> list[int]:
-        """Numbers of the requests without a response."""
+        """The numbers of the requests without a response."""
         return [i for i in range(len(self.requests)) if i not in self._completions]
 
     @property
     def completions(self) -> list[Completion]:
-        """One response per request, in their order; of an interrupted job, those that there are.
+        """The responses in the order of their requests; of an interrupted job, those that exist.
 
         Raises KeyError while one is missing.
         """
@@ -82,19 +85,20 @@ class SamplingJob:
 
 
 class RolloutGroup(ABC):
-    """Some engines that sample from one policy."""
+    """A group of engines that sample from one policy."""
 
     clients: list[EngineClient]
     """The engines, for weight pushes."""
 
     on_progress: Progress
-    """Called after every response."""
+    """A callback after every response."""
 
     @abstractmethod
     def launch(self) -> None:
         """Start the engines' processes, if they are ours to start.
 
-        Returns at once, or, if they share GPUs with the trainer, when they have taken their part.
+        Return at once, or, if engines share GPUs with the trainer, when they have allocated their
+        memory.
         """
 
     @abstractmethod
@@ -106,33 +110,35 @@ class RolloutGroup(ABC):
 
     @abstractmethod
     def generate(self, job: SamplingJob) -> list[Completion]:
-        """Sample until `job` is done or interrupted: its responses, in the order of its requests.
+        """Sample until `job` is done or interrupted; return its responses in the order of its
+        requests.
 
-        Raises EnginesRestartedError if engines had to be started again. What was sampled is in the
-        job: call again with it to have the rest.
+        Raises EnginesRestartedError if engines had to be restarted. The job keeps what was sampled:
+        call again with it for the rest.
         """
 
     @abstractmethod
     def revive(self) -> bool:
-        """Start engines again that do not answer; whether there were any. They need weights then.
+        """Restart engines that do not answer, and return whether there were any. They need weights
+        then.
 
-        Raises EngineError if they cannot be started again.
+        Raises EngineError if they cannot be restarted.
         """
 
     @abstractmethod
     def release_memory(self) -> None:
-        """Give back the memory of weights and cache between rollouts, until `resume_memory`.
+        """Release the memory of weights and KV cache between rollouts, until `resume_memory`.
 
         Raises EngineError if an engine does not answer.
         """
 
     @abstractmethod
     def resume_memory(self, kind: MemoryKind) -> None:
-        """Take one kind of memory back, without what stood in it; nothing if it was not given back."""
+        """Take one kind of memory back, without its content; do nothing if it was not released."""
 
     @abstractmethod
     def stop(self) -> None:
-        """End what `launch` started, and a `generate` of another thread, which raises something then.
+        """End what `launch` started; a `generate` in another thread raises an error then.
 
         Safe to call at any time, and twice.
         """

@@ -1,4 +1,4 @@
-"""What branches of an episode share: a sampled token is learnt once."""
+"""Tokens shared by branches of an episode: each sampled token is learnt once."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from onpolicy.types import BranchKey, Spans
 
 
 def order_of(key: tuple[str, ...]) -> list[tuple[int, str]]:
-    """What branches are sorted by: the one that others were forked from first, numbers as numbers."""
+    """Return the sort key of a branch: the first branch comes first, numbers sort as numbers."""
     return [(len(part), part) for part in key]
 
 
 def learnt_once(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """The trajectories, each sampled token counted as such in the first of them alone.
+    """Return the trajectories, with each sampled token counted as sampled only in the first that
+    has it.
 
-    Raises AgentError for one that has nothing of its own to learn.
+    Raises AgentError for a trajectory that has no sampled token of its own.
     """
     found = list[Trajectory]()
     for i, trajectory in enumerate(trajectories):
@@ -36,8 +37,8 @@ def learnt_once(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
 
 
 def said_by(branches: Sequence[BranchRecord]) -> tuple[Trajectory, ...]:
-    """What an attempt has come to, to be read: every sampled token once, and no branch that has none of
-    its own but the first."""
+    """Return the readable trajectories of an attempt: every sampled token once, without branches
+    that have no token of their own (but for the first)."""
     found = list[Trajectory]()
     for number, branch in enumerate(branches):
         whole = [each.trajectory for each in branches[:number]]
@@ -49,8 +50,11 @@ def said_by(branches: Sequence[BranchRecord]) -> tuple[Trajectory, ...]:
 
 
 def require_own(returned: Iterable[Trajectory], branches: Sequence[Trajectory]) -> None:
-    """Raise AgentError unless each that was returned is one of the branches, or the beginning of one:
-    what nobody can prove to have been sampled is not learnt."""
+    """Raise AgentError unless each returned trajectory is one of the branches or the beginning of
+    one.
+
+    Tokens that were not provably sampled must not be learnt.
+    """
     for i, trajectory in enumerate(returned):
         length = len(trajectory.token_ids)
         known = (branch.until(length) for branch in branches if branch.forks == trajectory.forks)
@@ -65,7 +69,7 @@ def require_own(returned: Iterable[Trajectory], branches: Sequence[Trajectory]) 
 
 
 def require_possible(past: Mapping[BranchKey, BranchRecord], prompt_ids: list[int]) -> None:
-    """Raise ValueError unless this can be what an episode with the prompt has come to."""
+    """Raise ValueError unless `past` can be the record of an episode with this prompt."""
     first = past.get(())
     if first is None or first.trajectory.token_ids[: len(prompt_ids)] != prompt_ids:
         raise ValueError("branches: none begins with the prompt")
@@ -76,7 +80,8 @@ def require_possible(past: Mapping[BranchKey, BranchRecord], prompt_ids: list[in
 
 
 def spans_of(branches: Iterable[BranchRecord]) -> dict[BranchKey, Spans]:
-    """What each branch has sampled itself from which versions; those that have not are left out."""
+    """Return (version, number of tokens) of each branch's own sampled spans; branches without are
+    left out."""
     found = {}
     for branch in branches:
         forks = branch.trajectory.forks
@@ -87,7 +92,7 @@ def spans_of(branches: Iterable[BranchRecord]) -> dict[BranchKey, Spans]:
 
 
 def num_shared(one: Trajectory, other: Trajectory) -> int:
-    """The tokens at the beginning of both that are the same ones: sampled once, and not merely equal."""
+    """Return the length of the common prefix that was sampled once, and is not merely equal."""
     shared = 0
     for mine, theirs in zip(one.stretches, other.stretches, strict=False):
         if mine[0] != theirs[0]:

@@ -1,7 +1,7 @@
-"""Requests to one server that begin within a moment of each other, as one HTTP call.
+"""Batching of requests to one server: those that start within a moment share one HTTP call.
 
-Each is answered as soon as the server is done with it (`sglang_patches/generate_each.py`). A
-call of its own costs both ends more than an answer of a few tokens does.
+Each is answered as soon as the server is done with it (`sglang_patches/generate_each.py`). A call
+of its own costs both ends more than an answer of a few tokens does.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import aiohttp
 PATH = "/generate_each"
 
 MOMENT = 0.001
-"""Seconds without another request after which a call is made."""
+"""Seconds without another request after which the call is made."""
 
 MOST_MOMENTS = 20
-"""A call waits for no more of them."""
+"""The most such moments that a call waits."""
 
 MOST_TOKENS = 1 << 16
-"""Tokens of prompts in a call, but for its last: a server reads all of them before it begins."""
+"""The most prompt tokens in a call before the last request: a server parses all of them first."""
 
 Answer = tuple[int, Any]
-"""The HTTP status, and what came with it."""
+"""The HTTP status, and the decoded body."""
 
 
 class Burst:
@@ -34,8 +34,8 @@ class Burst:
     def __init__(
         self, send: Callable[[list[dict[str, Any]]], Any], leave: Callable[[Burst], object]
     ):
-        """`send`: makes the call, an asynchronous context of its response; `leave`: is called with
-        this when no request may join any more."""
+        """Take `send`, which makes the call and returns an asynchronous context of its response,
+        and `leave`, which is called with this burst when no request may join any more."""
         self._send, self._leave = send, lambda: leave(self)
         self._asked: list[dict[str, Any]] = []
         self._answers: list[asyncio.Future[Answer]] = []
@@ -43,7 +43,7 @@ class Burst:
         self._task: asyncio.Task[None] | None = None
 
     async def ask(self, payload: dict[str, Any]) -> Answer:
-        """Have this request sent with the others. Raises what the call fails of."""
+        """Send this request with the others and return its answer. Raises the error of the call."""
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._asked.append(payload)
         self._answers.append(answer)
@@ -72,7 +72,7 @@ class Burst:
                 answer.set_exception(failure)
 
     async def _gather(self) -> None:
-        """Wait until nobody joins any more."""
+        """Wait until no more requests join."""
         count = 0
         for _ in range(MOST_MOMENTS):
             if count == len(self._asked) or self._num_tokens >= MOST_TOKENS:

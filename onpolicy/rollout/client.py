@@ -1,4 +1,4 @@
-"""Talks to one SGLang server: requests, weights, status. Knows HTTP and nothing of processes."""
+"""Client of one SGLang server: requests, weights, status. It knows HTTP and nothing of processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onpolicy.types import Request
 
 
 class EngineLostError(EngineError):
-    """The server does not answer any more; whether it can be started again is its owner's to say."""
+    """The server no longer answers; its owner decides whether to restart it."""
 
 
 _RETRIES = 4
@@ -28,11 +28,11 @@ _IDLE_SECONDS = 5
 _ABORT_PAUSE = 0.02
 
 _BYTES_PER_SECOND = 100 << 20
-"""The slowest that an engine may load weights, from a disk for example."""
+"""The slowest rate at which an engine may load weights, from a disk for example."""
 
 
 class EngineClient:
-    """The server at one URL."""
+    """A client of the server at one URL."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class EngineClient:
         """Sample one response. Raises EngineLostError if the server stopped answering.
 
         A failed attempt is repeated with growing pauses: an equal request gives an equal response.
-        `takes_parts`: what the server gave up is returned as it is.
+        `takes_parts`: return a response that the server gave up as it is.
         """
         for attempt in range(_RETRIES):
             if attempt:
@@ -71,7 +71,7 @@ class EngineClient:
         raise EngineLostError(f"{self.url}: no answer after {_RETRIES} attempts.")
 
     def _burst(self, session: aiohttp.ClientSession) -> Burst:
-        """The call that takes up what is asked for at this moment."""
+        """Return the call that collects the requests of this moment."""
         if session not in self._bursts:
             self._bursts[session] = Burst(
                 lambda requests: session.post(
@@ -89,9 +89,9 @@ class EngineClient:
             del self._bursts[session]
 
     async def abort(self, session: aiohttp.ClientSession) -> None:
-        """Have the server answer everything that it samples now, with what it has.
+        """Have the server answer everything that it is sampling, with the tokens it has.
 
-        Says nothing of a server that does not answer: who waits for a response learns of that.
+        Ignores a server that does not answer: whoever waits for a response notices.
         """
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with session.post(
@@ -105,14 +105,14 @@ class EngineClient:
     async def abort_when(
         self, is_interrupted: Callable[[], bool], session: aiohttp.ClientSession
     ) -> None:
-        """Abort once that is so, again and again: a request may be on its way meanwhile."""
+        """Abort repeatedly once `is_interrupted()` holds: further requests may be on their way."""
         while True:
             if is_interrupted():
                 await self.abort(session)
             await asyncio.sleep(_ABORT_PAUSE)
 
     async def is_healthy(self, session: aiohttp.ClientSession) -> bool:
-        """Whether the server answers a health check, which runs a token through the model.
+        """Return whether the server passes a health check, which runs a token through the model.
 
         Raises EngineLostError if nothing listens there.
         """
@@ -129,11 +129,11 @@ class EngineClient:
             return False
 
     def patience(self, num_bytes: int) -> float:
-        """Returns the seconds that a control call which moves so many bytes of weights may take."""
+        """Return the timeout in seconds of a control call that moves so many bytes of weights."""
         return self.health_timeout + num_bytes / _BYTES_PER_SECOND
 
     def post(self, path: str, body: dict[str, Any], num_bytes: int = 0) -> dict[str, Any]:
-        """A control call that must succeed."""
+        """Make a control call that must succeed; raise EngineError if it does not."""
         response = self._call("POST", path, num_bytes, json=body)
         answer = _json(response)
         if not response.ok or answer.get("success") is False:
@@ -141,10 +141,10 @@ class EngineClient:
         return answer
 
     def report(self) -> dict[str, Any]:
-        """Returns what the engine's plug-in says of itself: contract, self_check, patches, weights; and
-        whether it has a tokenizer ("serves_text").
+        """Return the plug-in's report: contract, self_check, patches, weights; and "serves_text".
 
-        Raises ContractError if the server carries no plug-in.
+        "serves_text" says whether the server has a tokenizer. Raises ContractError if it has no
+        plug-in.
         """
         response = self._call("GET", "/server_info")
         answer = _json(response)
@@ -161,7 +161,7 @@ class EngineClient:
         return {"weights": None, **report, "serves_text": serves_text}
 
     def flush_cache(self) -> None:
-        """Drop every cached prefix, as soon as the server is idle: a health check may be under way."""
+        """Drop every cached prefix as soon as the server is idle: a health check may be under way."""
         response = self._call("POST", f"/flush_cache?timeout={_IDLE_SECONDS}")
         if not response.ok:
             raise EngineError(
@@ -169,7 +169,8 @@ class EngineClient:
             )
 
     def _call(self, method: str, path: str, num_bytes: int = 0, **body: Any) -> requests.Response:
-        """Raises EngineLostError without an answer in time; one that died does not take that long."""
+        """Send a request. Raises EngineLostError without an answer in time; a dead server fails
+        sooner."""
         seconds = self.patience(num_bytes)
         headers = self.headers if method == "GET" else self.admin_headers
         try:
@@ -186,7 +187,7 @@ def _authorization(key: str) -> dict[str, str]:
 
 
 def _json(response: requests.Response) -> dict[str, Any]:
-    """The JSON object that was answered; anything else as {"text": its beginning}."""
+    """Return the JSON object in a response; anything else as {"text": its beginning}."""
     try:
         answer = response.json()
     except ValueError:
@@ -222,6 +223,6 @@ def _grammar(request: Request) -> dict[str, Any]:
 
 
 def _custom(request: Request) -> dict[str, Any] | None:
-    """What only an engine under a contract understands (`sglang_patches/`)."""
+    """Return the fields that only an engine under a contract understands (`sglang_patches/`)."""
     begun = {} if request.params.grammar is None else {"num_begun": request.num_begun}
     return {**begun, **({"entropy": True} if request.params.return_entropy else {})} or None

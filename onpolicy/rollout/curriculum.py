@@ -1,4 +1,4 @@
-"""Which prompts a run passes over, by the pass rates that it has measured itself."""
+"""Curriculum: skip prompts by the pass rates that the run itself has measured."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ variance of a pass, arXiv 2502.12272."""
 
 
 class Curriculum:
-    """The prompts of a source in its order, less those that are passed over.
+    """The prompts of a source in its order, less those that are skipped.
 
-    What decides is counted in rollouts, so that no clock does: the prompts of a rollout that is drawn
-    under version v of the weights go by the rollouts before v, which those have learnt from. Whether a
-    prompt is passed over depends on that, on the seed, and on its position in the source.
+    Choices depend on counts of rollouts and on no clock: the prompts of a rollout that is sampled
+    under weight version v depend on the rollouts before v, which those weights have learnt from.
+    Whether a prompt is skipped depends on these, on the seed, and on its position in the source.
     """
 
     def __init__(self, source: PromptSource, config: DataConfig):
@@ -33,29 +33,30 @@ class Curriculum:
         self._visits = VISITS.get(config.curriculum)
         self._step = self._position = 0
         self._chosen: dict[int, int] = {}
-        """Indices of prompts, by the numbers of their groups."""
+        """The indices of prompts by the numbers of their groups."""
 
         self._rates: dict[int, deque[float]] = {}
-        """The pass rates of each prompt that was visited, the latest last."""
+        """The pass rates of each visited prompt, the latest last."""
 
         self._measured: deque[tuple[int, int, float]] = deque()
-        """(rollout, prompt, pass rate) of rollouts that no choice may go by yet."""
+        """(rollout, prompt, pass rate) of rollouts that choices may not depend on yet."""
 
     @property
     def is_on(self) -> bool:
-        """Whether prompts are passed over."""
+        """Whether prompts are skipped."""
         return self._visits is not None
 
     def begin(self, step: int, version: int) -> None:
-        """The prompts of rollout `step`, drawn under `version`, are chosen from now on."""
+        """Choose the prompts of rollout `step`, sampled under `version`, from now on."""
         self._step = step
+        # Count the pass rates of the rollouts that these weights have learnt from.
         while self._measured and self._measured[0][0] < version:
             _, prompt, rate = self._measured.popleft()
             window = deque[float](maxlen=self._config.curriculum_window)
             self._rates.setdefault(prompt, window).append(rate)
 
     def at(self, number: int) -> Prompt:
-        """The prompt of a group; always the same of the same number."""
+        """Return the prompt of a group; the same number always gives the same prompt."""
         if self._visits is None:
             return self._source.at(number)
         if number not in self._chosen:
@@ -75,7 +76,7 @@ class Curriculum:
                 return prompt
 
     def measure(self, groups: Iterable[SampleGroup]) -> None:
-        """Note how many responses of each group have passed, also of groups that are not trained on."""
+        """Record the share of responses that passed in each group, including groups not trained on."""
         if self._visits is None:
             return
         least = self._config.curriculum_pass_reward
@@ -85,7 +86,7 @@ class Curriculum:
                 self._measured.append((self._step, group.prompt.index, rate))
 
     def state_dict(self) -> dict[str, Any]:
-        """All that later choices depend on."""
+        """Return everything that later choices depend on."""
         return {
             "step": self._step,
             "position": self._position,
@@ -95,7 +96,7 @@ class Curriculum:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. Raises ValueError for a state that is none."""
+        """Restore the state from `state_dict`. Raises ValueError for an invalid state."""
         self._step, self._position = state["step"], state["position"]
         self._chosen = {int(number): prompt for number, prompt in state["chosen"].items()}
         if any(prompt >= len(self._source.prompts) for prompt in self._chosen.values()):

@@ -1,4 +1,4 @@
-"""Rows of the files that hold prompts: those that the datasets package reads, read with pyarrow."""
+"""Readers of prompt files: the formats of the datasets package, read with pyarrow."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ T = TypeVar("T")
 ARROW = ".arrow"
 
 Row = tuple[str, dict[str, Any]]
-"""(where it stands, for messages; the fields)"""
+"""(location for messages, fields)"""
 
 ROWS_AT_ONCE = 1024
-"""Rows of a table that are held as Python's objects, which take many times a column's bytes."""
+"""Rows of a table held as Python objects at a time; they take many times a column's bytes."""
 
 LARGEST_FIELD = 2**31 - 1
-"""Characters of a field of CSV; Python's reader takes 131,072 by default, and a C long at most."""
+"""Most characters of a CSV field; Python's reader takes 131,072 by default, and at most a C long.
+"""
 
 
 def read_rows(path: Path, name: str) -> Iterator[Row]:
-    """The rows of a file, or of a directory that `Dataset.save_to_disk` wrote; `name` is for messages.
+    """Yield the rows of a file, or of a directory that `Dataset.save_to_disk` wrote.
 
-    Raises ConfigError for a file of another kind, and for a row that is no object.
+    `name` is for messages. Raises ConfigError for a file of another kind, and for a row that is no
+    object.
     """
     if path.is_dir():
         yield from _read_saved(path, name)
@@ -70,7 +72,7 @@ def _read_jsonl(path: Path, name: str) -> Iterator[Row]:
 
 
 def _read_json(path: Path, name: str) -> Iterator[Row]:
-    """An array of objects, or one object a line under this name."""
+    """Yield rows from an array of objects, or from one object per line in a file with this ending."""
     text = read_text(path, name)
     if not text.lstrip().startswith("["):
         yield from _read_jsonl(path, name)
@@ -88,7 +90,7 @@ def _read_json(path: Path, name: str) -> Iterator[Row]:
 
 
 def _read_csv(path: Path, name: str) -> Iterator[Row]:
-    """Yield rows whose fields are all text, as it stands there: no number loses its zeros."""
+    """Yield rows whose fields are all text as written: no number loses its zeros."""
     csv.field_size_limit(LARGEST_FIELD)
     # Without newline translation, so that only what ends a line of CSV ends a row.
     rows = csv.DictReader(io.StringIO(read_text(path, name), newline=""), strict=True)
@@ -115,7 +117,7 @@ def _read_parquet(path: Path, name: str) -> Iterator[Row]:
 
 
 def _read_arrow(path: Path, name: str) -> Iterator[Row]:
-    """Yield the rows of Arrow's stream, which datasets writes, or of its file format."""
+    """Yield the rows of Arrow's stream format, which datasets writes, or of its file format."""
     with pyarrow.memory_map(str(path)) as data:
         try:
             reader = pyarrow.ipc.open_stream(data)
@@ -129,7 +131,7 @@ def _read_arrow(path: Path, name: str) -> Iterator[Row]:
 def _of_batches(
     schema: pyarrow.Schema, batches: Iterable[pyarrow.RecordBatch], name: str
 ) -> Iterator[Row]:
-    """Yield the rows of a table, of which a few are Python's objects at a time."""
+    """Yield the rows of a table, converting a few to Python objects at a time."""
     _require_different(schema.names, name)
     slices = (
         batch.slice(start, ROWS_AT_ONCE)
@@ -145,8 +147,11 @@ def _of_batches(
 
 
 def _as_written(value: Any, kind: pyarrow.DataType) -> Any:
-    """Return a value as JSON would have it: Arrow gives an object the fields of all others in its
-    column, as nulls, and a number of 32 bits the digits of one of 64."""
+    """Return a value as JSON would hold it.
+
+    Arrow gives an object the fields of all others in its column, as nulls, and a 32-bit number the
+    digits of a 64-bit one.
+    """
     if value is None:
         return None
     if types.is_struct(kind):
@@ -193,7 +198,7 @@ def _read_saved(directory: Path, name: str) -> Iterator[Row]:
 
 
 def _list_of(kind: type[T], value: Any, where: str) -> list[T]:
-    """Return `value`, which must be a list of such values: others write these files."""
+    """Return `value` after checking that it is a list of `kind`: others write these files."""
     if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):
         raise ConfigError(
             f"{where}: is {json.dumps(value):.60}, and save_to_disk of the datasets package writes a "
@@ -209,4 +214,4 @@ READERS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
     ".parquet": _read_parquet,
     ARROW: _read_arrow,
 }
-"""What reads a file, by the end of its name."""
+"""The reader of each file name extension."""

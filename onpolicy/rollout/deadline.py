@@ -1,4 +1,4 @@
-"""How long an episode has taken while the policy was not sampling for it."""
+"""Time limit of an episode, which does not count the time spent waiting for the policy."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 PATIENCE = 10.0
-"""Seconds after which a function that was cancelled is expected to have ended."""
+"""Seconds within which a cancelled function should have ended."""
 
 _LEAST_PAUSE = 0.05
-"""Seconds between two looks at an episode whose time is nearly up while it waits for the policy."""
+"""Least seconds between two checks of an episode whose time is nearly up."""
 
 
 class Stopwatch:
-    """Runs while an episode's function has the word; started and stopped from any thread."""
+    """A stopwatch that runs while an episode's function runs; started and stopped from any thread."""
 
     def __init__(self) -> None:
         self._before = 0.0
@@ -45,8 +45,11 @@ class Stopwatch:
 async def within(
     limit: float | None, watch: Stopwatch, work: Coroutine[Any, Any, T], name: str = ""
 ) -> T:
-    """What `work` returns. Raises EpisodeTimeoutError when the watch shows more seconds, whether or
-    not the work heeds that it is cancelled; if it does not, that is said under its name."""
+    """Return the result of `work`, cancelling it after `limit` seconds on the watch.
+
+    Raises EpisodeTimeoutError then, whether or not the work heeds its cancellation; if it does not,
+    a warning with `name` is logged.
+    """
     if limit is None:
         return await work
     task = asyncio.create_task(work)

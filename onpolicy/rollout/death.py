@@ -1,7 +1,8 @@
-"""What an engine died of at its start, in one sentence, and what to try: from its exit code and its log.
+"""Diagnosis of an engine that died at its start, from its exit code and its log: a cause and a
+remedy.
 
-SGLang's first process kills itself and all others when one of them fails, so its exit code is that of
-SIGKILL whatever happened. What happened stands in the log, most of the time far above its end.
+SGLang's first process kills itself and all others when one of them fails, so its exit code is
+SIGKILL's in any case. The cause stands in the log, most of the time far above its end.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ CAUSES = (
         "checkpoint that it cannot take. The log has the traceback.",
     ),
 )
-"""A pattern, what it says and what to try: in this order, by the first line of the log that has it."""
+"""(pattern, cause, remedy): tried in this order, on the first line of the log that matches."""
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
 def cause_of_death(exit_code: int | None, log: str, oom_kills: int = 0) -> str:
-    """What the engine died of, and what to try.
+    """Return what the engine died of, and what to try.
 
-    exit_code: of the guard, which repeats its server's, 128 + n after signal n; -n if the guard itself
-    was ended. oom_kills: processes that the kernel has ended for want of memory meanwhile.
+    exit_code: the guard's, which repeats its server's, 128 + n after signal n; -n if the guard
+    itself was ended. oom_kills: processes that the kernel has killed for lack of memory meanwhile.
     """
     if oom_kills:
         return (
@@ -86,7 +87,7 @@ def _of_signal(exit_code: int | None) -> str:
 
 
 def _where(log: str) -> str:
-    """The file and function of the innermost frame of the last traceback in `log`."""
+    """Return the file and function of the innermost frame of the last traceback in `log`."""
     frames = list(_FRAME.finditer(log))
     if not frames:
         return "its start"
@@ -95,7 +96,7 @@ def _where(log: str) -> str:
 
 
 def oom_kills() -> int:
-    """Processes that the kernel has ended for want of memory so far; 0 where it does not say."""
+    """Return how many processes the kernel has killed for lack of memory; 0 where it does not say."""
     try:
         match = re.search(r"^oom_kill (\d+)$", VMSTAT.read_text(), re.MULTILINE)
     except OSError:

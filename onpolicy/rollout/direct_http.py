@@ -1,4 +1,4 @@
-"""Requests between a run's own processes, which take no proxy and no password from the environment."""
+"""HTTP requests between a run's own processes, without the environment's proxies and passwords."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import requests
 
 
 def ask(method: str, url: str, **given: Any) -> requests.Response:
-    """Send one request, as `requests.request` does with `given`, to the server itself.
+    """Send one request to the server itself; `given` as for `requests.request`.
 
-    `requests` would send it, and the key in its header, to the proxy that `http_proxy` or `ALL_PROXY`
-    names, also for this host; and would put what `~/.netrc` holds in place of the key.
+    `requests` alone would send it, and the key in its header, to the proxy that `http_proxy` or
+    `ALL_PROXY` names, also for this host; and would replace the key by an entry of `~/.netrc`.
     """
     with requests.Session() as session:
         session.trust_env = False

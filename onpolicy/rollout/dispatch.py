@@ -1,4 +1,4 @@
-"""Sends what a job asks for to engines that live, until it is done."""
+"""Dispatch of a job's requests to live engines until the job is done."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from onpolicy.rollout.client import EngineClient, EngineLostError
 logger = logging.getLogger(__name__)
 
 EngineOf = MutableMapping[Hashable, EngineClient]
-"""Which engine answered something last; its prefix is in that one's cache."""
+"""The engine that last answered under each key; its cache holds that prefix."""
 
 Watch = Callable[[EngineClient, aiohttp.ClientSession], Awaitable[None]]
-"""Raises EngineLostError as soon as the engine counts as dead."""
+"""A coroutine that raises EngineLostError as soon as the engine counts as dead."""
 
 
 class Dispatch:
-    """Some engines at work on a job, each on at most so many requests at a time."""
+    """A set of engines at work on one job, each with at most `most` requests at a time."""
 
     def __init__(
         self,
@@ -46,7 +46,8 @@ class Dispatch:
         self._error: BaseException | None = None
 
     async def run(self) -> list[EngineClient]:
-        """Work until the job is done or interrupted, or no engine is left: those that were lost."""
+        """Work until the job is done or interrupted or no engine is left; return the engines that
+        were lost."""
         loop = asyncio.get_running_loop()
         beside = [asyncio.create_task(self._stand_by(client)) for client in self._under_way]
 
@@ -68,7 +69,7 @@ class Dispatch:
         return self._lost
 
     def _is_over(self) -> bool:
-        """Raises what has gone wrong."""
+        """Return whether the work is over. Raises the error that occurred, if one did."""
         if error := self._error or self._job.error:
             raise error
         if self._job.is_interrupted:
@@ -87,7 +88,8 @@ class Dispatch:
             self._under_way[client][number] = asked
 
     def _client_for(self, number: int) -> EngineClient | None:
-        """The one that knows the beginning of the request, or the one with the fewest."""
+        """Return the engine that has the request's prefix cached, or the one with the fewest
+        requests."""
         kept = self._job.stays_with(number)
         known = None if kept is None else self._engine_of.get(kept)
         if known in self._under_way and len(self._under_way[known]) < self._most:
@@ -113,7 +115,7 @@ class Dispatch:
             self._news.set()
 
     async def _stand_by(self, client: EngineClient) -> None:
-        """Watch the engine, and abort what it samples once the job is interrupted."""
+        """Watch the engine, and abort its requests once the job is interrupted."""
         beside = [self._watch(client, self._session)]
         if self._job.takes_parts:
             beside.append(client.abort_when(lambda: self._job.is_interrupted, self._session))
@@ -127,7 +129,7 @@ class Dispatch:
             self._news.set()
 
     def _lose(self, client: EngineClient, error: EngineLostError) -> None:
-        """The other engines take over what it was asked for."""
+        """Give the requests of a lost engine to the others."""
         if client not in self._under_way:
             return
         logger.error("%s", error)

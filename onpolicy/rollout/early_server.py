@@ -1,7 +1,7 @@
-"""A server's process that imports SGLang before it is known what it serves.
+"""A server process that imports SGLang before its flags are known.
 
-That takes it as long as a run needs to check what it was given, so both are done at once. The process is
-taken over by the first server of the environment that it began with.
+The import takes as long as a run needs to check its inputs, so both are done at once. The first
+server with the same environment takes the process over.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 OURS = "ONPOLICY_"
-"""What the variables begin with that nothing reads before it serves."""
+"""The prefix of variables that nothing reads before the server starts."""
 
 GUARDED = "ONPOLICY_GUARDED"
-"""Tells a server that we hold the other end of its standard input (`sglang_patches/serve.py`)."""
+"""A variable that tells a server that we hold the other end of its standard input
+(`sglang_patches/serve.py`)."""
 
 _waiting: tuple[subprocess.Popen[bytes], dict[str, str]] | None = None
 
 
 def command(*flags: str) -> list[str]:
-    """A server with these flags of SGLang's."""
+    """Return the command of a server with these SGLang flags."""
     return [sys.executable, "-m", "sglang_patches.serve", *flags]
 
 
 @contextmanager
 def begun(environment: Mapping[str, str]) -> Iterator[None]:
-    """Begin to import SGLang in this environment, for a server that is started in here."""
+    """Import SGLang in this environment in the background, for a server started within the context."""
     global _waiting
     environment = {**environment, GUARDED: "1"}
     process = subprocess.Popen(
@@ -56,9 +57,10 @@ def begun(environment: Mapping[str, str]) -> Iterator[None]:
 def take_over(
     environment: Mapping[str, str], orders: Mapping[str, Any]
 ) -> subprocess.Popen[bytes] | None:
-    """Let the process that waits, if there is one, serve in this environment: the process.
+    """Have the waiting process, if there is one, serve in this environment, and return it.
 
-    None if there is none, or it began in another environment: what a library has read stays.
+    Return None if there is none, or if it started in another environment: a library may have read
+    that.
     """
     global _waiting
     taken, _waiting = _waiting, None

@@ -1,4 +1,4 @@
-"""Renders a contract into SGLang's flags and environment. The only place that knows both."""
+"""Conversion of a contract into SGLang's flags and environment; the only module that knows both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from onpolicy.system.network import (
 )
 
 CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
-"""Without it SGLang refuses more tensor-parallel ranks on a CPU than the host has NUMA nodes."""
+"""The cores of each rank; without it SGLang allows only as many ranks on a CPU as NUMA nodes."""
 
 
 MEMORY_FRACTION = "0.95"
@@ -34,58 +34,59 @@ CONTEXT_MARGIN = 2
 """Tokens that SGLang keeps free at the end of the context."""
 
 CACHE_MARGIN = 8
-"""Tokens of the cache that SGLang keeps free beside a sequence (tp_worker.get_worker_info)."""
+"""Tokens of the KV cache that SGLang keeps free beside a sequence (tp_worker.get_worker_info)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """What one SGLang server is started with."""
+    """The parameters of one SGLang server."""
 
     hf_checkpoint: str
     contract: NumericsContract
     host: str
     api_key: str
-    """The key of runs, good for every call that is answered (`sglang_patches/who_may_ask.py`)."""
+    """The key of runs, valid for every call (`sglang_patches/who_may_ask.py`)."""
 
     client_api_key: str = ""
-    """A key that is good for samples alone; empty: there is none, or SGLang's own flags give the key of
-    control calls, and `api_key` is not good for those."""
+    """A key valid for sampling alone; empty: there is none, or SGLang's own flags give the key of
+    control calls, and `api_key` is not valid for those."""
 
     seed: int
     num_threads: int
     max_concurrency: int = MAX_CONCURRENCY
-    """Requests in flight."""
+    """The most requests in flight."""
 
     cache_tokens: int = 0
-    """Size of the key/value cache that is asked for; 0 takes what the GPU has room for."""
+    """The size of the KV cache in tokens; 0 takes what the GPU has room for."""
 
     longest_sequence: int = 0
-    """Tokens of the longest prompt and response that must fit the cache; 0: not known."""
+    """The longest prompt and response in tokens that must fit the cache; 0: not known."""
 
     number: int = 0
-    """Which of a command's engines it is, counted from 0."""
+    """The index of the engine among a command's engines, from 0."""
 
     node: str = ""
-    """Where it is started: a host of the cluster by its node's id in Ray; empty: this host."""
+    """The host to start on: a host of the cluster by its Ray node id; empty: this host."""
 
     first_gpu: int = 0
-    """The first of the GPUs of this engine, where there are any."""
+    """The first GPU of this engine, where there are any."""
 
     memory_fraction: float = 0.0
-    """The part of each GPU for weights and cache of a server that shares it with the trainer and gives
-    them back when asked (--colocate); 0: it shares none, and SGLang decides."""
+    """The fraction of each GPU for weights and cache of a server that shares it with the trainer
+    and releases them on request (--colocate); 0: it shares none, and SGLang decides."""
 
     weight_format: str = ""
-    """--rollout-weight-format, where SGLang rounds the weights itself."""
+    """--rollout-weight-format, where SGLang quantizes the weights itself."""
 
     returns_routed_experts: bool = False
-    """Whether the engine keeps the experts that computed each token, for requests that ask."""
+    """Whether the engine records the experts of each token, for requests that ask."""
 
     extensions: Mapping[str, str] = field(default_factory=dict)
-    """What a command puts into the engine's processes (`sglang_patches/extensions.py`)."""
+    """The extensions that a command loads into the engine's processes
+    (`sglang_patches/extensions.py`)."""
 
     serves_text: bool = False
-    """Whether clients may send text, as those of the OpenAI API do; a run sends tokens."""
+    """Whether clients may send text, as through the OpenAI API; a run sends tokens."""
 
     trust_remote_code: bool
     sglang_args: tuple[str, ...]
@@ -99,22 +100,22 @@ class EngineSpec:
 
     @property
     def tp_size(self) -> int:
-        """Tensor-parallel ranks of the server."""
+        """The number of tensor-parallel ranks of the server."""
         return tensor_parallel_size(self.sglang_args)
 
     @property
     def needed_tokens(self) -> int:
-        """What the cache of any engine must hold, whoever started it: one sequence."""
+        """The tokens that the cache of any engine must hold, whoever started it: one sequence."""
         return self.longest_sequence and self.longest_sequence + CACHE_MARGIN
 
     @property
     def admin_api_key(self) -> str:
-        """What SGLang wants for weights and other control calls, if it was given one."""
+        """The key for weights and other control calls that SGLang's own flags give; empty: none."""
         return self.sglang_secrets.get(secrets.ADMIN_KEY, "")
 
 
 def engine_flags(spec: EngineSpec, port: int) -> list[str]:
-    """SGLang's command line for this server, less the secrets."""
+    """Return SGLang's command line for this server, without the secrets."""
     flags = [
         "--model-path", spec.hf_checkpoint,
         "--host", spec.host,
@@ -148,7 +149,7 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
 
 
 def secret_flags(spec: EngineSpec) -> list[str]:
-    """The secret flags, kept out of the command line, which every user of a host can read."""
+    """Return the secret flags, kept out of the command line, which every user of a host can read."""
     given = {"--api-key": spec.client_api_key or spec.api_key}
     if spec.client_api_key:
         given[secrets.ADMIN_KEY] = spec.api_key
@@ -179,7 +180,7 @@ def _gpu_flags(spec: EngineSpec) -> list[str]:
 
 
 def engine_environment(spec: EngineSpec) -> dict[str, str]:
-    """Variables for the server's processes, besides those of this one."""
+    """Return the environment variables of the server's processes, besides those of this process."""
     variables = {
         CONTRACT_VARIABLE: spec.contract.to_json(),
         THREADS_VARIABLE: str(spec.num_threads),
@@ -213,7 +214,7 @@ def _gloo_interface(host: str) -> dict[str, str]:
 
 
 def _cores_of_ranks(ranks: int) -> list[str]:
-    """Equal parts of this host's cores; where there are fewer cores than ranks, ranks share them."""
+    """Return equal parts of this host's cores; with fewer cores than ranks, ranks share them."""
     cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
     each = max(1, len(cores) // ranks)
     cores *= ranks

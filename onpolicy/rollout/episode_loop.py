@@ -1,7 +1,7 @@
-"""The event loop that episodes run in: one thread of the run's process, and not that of the engines.
+"""Event loop of the episodes: one thread of the run's process, separate from the engines' loop.
 
-A rollouter may wait there for anything. One that computes without waiting holds all others up: that
-belongs into a process of its own.
+A rollouter may wait there for anything. One that computes without waiting blocks all others, and
+belongs in a process of its own.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ class EpisodeLoop:
         threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True).start()
 
     def begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Have the thread begin it. From any thread."""
+        """Start the work in the thread. Callable from any thread."""
         self._loop.call_soon_threadsafe(lambda: self._keep(self._loop.create_task(work())))
 
     def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Have the thread do it, and wait for what it returns. From any other thread.
+        """Run the work in the thread and return its result. Callable from any other thread.
 
-        Raises TimeoutError if the thread is held up for `PATIENCE` seconds.
+        Raises TimeoutError if the thread is blocked for `PATIENCE` seconds.
         """
         return asyncio.run_coroutine_threadsafe(work(), self._loop).result(PATIENCE)
 
     def _keep(self, task: asyncio.Task[None]) -> None:
-        """A loop alone does not keep a task alive."""
+        """Hold a reference to the task, since a loop alone does not keep it alive."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
 @cache
 def episode_loop() -> EpisodeLoop:
-    """The one of this process."""
+    """Return the event loop of this process."""
     return EpisodeLoop()
 
 

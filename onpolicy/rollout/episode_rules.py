@@ -1,4 +1,4 @@
-"""What holds for all episodes of a run."""
+"""Rules for all episodes of a run."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ def _no_grammar(grammar: Grammar) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRules:
-    """What holds for all episodes of a run."""
+    """The rules for all episodes of a run."""
 
     max_context_len: int = sys.maxsize
-    """Most tokens of a branch."""
+    """The most tokens of a branch."""
 
     time_limit: float | None = None
-    """Seconds that an episode may take besides sampling."""
+    """The seconds that an episode may take, sampling excluded."""
 
     on_failure: OnFailure = "stop"
 
     is_repeated: bool = False
-    """Whether a run is repeated: those attempts fail that failed in it, and no others, whatever their
+    """Whether a run is repeated: the attempts that failed in it fail, and no others, whatever their
     time."""
 
     observations: Observations = field(default_factory=Observations)
     decode: Callable[[list[int]], str] = _no_text
     tokens_of: Callable[..., list[int]] = _only_tokens
-    """(text, token ids or messages; the branch so far) -> tokens to be given."""
+    """(text, token ids or messages; the branch so far) -> token ids to insert."""
 
     require_grammar: Callable[[Grammar], None] = _no_grammar
-    """Raises ValueError for one that an answer cannot be held to."""
+    """A check that raises ValueError for a grammar that cannot be enforced."""

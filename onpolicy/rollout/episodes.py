@@ -1,7 +1,7 @@
-"""How a prompt is rolled out: an episode, in which a policy samples and is given more.
+"""Interface of a rollout's episodes, in which a policy samples and receives tokens.
 
-A rollouter says what happens in an episode, and may wait for anything. Schedules say when the policy
-goes on, from which weights, and in how many stretches: the rollouter sees none of it.
+A rollouter says what happens in an episode, and may wait for anything. Schedules decide when the
+policy samples, from which weights, and in how many pieces: the rollouter sees none of it.
 """
 
 from __future__ import annotations
@@ -24,34 +24,35 @@ ByToken = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """What became of one attempt at a prompt."""
+    """The result of one attempt at a prompt."""
 
     trajectories: Sequence[Turns | Trajectory] | None = None
-    """To be rewarded and learnt from; None: all branches that have sampled, by their keys. A sampled
-    token that several hold is learnt in the first of them, and given in the others."""
+    """The trajectories to reward and learn from; None: all branches that have sampled, by their
+    keys. A sampled token that several hold is learnt in the first of them, and given in the others.
+    """
 
     reward: float | None = None
-    """The one of all; None: the run's reward function says it."""
+    """The reward of all trajectories; None: the run's reward function computes it."""
 
     rewards: Sequence[float] | None = None
-    """One for each trajectory."""
+    """The reward of each trajectory."""
 
     token_rewards: ByToken | None = None
-    """For each trajectory one for each sampled token, [R]."""
+    """The rewards of sampled tokens, [R] for each trajectory."""
 
     token_weights: ByToken | Mapping[Term, ByToken] | None = None
-    """For each trajectory, [R]: what a token's objective is multiplied by in the loss, 0 or more; or, by
-    their names, terms of it. None, and of a term that is missing: 1. Denominators and all other terms
-    stay as they are (prime-rl's component weights)."""
+    """The factors on each token's objective in the loss, [R] for each trajectory, 0 or more; or a
+    mapping of them by term of the objective. None, and a missing term: 1. Denominators and all
+    other terms stay as they are (prime-rl's component weights)."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     info: Mapping[str, Json] = field(default_factory=dict)
-    """What is to be seen of it later: tool calls, why it ended."""
+    """Information to inspect later: tool calls, why the episode ended."""
 
     @staticmethod
     def of(returned: Episode | float | Sequence[Turns | Trajectory] | None) -> Episode:
-        """What a function means by what it returns: nothing but all branches, their reward, or some of
-        them. Raises AgentError for anything else."""
+        """Return the episode that a function's return value means: None for all branches, a number
+        for their reward, or some of the branches. Raises AgentError for anything else."""
         match returned:
             case Episode():
                 return returned
@@ -71,29 +72,29 @@ class Episode:
 
 
 class Rollouter(ABC):
-    """Rolls prompts out; one for all of a run, so what belongs to an episode stays in `roll_out`."""
+    """A rollouter of prompts, one for a whole run: state of an episode stays in `roll_out`."""
 
     @abstractmethod
     async def roll_out(self, prompt: Prompt, turns: Turns) -> Episode:
-        """One attempt at a prompt. It may wait for anything, and fork `turns`.
+        """Make one attempt at a prompt. It may wait for anything, and fork `turns`.
 
-        It is called again for an episode that a checkpoint interrupts, and is answered then as it was
-        before; so what it gives must depend on its arguments, on what is sampled and on what it
-        observes alone.
+        It is called again for an episode that a checkpoint interrupts, and gets the same answers as
+        before; so what it inserts must depend only on its arguments, on sampled tokens and on its
+        observations.
         """
 
     async def ready(self) -> None:
         """Wait until an episode can begin. Raises ConfigError if none ever can."""
 
     def close(self) -> None:
-        """The run has ended."""
+        """Clean up after the run."""
 
     def finish_group(self, group: SampleGroup) -> None:
-        """See all samples of a prompt when they have their rewards, and change what is to be changed."""
+        """Take all samples of a prompt once they have their rewards, and modify them in place."""
 
 
 class SingleTurn(Rollouter):
-    """A prompt and one response to it."""
+    """A rollouter that samples one response to each prompt."""
 
     async def roll_out(self, prompt: Prompt, turns: Turns) -> Episode:
         await turns.sample()

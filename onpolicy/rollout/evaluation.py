@@ -1,4 +1,4 @@
-"""What an evaluation of a set says: avg@n, pass@k and maj@n."""
+"""Metrics of an evaluation set: avg@n, pass@k and maj@n."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from onpolicy.types import SampleGroup
 def eval_metrics(
     groups: Sequence[SampleGroup], count: int, name: str = "", num_failed: float | None = None
 ) -> dict[str, float]:
-    """The metrics of `count` episodes a prompt; an episode passes if its reward is positive.
+    """Return the metrics of `count` episodes per prompt; an episode passes if its reward is
+    positive.
 
-    They are `eval/avg@8` and so on, and `eval/NAME/avg@8` for a set with a name; `eval/reward/PART` is
-    the mean of what one of several rewards said. An episode that could not be scored counts in none of
-    these, and `eval/num_unscored` says how many samples that were, if any. A prompt without an episode
-    counts in nothing, one with fewer than k in no pass@k; what no prompt counts in is not there, and
-    neither is maj@n where no episode has an answer. num_failed: attempts at episodes that came to
-    nothing, where episodes are a function's.
+    They are `eval/avg@8` and so on, and `eval/NAME/avg@8` for a set with a name; `eval/reward/PART`
+    is the mean of one of several rewards. An episode that could not be scored counts in none of
+    these, and `eval/num_unscored` is the number of such samples, if any. A prompt without an
+    episode is excluded, one with fewer than k from pass@k; a metric without any prompt is missing,
+    and so is maj@n where no episode has an answer. num_failed: failed attempts at episodes, where a
+    function runs the episodes.
     """
     found = {} if num_failed is None else {"num_failed_episodes": num_failed}
     if num_unscored := sum(sample.has_failed for group in groups for sample in group.samples):
@@ -38,7 +39,7 @@ def eval_metrics(
 
 
 def _of_rewards(groups: Sequence[SampleGroup], count: int) -> dict[str, float]:
-    """Return the metrics of prompts that have a scored episode each."""
+    """Return the metrics of prompts that each have a scored episode."""
     passed = [[reward > 0 for reward in group.rewards] for group in groups]
     found = {f"avg@{count}": fmean(reward for group in groups for reward in group.rewards)}
     for k in ks_of(count):
@@ -51,20 +52,21 @@ def _of_rewards(groups: Sequence[SampleGroup], count: int) -> dict[str, float]:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that k of n episodes, drawn without replacement, hold one of the c that passed.
+    """Return the chance that k of n episodes, drawn without replacement, include one of the c that
+    passed.
 
     It is the unbiased estimate of the chance for k new episodes: 1 - C(n - c, k) / C(n, k), k <= n
-    (Chen et al. 2021, arXiv 2107.03374, eq. 1), here of whole numbers and rounded once.
+    (Chen et al. 2021, arXiv 2107.03374, eq. 1), computed here in integers and rounded once.
     """
     return (comb(n, k) - comb(n - c, k)) / comb(n, k)
 
 
 def majority_passes(answers: Sequence[str | None], passed: Sequence[bool]) -> float:
-    """The chance that the most frequent answer to a prompt passes; 0 if there is no answer.
+    """Return the chance that the most frequent answer to a prompt passes; 0 if there is no answer.
 
-    Among answers that are equally frequent one is drawn, so the order of the episodes does not count:
-    verl's maj@N, a mean over 1,000 drawings with replacement, takes the first of them. Should equal
-    answers differ in passing, an episode of the answer is drawn too.
+    Ties are broken by a draw, so the order of the episodes does not matter: verl's maj@N, a mean
+    over 1,000 draws with replacement, takes the first. Should equal answers differ in passing, an
+    episode of the answer is drawn too.
     """
     votes = Counter(filter(None, answers))
     if not votes:

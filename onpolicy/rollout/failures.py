@@ -1,4 +1,4 @@
-"""Episodes that fail: why, in a word and in a line."""
+"""Failures of episodes: a reason and a message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RETRIES = 3
 
 
 class OtherTokensError(OnPolicyError, ValueError):
-    """The function of an episode that goes on is another than before."""
+    """The function of a resumed episode behaves otherwise than before."""
 
 
 class ContextExceededError(ValueError):
@@ -26,17 +26,18 @@ class ContextExceededError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeFailure:
-    """Why an attempt at an episode came to nothing."""
+    """The reason why an attempt at an episode failed."""
 
     reason: str
-    """raised, context (more tokens than fit), result (returned nonsense, or sampled nothing), deadline,
-    hung or died (its process), drift (--chat-drift refuse)."""
+    """The kind: raised, context (more tokens than fit), result (an invalid result, or nothing
+    sampled), deadline, hung or died (its process), drift (--chat-drift refuse)."""
 
     message: str
-    """With the last line of a traceback, if there is one."""
+    """The message, with the last line of a traceback, if there is one."""
 
     said: tuple[Trajectory, ...] = field(default=(), compare=False)
-    """What its branches had come to; nothing sampled where it failed as before, without being begun."""
+    """The trajectories of its branches; empty where the attempt failed as before without being
+    started."""
 
     @staticmethod
     def of(error: BaseException) -> EpisodeFailure:
@@ -51,17 +52,19 @@ class EpisodeFailure:
 
     @property
     def error(self) -> AgentError:
-        """What `of` makes it of again."""
+        """The error that `of` converts into this failure."""
         return AgentError(self.message, reason=self.reason)
 
 
 class WrittenFailures:
-    """Why attempts at one episode failed, written beside what was observed before anything follows from
-    it: the clock may have decided that, and a run that goes on or is repeated has the same ones fail.
+    """Failures of attempts at one episode, written beside its observations before they take effect.
 
-        {"number": 12, "key": "3/0/failed", "value": {"sampled": 0, "reason": ..., "message": ...}}
+    The clock may have caused one, and a run that is resumed or repeated must fail the same
+    attempts.
 
-    `sampled`: what its first branch had sampled when the round in which it failed began.
+    {"number": 12, "key": "3/0/failed", "value": {"sampled": 0, "reason": ..., "message": ...}}
+
+    `sampled`: the tokens that the first branch had sampled when the round of the failure began.
     """
 
     def __init__(self, observations: Observations, number: int, index: int):
@@ -72,7 +75,8 @@ class WrittenFailures:
         self._observations.note(self._number, self._key(attempt), value)
 
     def of(self, attempt: int, sampled: int | None = None) -> EpisodeFailure | None:
-        """Why it failed, if it did; `sampled`: by a round that begins with so many tokens."""
+        """Return the failure of an attempt, if it failed; with `sampled`: if it failed by the round
+        that begins with so many sampled tokens."""
         said = self._observations.known(self._number, self._key(attempt))
         if said is None or (sampled is not None and said["sampled"] > sampled):
             return None
@@ -83,7 +87,7 @@ class WrittenFailures:
 
 
 def stops(name: str, failure: EpisodeFailure) -> AgentError:
-    """What ends a run of which no episode may fail."""
+    """Return the error that ends a run in which no episode may fail."""
     return AgentError(
         f"--episode-failures=stop: {name}: the episode {failure.message}. Mend its function, or have "
         "such episodes dropped or retried.",
@@ -92,7 +96,7 @@ def stops(name: str, failure: EpisodeFailure) -> AgentError:
 
 
 def failed_this_time(name: str, failure: EpisodeFailure) -> OtherTokensError:
-    """What ends a replay of which an episode fails that did not."""
+    """Return the error that ends a replay in which an episode fails that did not fail in the run."""
     return OtherTokensError(
         f"--replay: {name}: the episode {failure.message}, and in the run that is repeated it did not. "
         "Have it find what it found then."
@@ -100,4 +104,4 @@ def failed_this_time(name: str, failure: EpisodeFailure) -> OtherTokensError:
 
 
 class EpisodeTimeoutError(TimeoutError):
-    """An episode took longer than --episode-time-limit besides sampling."""
+    """An episode took longer than --episode-time-limit, sampling excluded."""

@@ -1,4 +1,4 @@
-"""What SGLang itself says of the user's --sglang-* flags, before any server is started.
+"""Check of the user's --sglang-* flags by SGLang itself, before any server is started.
 
 SGLang takes seconds to import, so it does that in a process of its own while other inputs are read.
 """
@@ -22,10 +22,10 @@ from onpolicy.rollout.engine_args import (
 )
 
 ANSWER = '{"refused":'
-"""Begins the line that `sglang_patches.check_flags` answers with, among SGLang's own."""
+"""The beginning of the line that `sglang_patches.check_flags` answers with, among SGLang's own."""
 
 ANY_PORT = 30000
-"""Stands for the server's port, which the check does not open."""
+"""A placeholder for the server's port, which the check does not open."""
 
 
 class FlagCheck:

@@ -1,4 +1,4 @@
-"""What an answer is to be as text, as those who ask for it say so."""
+"""Grammars that hold the text of an answer to a regex, a JSON schema or a structural tag."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def grammar_of(
     stop_token_ids: Sequence[int],
     structural_tag: str | None = None,
 ) -> Grammar | None:
-    """Return the grammar of an answer that matches the one that is given; None if none is.
+    """Return the grammar for whichever argument is given; None if none is.
 
-    Raises ValueError for several, and TypeError for what is no text and no schema.
+    Raises ValueError for several, and TypeError for a regex that is not a text.
     """
     given = {"regex": regex, "json_schema": json_schema, "structural_tag": structural_tag}
     asked = [name for name, value in given.items() if value is not None]

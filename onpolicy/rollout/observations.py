@@ -1,10 +1,11 @@
-"""What functions observed that is no function of the tokens: written down before it is used.
+"""Observations of functions, values that are no function of the tokens, written down before use.
 
-    {"number": 12, "key": "3/0//1/9f86d081884c7d65", "value": {"temperature": 21.5}}
+{"number": 12, "key": "3/0//1/9f86d081884c7d65", "value": {"temperature": 21.5}}
 
-The key says which episode of the group, which attempt at it, which branch, the how-manieth observation
-of the branch, and after which tokens: so a run that goes on or is repeated gets a value where it stands
-as the one before it did, and nowhere else. That an attempt failed is such a value too (`failures.py`).
+The key holds the index of the episode in its group, the attempt, the branch, the index of the
+observation in the branch, and a hash of the tokens before it: so a run that is resumed or repeated
+gets a value exactly where the first run did. Failures of attempts are such values too
+(`failures.py`).
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ Json = Any
 def observation_key(
     index: int, attempt: int, branch: Sequence[str], count: int, token_ids: Sequence[int]
 ) -> str:
-    """One text for all that a value belongs to."""
+    """Return the key under which a value is stored."""
     tokens = hashlib.blake2b(json.dumps([*token_ids]).encode(), digest_size=8).hexdigest()
     return f"{index}/{attempt}/{'.'.join(branch)}/{count}/{tokens}"
 
 
 class Observations:
-    """What a run has observed. `file`: where they are written, and those from before are; those of the
-    run that is `repeated`, if there are none."""
+    """The observations of a run. `file`: where they are written, and earlier ones read from; if it
+    does not exist, it starts as a copy of the file of the `repeated` run."""
 
     def __init__(self, file: Path | None = None, repeated: Path | None = None):
         self._file = file
@@ -42,7 +43,7 @@ class Observations:
             self._read(file)
 
     def _read(self, file: Path) -> None:
-        """Know what a run wrote there; a line that a kill cut off is none."""
+        """Read the observations in a file; skip a line that a kill cut off."""
         for line in file.read_bytes().splitlines() if file.exists() else ():
             try:
                 record = json.loads(line)
@@ -51,16 +52,17 @@ class Observations:
                 continue
 
     async def observe(self, number: int, key: str, make: Callable[[], Awaitable[Json]]) -> Json:
-        """What is known under the key; else what `make` returns, written down first.
+        """Return the value under the key; if there is none, the result of `make`, written down
+        first.
 
-        Raises TypeError or ValueError for what JSON cannot say.
+        Raises TypeError or ValueError for a value that JSON cannot hold.
         """
         if key not in self._known[number]:
             self.note(number, key, await make())
         return self._known[number][key]
 
     def note(self, number: int, key: str, value: Json) -> None:
-        """Write down what is to be known under the key. Raises as `observe`."""
+        """Write down a value under the key. Raises as `observe`."""
         text = json.dumps(value, allow_nan=False)
         if self._file is not None:
             record = f'{{"number": {number}, "key": {json.dumps(key)}, "value": {text}}}'
@@ -68,18 +70,18 @@ class Observations:
         self._known[number][key] = json.loads(text)
 
     def known(self, number: int, key: str) -> Json:
-        """What is known under the key; None if nothing is."""
+        """Return the value under the key; None if there is none."""
         return self._known[number].get(key)
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Those groups are complete, and are not begun again."""
+        """Drop the observations of complete groups, which are not begun again."""
         for number in numbers:
             self._known.pop(number, None)
 
     def of(self, number: int) -> dict[str, Json]:
-        """What is known of a group."""
+        """Return the observations of a group."""
         return dict(self._known.get(number, {}))
 
     def know(self, number: int, values: dict[str, Json]) -> None:
-        """Values from a checkpoint."""
+        """Add observations from a checkpoint."""
         self._known[number].update(values)

@@ -1,4 +1,4 @@
-"""An episode under way: its function, its branches, and whoever draws what they ask for."""
+"""Episode under way: its function, its branches, and the listener that samples for them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ logger = logging.getLogger(__name__)
 class OpenEpisode:
     """An attempt at a prompt, complete or not. Its function runs in the episode loop.
 
-    `number`: of its group; `index`: its place there. A branch asks (waits for the policy), or its
-    function has the word. A listener is told of both.
+    `number`: the group's; `index`: the episode's place in it. Either a branch asks (waits for the
+    policy), or the function runs. A listener is notified when a branch asks and when the episode
+    ends.
     """
 
     def __init__(
@@ -56,13 +57,14 @@ class OpenEpisode:
         self._written = WrittenFailures(self.rules.observations, number, index)
         self.past: Mapping[tuple[str, ...], BranchRecord] = {}
         self.failures: list[EpisodeFailure] = []
-        """Why attempts came to nothing."""
+        """The failures of earlier attempts."""
 
         self.episode: Episode | None = None
-        """What became of it, once it is complete; without trajectories if it has failed for good."""
+        """The result, once the episode is complete; without trajectories if it has failed for good.
+        """
 
         self.error: BaseException | None = None
-        """What ends the run."""
+        """The error that ends the run."""
 
         self._mismatch: OtherTokensError | None = None
         self._start_over()
@@ -73,13 +75,13 @@ class OpenEpisode:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the rollouter is done with it."""
+        """Whether the rollouter is done with the episode."""
         return self.episode is not None or self.error is not None
 
     def go_on(self, listener: Listener) -> bool:
-        """Begin, or go on where it was; the listener hears of all that is asked for from here on.
+        """Begin or resume the episode; the listener hears of all that is asked from here on.
 
-        False: it is complete.
+        Return False if the episode is complete.
         """
         self.sampled_before = self.record()[0].trajectory.num_sampled
         with self._lock:
@@ -104,12 +106,14 @@ class OpenEpisode:
             try:
                 if failed := self._written.of(self.num_failures, self.sampled_before):
                     raise failed.error
-                await self._rollouter.ready()  # which is none of the episode's time
+                await self._rollouter.ready()  # not counted as the episode's time
                 self._stopwatch = Stopwatch()
                 work = self._rollouter.roll_out(self.prompt, self.turns)
                 limit = None if self.rules.is_repeated else self.rules.time_limit
                 found = Episode.of(await within(limit, self._stopwatch, work, self.name))
-                if failed := self._written.of(self.num_failures):  # it may have caught that
+                if failed := self._written.of(
+                    self.num_failures
+                ):  # the function may have caught that
                     raise failed.error
                 require_past(self)
                 self.episode = result_of(found, self.branches.values())
@@ -123,17 +127,17 @@ class OpenEpisode:
         listener.ended(self)
 
     def end(self) -> None:
-        """The run has ended: have the function clean up, and do not wait for it."""
+        """Cancel the function at the end of the run, and do not wait for it."""
         if (task := self._task) is not None:
             task.get_loop().call_soon_threadsafe(task.cancel)
 
     def differs(self, message: str) -> OtherTokensError:
-        """What ends the run, whatever the function makes of it."""
+        """Record and return an error that ends the run, even if the function catches it."""
         self._mismatch = OtherTokensError(message)
         return self._mismatch
 
     def _fail(self, error: BaseException) -> None:
-        """The attempt has failed, which may end the run."""
+        """Handle the failure of an attempt, which may end the run."""
         failed = self._written.of(self.num_failures)
         failure = failed or EpisodeFailure.of(error)
         if self._mismatch is not None:
@@ -157,7 +161,7 @@ class OpenEpisode:
         self._give_up(failure)
 
     def _give_up(self, failure: EpisodeFailure) -> None:
-        """It begins anew, or is complete without anything to learn."""
+        """Begin the episode anew, or complete it without anything to learn."""
         self.failures.append(replace(failure, said=said_by(self.record())))
         with self._lock:
             for branch in self.branches.values():
@@ -169,12 +173,13 @@ class OpenEpisode:
             self.episode = Episode(trajectories=[])
 
     def fail_as_before(self) -> None:
-        """Begin with the attempt that did not fail in the run that is repeated, if there is one."""
+        """Skip to the first attempt that did not fail before: in this run, or in the one it
+        repeats."""
         while not self.is_complete and (failed := self._written.of(self.num_failures)):
             self._give_up(failed)
 
     def _start_over(self) -> None:
-        """With other seeds than the attempts before."""
+        """Reset the branches, with another seed than the attempts before."""
         request = self._request
         if self.failures:
             seed = sampling_seed(request.sampling_seed, "again", self.num_failures)
@@ -183,20 +188,20 @@ class OpenEpisode:
         self.branches: Mapping[tuple[str, ...], Turns] = {(): self.turns}
         self._stopwatch = Stopwatch()
         self.sampled_before = 0
-        """What the first branch had sampled when the present round began."""
+        """Tokens that the first branch had sampled when the present round began."""
 
     @property
     def num_failures(self) -> int:
-        """Attempts that have failed."""
+        """The number of attempts that have failed."""
         return len(self.failures)
 
     @property
     def name(self) -> str:
-        """For messages. Example: 'prompt 12, sample 3'"""
+        """The name in messages. Example: 'prompt 12, sample 3'"""
         return f"prompt {self.prompt.index}, sample {self.index}"
 
     def record(self) -> list[BranchRecord]:
-        """What it has come to, whatever it waits for; the first branch comes first."""
+        """Return the state of every branch at this moment; the first branch comes first."""
         with self._lock:
             found = dict(self.past)
             for key, branch in self.branches.items():
@@ -209,10 +214,10 @@ class OpenEpisode:
         return [found[key] for key in sorted(found, key=order_of)]
 
     def resume(self, past: Sequence[BranchRecord], failures: Sequence[EpisodeFailure] = ()) -> None:
-        """Go on from there: the function is called anew, and answered as before.
+        """Resume from `past`: the function is called anew, and gets the same answers as before.
 
-        An error ends the run if it gives other tokens than before. Raises ValueError for a record that
-        is of no episode with this prompt.
+        An error ends the run if it inserts other tokens than before. Raises ValueError for a record
+        that belongs to no episode with this prompt.
         """
         self.failures = [*failures]
         self.past = {each.key: each for each in past}
@@ -220,17 +225,17 @@ class OpenEpisode:
         self._start_over()
 
     def finish(self, episode: Episode) -> None:
-        """It is complete, as it was before."""
+        """Set the result of an episode that was complete in a checkpoint."""
         self.episode = episode
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """What is to be learnt, once it is complete: every sampled token once."""
+        """The trajectories to learn from, once the episode is complete: every sampled token once."""
         found = None if self.episode is None else self.episode.trajectories
         return [each for each in found or () if isinstance(each, Trajectory)]
 
     def branch(self, request: Request, shared: Trajectory, key: tuple[str, ...]) -> Turns:
-        """A new branch. Raises ValueError if there is one of that key."""
+        """Return a new branch. Raises ValueError if there is one with that key."""
         if key in self.branches:
             raise ValueError(f"key={key[-1]!r}: this branch has a fork of that key. Give another.")
         made = Turns(self, request, shared, key)
@@ -239,7 +244,7 @@ class OpenEpisode:
         return made
 
     def asks(self, branch: Turns, ask: Ask) -> None:
-        """The branch waits for the policy from here on."""
+        """Have the branch wait for the policy from here on."""
         with self._lock:
             if self.is_complete or self.branches.get(branch.key) is not branch:
                 raise ValueError("the episode has ended: nothing is sampled any more")
@@ -253,17 +258,17 @@ class OpenEpisode:
         listener.asked(branch)
 
     def withdraw(self, branch: Turns, ask: Ask) -> None:
-        """Nobody waits for the answer any more: the branch is as it was before."""
+        """Cancel a call whose answer nobody waits for: the branch is as it was before."""
         with self._lock:
             if branch.ask is ask:
                 branch.ask, branch.trajectory = None, ask.before
                 self._stopwatch.start()
 
     def request(self, branch: Turns, ask: Ask, most: int | None = None) -> Request:
-        """What the policy is to sample next for a call: at most so many tokens.
+        """Return the request for the next tokens of a call, at most `most` of them.
 
-        The seed is that of the branch, and the sampler draws by the absolute position of a token, so
-        that under the same weights tokens are the same in one stretch or in many.
+        The seed is the branch's, and the sampler draws by the absolute position of a token, so
+        under the same weights the tokens do not depend on how many requests they are sampled in.
         """
         left = ask.params.max_new_tokens - (branch.trajectory.num_sampled - ask.before.num_sampled)
         params = replace(ask.params, max_new_tokens=left if most is None else min(left, most))
@@ -272,7 +277,7 @@ class OpenEpisode:
         return replace(branch.request, prompt_ids=so_far.token_ids, params=params, num_begun=begun)
 
     def add(self, branch: Turns, ask: Ask, answer: Completion) -> bool:
-        """Go on with what was sampled for `request`; whether that is all that was asked for."""
+        """Append the tokens sampled for `request`; return whether the call is complete."""
         with self._lock:
             if branch.ask is not ask:
                 return True  # withdrawn

@@ -1,9 +1,9 @@
-"""Groups of episodes that are drawn: in rounds, or freely, in the order in which they are complete.
+"""Groups of episodes being sampled: in rounds, or freely, in the order in which they are complete.
 
-The order of rounds depends on no arrival. A round advances a constant number of episodes,
-each by a limited number of sampled tokens: one that is not complete goes on in the next round, under the
-weights that the engines hold by then. What the order of arrivals decides in free drawing ends here:
-`FreeGroups.batch` says which groups a step gets.
+The order of rounds depends on no arrival. A round advances a constant number of episodes, each by a
+limited number of sampled tokens: one that is not complete goes on in the next round, under the
+weights that the engines hold by then. In free sampling the order of arrivals matters only for the
+choice in `FreeGroups.batch` of the groups of a step.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ class OpenGroup:
     """A prompt, and the attempts at it so far."""
 
     number: int
-    """Position in the endless order of prompts."""
+    """The prompt's position in the endless order of prompts."""
 
     prompt: Prompt
 
     episodes: list[OpenEpisode]
 
     has_greedy: bool = False
-    """Whether the last of them is the greedy one."""
+    """Whether the last episode is the greedy one."""
 
     @property
     def unfinished(self) -> list[OpenEpisode]:
-        """Those that are not complete."""
+        """The episodes that are not complete."""
         return [episode for episode in self.episodes if not episode.is_complete]
 
 
@@ -47,7 +47,8 @@ class OpenGroups:
         self.next_number, self.groups = 0, list[OpenGroup]()
 
     def next_round(self) -> list[OpenEpisode]:
-        """The first episodes that are not complete; groups are opened until there are enough."""
+        """Return the first episodes that are not complete; groups are opened until there are
+        enough."""
         episodes = [episode for group in self.groups for episode in group.unfinished]
         while len(episodes) < self._width:
             episodes += self._open_next().unfinished
@@ -60,7 +61,7 @@ class OpenGroups:
         return group
 
     def take_complete(self) -> list[OpenGroup]:
-        """The groups that are complete, which are open no more."""
+        """Remove and return the groups that are complete."""
         complete = [group for group in self.groups if not group.unfinished]
         self.groups = [group for group in self.groups if group.unfinished]
         return complete
@@ -68,30 +69,33 @@ class OpenGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staleness:
-    """Step s trains the policy of version s on `batch` groups. None may be trained on more than `most`
-    versions after it began."""
+    """The staleness rule: step s trains the policy of version s on `batch` groups, none of which
+    may have begun more than `most` versions before."""
 
     most: int
     batch: int
 
     def num_late(self, began: Mapping[int, int], step: int) -> int:
-        """How many groups that began under versions (version: how many) have no place
-        in time if `step` is the first to train on any: 0 if all can be."""
+        """Return how many of the groups that began under versions (version: count) would be trained
+        on too late if `step` is the first to train on any: 0 if none would be."""
         late = due = 0
         for version in sorted(began):
             due += began[version]
+            # Groups due by step version + most, less the room of the steps until then.
             steps = max(version + self.most - step + 1, 0)
             late = max(late, due - steps * self.batch)
         return late
 
 
 class FreeGroups(OpenGroups):
-    """`groups`: begun and not trained on; first those that are complete, in that order.
+    """Groups that have begun and were not trained on; the complete ones first, in order of
+    completion.
 
-    `width`: episodes that are under way at a time, whether they sample or wait for something else.
-    `last`: groups of a whole run. The rule of staleness: a group begins only when all that have begun
-    can be trained on in time, and a step takes the groups that were complete first, as long as those it
-    leaves can; else it waits. So nothing is dropped, and no step has to wait for what may not begin.
+    `width`: episodes under way at a time, whether they sample or wait for something else. `last`:
+    groups of a whole run. Staleness: a group begins only when all that have begun can be trained on
+    in time, and a step takes the groups that were complete first, as long as those it leaves can
+    be; else it waits. So no group is dropped, and no step has to wait for a group that may not
+    begin.
     """
 
     def __init__(
@@ -106,11 +110,12 @@ class FreeGroups(OpenGroups):
         self._version = self._step = self._num_complete = 0
         self._waiting, self._drawn = deque[OpenEpisode](), set[OpenEpisode]()
         self._versions = dict[int, int]()
-        """Those that groups began under, by their numbers. They stay while a version is drawn under: a
-        group whose first tokens are given up meanwhile is due when it was."""
+        """The versions under which groups began, by their numbers. They stay fixed while one
+        version samples: a group whose first tokens are discarded meanwhile keeps its due date."""
 
     def begin(self, version: int) -> list[OpenEpisode]:
-        """What is drawn first under new weights, which nothing is drawn under yet."""
+        """Return the episodes to sample first under new weights, before anything is sampled under
+        them."""
         self._version = self._step = version
         unfinished = {group.number: group.unfinished for group in self.groups}  # some end meanwhile
         self.groups.sort(key=lambda group: bool(unfinished[group.number]))
@@ -121,20 +126,21 @@ class FreeGroups(OpenGroups):
         return self._next_episodes()
 
     def _version_of(self, group: OpenGroup) -> int:
-        """That of its oldest token, or the present one."""
+        """Return the version of a group's oldest token, or the present one."""
         branches = [branch for episode in group.episodes for branch in episode.record()]
         spans = [branch.trajectory.spans[0] for branch in branches if branch.trajectory.spans]
         return min((span.version for span in spans), default=self._version)
 
     def end(self, episode: OpenEpisode) -> list[OpenEpisode]:
-        """One is complete: what is drawn in its place.
+        """Return the episodes that start in place of one that is complete.
 
-        Nothing if it is not being drawn: it was complete when this version began.
+        Return none if it is not being sampled: it was complete when this version began.
         """
         if episode not in self._drawn:
             return []
         self._drawn.remove(episode)
         place = next(n for n, group in enumerate(self.groups) if episode in group.episodes)
+        # Keep the complete groups first, in the order of completion.
         if not self.groups[place].unfinished:
             self.groups.insert(self._num_complete, self.groups.pop(place))
             self._num_complete += 1
@@ -157,16 +163,18 @@ class FreeGroups(OpenGroups):
         return True
 
     def batch(self) -> list[OpenGroup] | None:
-        """The groups of this version's step, in the order in which they were complete; None until there
-        are enough of them. They are open no more."""
+        """Remove and return the groups of this version's step, in the order in which they were
+        complete; return None until there are enough of them."""
         size, left = self._staleness.batch, Counter(self._versions.values())
         chosen: list[OpenGroup] = []
         for group in self.groups[: self._num_complete]:
             version = self._versions[group.number]
             left[version] -= 1
+            # Take the group only if the ones left can be trained on in time, some of them still in
+            # this step.
             if self._staleness.num_late(left, self._step + 1) < size - len(chosen):
                 chosen.append(group)
-            else:  # one that would be late is to come
+            else:  # a group that would be late is still to come
                 left[version] += 1
             if len(chosen) == size:
                 return self._take(chosen)

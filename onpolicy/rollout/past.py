@@ -1,4 +1,4 @@
-"""Branches that go on where they were: they are answered as before, and must be what they were."""
+"""Replay of a resumed branch's earlier answers, and checks that the branch repeats itself."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from onpolicy.trajectory import FinishReason, Trajectory
 
 
 def answer_as_before(branch: Turns, ask: Ask, past: BranchRecord) -> FinishReason | None:
-    """Give what was sampled before of what is asked for: why that ended, if it is all.
+    """Answer a call with the tokens sampled before; return why they ended, if they are all of the
+    answer.
 
-    Raises OtherTokensError if it was asked for after other tokens.
+    Raises OtherTokensError if the call comes after other tokens than before.
     """
     _require_same(branch, past, ask.before)
     number, begins, reason = len(branch.answers), len(ask.before.token_ids), None
@@ -33,13 +34,13 @@ def answer_as_before(branch: Turns, ask: Ask, past: BranchRecord) -> FinishReaso
 
 
 def _is_within(so_far: Trajectory, place: int, grammar: Grammar | None) -> bool:
-    """Whether a token was sampled within that grammar, or within none."""
+    """Return whether the token at `place` was sampled under that grammar, or under none."""
     of_token = (g.grammar for g in so_far.grammars if g.start <= place < g.end)
     return next(of_token, None) == grammar
 
 
 def require_past(episode: UnderWay) -> None:
-    """Raise OtherTokensError unless an episode that has ended has come as far as it was before."""
+    """Raise OtherTokensError unless an ended episode has come at least as far as before."""
     for key, past in episode.past.items():
         if (branch := episode.branches.get(key)) is None:
             raise episode.differs(f"{episode.name}: the rollouter makes no branch {key}, as before")
@@ -50,7 +51,7 @@ def require_past(episode: UnderWay) -> None:
 
 
 def _require_same(branch: Turns, past: BranchRecord, so_far: Trajectory) -> None:
-    """Raise OtherTokensError unless one is the beginning of the other."""
+    """Raise OtherTokensError unless one trajectory is the beginning of the other."""
     before = past.trajectory
     length = min(len(before.token_ids), len(so_far.token_ids))
     same = before.token_ids[:length] == so_far.token_ids[:length]

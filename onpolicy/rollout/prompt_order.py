@@ -1,4 +1,4 @@
-"""The order in which a run visits its prompts."""
+"""Order in which a run visits its prompts."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from onpolicy.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Prompts that come from one place, beside those of others."""
+    """A part of the prompts, from one source."""
 
     size: int
-    """How many there are."""
+    """The number of prompts."""
 
     weight: float
-    """Its share of what is visited, in proportion to the others' weights."""
+    """The share of visits, in proportion to the weights of the other parts."""
 
 
 def joined(
     sources: Sequence[Sequence[Prompt]], weights: Sequence[float]
 ) -> tuple[list[Prompt], list[Part]]:
-    """The prompts of several places as one list, and the parts of it that have these weights.
+    """Return the prompts of several sources as one list, and its parts with these weights.
 
-    Without weights they are one part, which is visited as the prompts of a single file are.
+    Without weights there are no parts, and the list is visited as the prompts of a single file are.
     """
     prompts = [prompt for source in sources for prompt in source]
     numbered = [replace(prompt, index=i) for i, prompt in enumerate(prompts)]
@@ -36,9 +36,10 @@ def joined(
 class PromptSource:
     """An endless, seeded sequence of prompts; position k depends on (seed, k) alone.
 
-    `prompts` are visited whole in every epoch. With `parts`, into which they fall in their order, each
-    part has epochs of its own, and the next prompt is one of the part that is furthest behind its share:
-    after any number of prompts each part is within one prompt of it, or a few with many parts.
+    All `prompts` are visited in every epoch. With `parts`, consecutive ranges of the list, each
+    part has epochs of its own, and the next prompt comes from the part that is furthest behind its
+    share: after any number of prompts each part is within one prompt of it, or a few with many
+    parts.
     """
 
     def __init__(self, prompts: list[Prompt], seed: int, shuffle: bool, parts: Sequence[Part] = ()):
@@ -46,12 +47,12 @@ class PromptSource:
         self._parts = [*parts] or [Part(size=len(prompts), weight=1.0)]
         self._visits = [0] * len(self._parts)
         self._turns: list[tuple[int, int]] = []
-        """(its part, how many came from that before) of each position so far."""
+        """(part, number of earlier visits to it) of each position so far."""
         self._orders: dict[int, tuple[int, list[int]]] = {}
-        """(an epoch, its order) of each part."""
+        """(epoch, order of its prompts) of each part."""
 
     def at(self, position: int) -> Prompt:
-        """The prompt that comes after `position` others."""
+        """Return the prompt at `position`, counted from 0."""
         part, visit = self._turn(position) if len(self._parts) > 1 else (0, position)
         epoch, offset = divmod(visit, self._parts[part].size)
         first = sum(before.size for before in self._parts[:part])
@@ -60,6 +61,7 @@ class PromptSource:
     def _turn(self, position: int) -> tuple[int, int]:
         while len(self._turns) <= position:
             due = [(n + 1) / p.weight for n, p in zip(self._visits, self._parts, strict=True)]
+            # The part whose next visit is due first, at equal spacing by weight.
             part = due.index(min(due))
             self._turns.append((part, self._visits[part]))
             self._visits[part] += 1

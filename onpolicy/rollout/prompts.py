@@ -1,4 +1,4 @@
-"""Rows of prompt files made prompts, all of them checked before the first step."""
+"""Conversion of prompt file rows into prompts, all checked before the first step."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """What a run reads of a row beside its prompt."""
+    """The columns of a row that a run reads beside its prompt."""
 
     label: bool = True
-    """Whether something cannot do without the label; otherwise a row may have none, which is empty."""
+    """Whether the label is required; otherwise a row may have none, and its label is empty."""
 
     fields: bool = True
-    """Whether a reward or an agent is given the other fields, so that they tell rows apart."""
+    """Whether a reward or an agent gets the other fields, so that they distinguish rows."""
 
 
 EVERYTHING = Read()
 
 ROW_NAMES = {"index", "idx", "id", "uid", "uuid", "row_id", "__index_level_0__"}
-"""Fields that tell rows apart that are otherwise the same; the last is what pandas writes."""
+"""The fields that only name a row, ignored in the search for duplicates; pandas writes the last."""
 
 
 def load_prompts(
@@ -55,9 +55,9 @@ def load_prompts(
     seed: int = 0,
     read: Read = EVERYTHING,
 ) -> list[Prompt]:
-    """Read all prompts of a file, or make them, as `make_prompts` does.
+    """Load all prompts of a file, or generate them, as `make_prompts` does.
 
-    `flag` is for messages; it and `seed` decide what problems are made.
+    `flag` is for messages; it and `seed` determine the generated problems.
     """
     given = tokenizer, max_prompt_len, vocab_size, f"{flag}={path}"
     rows = rows_of(path, config.reasoning_gym_size, seed, flag)
@@ -69,7 +69,7 @@ def load_prompts(
 
 
 def rows_of(source: str, size: int, seed: int, flag: str) -> Iterator[Row]:
-    """Yield the rows of a file, or the problems of a source that makes them: `size` of each dataset."""
+    """Yield the rows of a file, or the problems of a generator: `size` of each dataset."""
     if reasoning_gym.is_procedural(source):
         return reasoning_gym.rows_of(source, size, seed, flag)
     return read_rows(Path(source), f"{flag}={source}")
@@ -84,12 +84,12 @@ def make_prompts(
     name: str,
     read: Read = EVERYTHING,
 ) -> list[Prompt]:
-    """Return the prompts in rows that `name` has, in their order, without duplicates.
+    """Return the prompts of the rows of `name`, in their order, without duplicates.
 
     Takes rows of `{prompt, label}` and the columns of verl's data sets (`prompt` as chat messages,
-    `reward_model.ground_truth`). Duplicates are counted in the log (DAPO-Math-17k on the hub holds every
-    problem about a hundred times). Raises ConfigError with where the first row stands that cannot be
-    used, also for a token beyond the model's `vocab_size`.
+    `reward_model.ground_truth`). Duplicates are counted in the log (DAPO-Math-17k on the hub holds
+    every problem about a hundred times). Raises ConfigError with the position of the first row that
+    cannot be used, also for a token beyond the model's `vocab_size`.
     """
     reader = RowReader(
         config=config,
@@ -119,8 +119,8 @@ def make_prompts(
 
 
 def identity(prompt: Prompt, with_fields: bool = True) -> int:
-    """Return 128 bits that two prompts share if the policy and the reward are given the same: the text
-    with its tools, the label, and `with_fields` all other fields but those that name a row."""
+    """Return a 128-bit hash of everything that the policy and the reward read: the text with its
+    tools, the label, and `with_fields` all other fields except names of rows."""
     fields = {key: _unnamed(value) for key, value in prompt.metadata.items()} if with_fields else {}
     same = (prompt.text, prompt.label, _ordered(_unnamed(fields)))
     return xxhash.xxh3_128_intdigest(repr(same).encode("utf-8", "surrogatepass"))
@@ -133,7 +133,7 @@ def _unnamed(value: Any) -> Any:
 
 
 def _ordered(value: Any) -> Any:
-    """Return a value without the order of its objects' fields."""
+    """Return a value that does not depend on the order of its objects' fields."""
     if isinstance(value, dict):
         return sorted((str(key), _ordered(each)) for key, each in value.items())
     return [_ordered(each) for each in value] if isinstance(value, list) else repr(value)
@@ -141,7 +141,7 @@ def _ordered(value: Any) -> Any:
 
 @dataclass(kw_only=True)
 class RowReader:
-    """A reader of rows, which makes a prompt of each."""
+    """A reader that makes a prompt of each row."""
 
     config: DataConfig
     tokenizer: PreTrainedTokenizerBase
@@ -265,7 +265,7 @@ class RowReader:
 
 
 def tools_of(row: dict[str, Any], key: str, where: str) -> list[dict[str, Any]]:
-    """Return the tools of a row. Raises ConfigError for a field that holds something else."""
+    """Return the tools of a row. Raises ConfigError if the field holds something else."""
     try:
         return read_tools(row.get(key))
     except ValueError as error:
@@ -276,8 +276,8 @@ def tools_of(row: dict[str, Any], key: str, where: str) -> list[dict[str, Any]]:
 
 
 def label_text(value: Any) -> str | None:
-    """Return a label as text: a whole number without a fraction, since a column that has a gap is one of
-    floats; None for what is no label."""
+    """Return a label as text, None if it is none; whole numbers have no fraction, since a numeric
+    column with a gap becomes one of floats."""
     if isinstance(value, (float, Decimal)):
         if not isfinite(value):
             return None

@@ -1,4 +1,4 @@
-"""What an episode's function returned: whether it fits what was sampled, and what samples it makes."""
+"""Validation of an episode function's result, and its conversion into samples."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Check = Callable[[str, Any, int, str], list[float]]
 
 
 def result_of(found: Episode, branches: Collection[Turns]) -> Episode:
-    """What an episode is that its function ended so: every sampled token is learnt once.
+    """Return the episode of a function's result: every sampled token is learnt once.
 
-    Raises AgentError where nothing was sampled, and for what does not fit.
+    Raises AgentError where nothing was sampled, and for values that do not fit the trajectories.
     """
     kept: Sequence[Turns | Trajectory] = found.trajectories or ()
     if found.trajectories is None:
@@ -49,12 +49,12 @@ def _refusing() -> Iterator[None]:
 def with_learnt(
     episode: Episode, whole: Sequence[Trajectory], learnt: Sequence[Trajectory]
 ) -> Episode:
-    """The episode with the trajectories that are learnt, and the rewards of their tokens.
+    """Return the episode with the trajectories to learn from, and the rewards of their tokens.
 
-    whole: the same trajectories as the function knows them, to which its rewards belong. A token that
-    counts as given in the one and was sampled in the other is rewarded where it is learnt, in an
-    earlier trajectory. Raises AgentError for rewards or metrics that do not fit or are no finite
-    numbers, and for info that JSON cannot say.
+    whole: the same trajectories as the function sees them, to which its rewards refer. A token that
+    is given in one and was sampled in the other is rewarded where it is learnt, in an earlier
+    trajectory. Raises AgentError for rewards or metrics of a wrong length or not finite, and for
+    info that JSON cannot hold.
     """
     _require_one_kind(episode)
     reward, rewards, token_rewards = episode.reward, episode.rewards, episode.token_rewards
@@ -139,9 +139,9 @@ def sample_of(
     number: int,
     text: str,
 ) -> Sample:
-    """The `number`-th trajectory of an episode that `with_learnt` has seen.
+    """Return the sample of trajectory `number` of an episode from `with_learnt`.
 
-    place: the episode's among those of its prompt. text: what was sampled.
+    place: the episode's index among its prompt's. text: the sampled text.
     """
     rewards = _rewards(episode, len(trajectories))
     return Sample(
@@ -162,8 +162,8 @@ def sample_of(
 
 
 def _rewards(episode: Episode, num_trajectories: int) -> list[float] | None:
-    """Rewards of each trajectory: its own, the episode's, or what all its tokens come to, added
-    up and rounded once; None if a reward function is to say it."""
+    """Return the reward of each trajectory: its own, the episode's, or the sum over all its tokens,
+    rounded once; None if a reward function computes it."""
     if episode.rewards is not None:
         return [*episode.rewards]
     whole = episode.reward

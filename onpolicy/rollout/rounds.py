@@ -1,4 +1,5 @@
-"""Jobs that grow while engines work: what episodes ask for, turn after turn, on all their branches."""
+"""Jobs that grow while engines work: the requests of episodes, turn after turn, on all their
+branches."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ from onpolicy.types import BranchKey
 
 
 class EpisodesJob(SamplingJob):
-    """What `episodes` ask for under the weights of `version`, until each of them is complete.
+    """The requests of episodes under the weights of `version`, until each episode is complete.
 
-    `by_token`: the engine has to say of every token which weights it comes from. Raises EngineError
-    where an answer comes from others.
+    `by_token`: the engine must report the weight version of every token. Raises EngineError for an
+    answer from other weights.
     """
 
     def __init__(self, version: int, *, by_token: bool = False, takes_parts: bool = False):
@@ -33,7 +34,7 @@ class EpisodesJob(SamplingJob):
         """Tokens sampled so far."""
 
     def begin(self, episodes: Iterable[OpenEpisode]) -> None:
-        """Have these go on."""
+        """Begin or resume these episodes."""
         episodes = [*episodes]
         with self._lock:
             self._busy.update(episodes)
@@ -64,7 +65,7 @@ class EpisodesJob(SamplingJob):
             self.cut(branch)
 
     def cut(self, branch: Turns) -> None:
-        """See a branch that was given a part of what it asked for."""
+        """Handle a branch that got only a part of its answer: request the rest."""
         self._ask(branch, None)
 
     def ended(self, episode: OpenEpisode) -> None:
@@ -86,11 +87,11 @@ class EpisodesJob(SamplingJob):
 
 
 class Round(EpisodesJob):
-    """What `episodes` ask for under the weights of `version`: at most so many tokens each.
+    """A round of `episodes` under the weights of `version`, with at most `most` tokens each.
 
-    `most`: None for all that they ask for. An episode that has branches is drawn to its end in the round
-    in which it forks: while one of them waited for the next round, it could not be seen whether another
-    is about to ask, and the order of arrivals would decide.
+    `most`: None for no limit. An episode with branches is sampled to its end in the round in which
+    it forks: if one of them waited for the next round, nobody could know whether another is about
+    to ask, and the order of arrivals would decide.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Round(EpisodesJob):
 
 
 class FreeJob(EpisodesJob):
-    """What episodes ask for until it is interrupted; `on_end` has others begin when one has ended."""
+    """Free sampling until the job is interrupted; `on_end` starts others when an episode has ended."""
 
     def __init__(self, version: int, on_end: Callable[[OpenEpisode], None]):
         super().__init__(version, by_token=True, takes_parts=True)
@@ -133,10 +134,11 @@ class FreeJob(EpisodesJob):
 
 
 class ReplayedRound(EpisodesJob):
-    """What a run drew under the weights of `version`: so many tokens of each branch, by its key.
+    """A replay of a run's sampling under the weights of `version`: the token count of each branch
+    by key.
 
-    None: the episode came to its end under them. `patience`: seconds in which a function that was not
-    waiting then has to ask for something.
+    None: the episode came to its end under them. `patience`: seconds in which a function that was
+    not waiting then has to ask for something.
     """
 
     def __init__(
@@ -154,10 +156,11 @@ class ReplayedRound(EpisodesJob):
         episode_loop().begin(self._watch)
 
     async def _watch(self) -> None:
-        """End the round when nobody asks for what is still to be drawn."""
+        """End the round when nobody asks for the tokens that are still to be sampled."""
         seen = -1
         while not self.is_done and self.error is None:
             num_asked = len(self.requests)
+            # All requests are answered, and none came for `patience` seconds.
             if self.num_done == num_asked == seen:
                 with self._lock:
                     episode = next(iter(self._busy), None)

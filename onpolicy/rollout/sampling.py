@@ -1,4 +1,4 @@
-"""Prompts into requests, each with a seed of its own; completions into samples."""
+"""Conversion of prompts into requests with their seeds, and of completions into samples."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from onpolicy.trajectory import Completion, Span, Trajectory
 from onpolicy.types import Prompt, Request, SampleGroup, SamplingParams
 
 Decode = Callable[[Sequence[list[int]]], Sequence[str]]
-"""Token ids of each into text of each."""
+"""A function from the token ids of each response to its text."""
 
 
 def make_requests(
     prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, *seed_key: int | str
 ) -> list[Request]:
-    """`num_samples` requests per prompt, in order; each with a seed of its own.
+    """Return `num_samples` requests per prompt, in order, each with a seed of its own.
 
-    The seed depends on `seed_key`, on where the prompt stands in the batch (a prompt may come
+    The seed depends on `seed_key`, on the prompt's position in the batch (a prompt may occur
     twice), and on the sample.
     """
     return [
@@ -38,7 +38,7 @@ def make_requests(
 def make_group(
     prompt: Prompt, num_samples: int, params: SamplingParams, *seed_key: int | str
 ) -> list[Request]:
-    """`num_samples` requests of one prompt; `seed_key` ends with where it stands in the batch."""
+    """Return `num_samples` requests of one prompt; `seed_key` ends with its position in the batch."""
     return [
         Request(
             prompt_ids=prompt.prompt_ids,
@@ -50,7 +50,7 @@ def make_group(
 
 
 def greedy(request: Request) -> Request:
-    """The same, answered by the likeliest token each time, with its log-probability among all tokens."""
+    """Return the request with greedy sampling, with log-probabilities over all tokens."""
     params = replace(request.params, top_p=1.0, top_k=1, min_p=0.0)
     params = replace(params, return_routed_experts=False, return_entropy=False)
     return replace(request, params=params)
@@ -63,7 +63,7 @@ def open_group(
     rollouter: Rollouter,
     rules: EpisodeRules | None = None,
 ) -> OpenGroup:
-    """Attempts at a prompt, one for each of the requests that they begin with; none is begun."""
+    """Return a group with one attempt at the prompt for each initial request; none is begun."""
     rules = rules or EpisodeRules()
     episodes = [
         OpenEpisode(rollouter, prompt, request, rules, number=number, index=i)
@@ -75,7 +75,7 @@ def open_group(
 def trajectories_of(
     requests: Sequence[Request], completions: Sequence[Completion]
 ) -> list[Trajectory]:
-    """What was given and sampled in each request."""
+    """Return the trajectory of each request and its completion."""
     return [
         Trajectory.begin(request.prompt_ids).plus(
             completion, request.params.temperature, request.params.grammar
@@ -85,13 +85,14 @@ def trajectories_of(
 
 
 def sample_groups(groups: Sequence[OpenGroup], decode: Decode) -> list[SampleGroup]:
-    """Complete groups as samples; `decode` makes text of what was sampled."""
+    """Convert complete groups into groups of samples; `decode` makes text of sampled tokens."""
     drawn = [
         (group, i, episode, number)
         for group in groups
         for i, episode in enumerate(group.episodes)
         for number in range(len(episode.trajectories))
     ]
+    # Decode all trajectories in one call.
     answers = [each.trajectories[number].response_ids for _, _, each, number in drawn]
     texts = decode(answers) if drawn else []
     made = [
@@ -119,9 +120,9 @@ def sample_groups(groups: Sequence[OpenGroup], decode: Decode) -> list[SampleGro
 
 
 def require_version(completion: Completion, version: int, *, by_token: bool = False) -> None:
-    """Raise EngineError for a response with a token from other weights than those of `version`.
+    """Raise EngineError for a response with a token from other weights than `version`.
 
-    `by_token`: the engine has to say it of every token, and not of the last one alone.
+    `by_token`: require the engine to report the version of every token, not only of the last one.
     """
     spans, length = completion.spans, len(completion.response_ids)
     if completion.weight_version != version:

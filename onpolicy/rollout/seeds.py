@@ -1,4 +1,4 @@
-"""Seeds that depend on what is sampled, and on no order of arrivals."""
+"""Sampling seeds, which depend on the sample and on no order of arrivals."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from onpolicy.trajectory import Forks, Trajectory
 
 
 def sampling_seed(*key: int | str) -> int:
-    """A seed in [0, 2**63) that depends on every part of `key` and on their order.
+    """Return a seed in [0, 2**63) that depends on every part of `key` and on their order.
 
-    Engines fall back to one fixed seed for requests without any, which makes all samples of a
-    prompt the same; so every request gets its own.
+    Engines use one fixed seed for all requests without any, which makes all samples of a prompt
+    equal; so every request gets its own.
     """
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def seed_of_branch(seed: int, forks: Forks) -> int:
-    """Return the seed that a branch of an episode samples by; `seed` is that of its first branch."""
+    """Return the sampling seed of a branch; `seed` is the seed of the episode's first branch."""
     for key, length in forks:
         seed = sampling_seed(seed, key, length)
     return seed
 
 
 def seeds_of(trajectory: Trajectory, seed: int) -> Sequence[tuple[int, int]]:
-    """Return the seed of each stretch of a trajectory, and how many of its sampled tokens that drew.
+    """Return the seed of each stretch of a trajectory, and the number of tokens sampled with it.
 
-    seed: that of the episode's first branch. All requests of a branch have its seed, and an engine draws
-    by a token's absolute position, so this says how every token was drawn.
+    seed: the seed of the episode's first branch. All requests of a branch have its seed, and an
+    engine draws by a token's absolute position, so this determines how every token was drawn.
     """
     return [
         (seed_of_branch(seed, branch), sum(trajectory.sampled[start:end]))

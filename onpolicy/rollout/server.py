@@ -1,5 +1,5 @@
-"""One SGLang server as a child process: started, watched and ended by its own handle; and whether it can
-be where it should, asked of the network before anything is started."""
+"""Child process of one SGLang server: start, supervision and end; and checks of its address before
+anything is started."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _POLL_SECONDS = 0.2
 _NEWS_SECONDS = 30.0
 
 _ANSWER_SECONDS = (10.0, 60.0)
-"""To connect, and to answer: a server that is sampling for another run answers late."""
+"""Seconds to connect, and to answer: a server that is sampling for another run answers late."""
 
 CONTROL_CALL = "/end_weight_update"
-"""One of those that change a server (`sglang_patches/who_may_ask.py`)."""
+"""A call that changes a server (`sglang_patches/who_may_ask.py`)."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +62,11 @@ class EngineServer:
 
     @property
     def exit_code(self) -> int | None:
-        """The process's, if it has ended by itself."""
+        """The exit code, if the process has ended by itself."""
         return self._process.poll() if self._process is not None else None
 
     def start(self) -> None:
-        """Start the process; returns at once."""
+        """Start the process; return at once."""
         files.make_private(self.log_file.parent)
         flags, secrets = engine_flags(self.spec, self.port), secret_flags(self.spec)
         environment = {**environment_of(self.spec), GUARDED: "1"}
@@ -133,14 +133,14 @@ class EngineServer:
         )
 
     def cause_of_death(self) -> str:
-        """What the process died of since its last start, and what to try."""
+        """Return what the process died of since its last start, and what to try."""
         with self.log_file.open("rb") as log:
             log.seek(self._log_start)
             text = log.read().decode(errors="replace")
         return cause_of_death(self.exit_code, text, oom_kills() - self._oom_kills)
 
     def log_tail(self, lines: int = 12) -> str:
-        """The last lines of the log."""
+        """Return the last lines of the log."""
         with self.log_file.open(errors="replace") as log:
             return "".join(f"    {line}" for line in deque(log, lines)).rstrip()
 
@@ -154,7 +154,10 @@ def make_servers(
     logs: Path,
     make_server: MakeServer,
 ) -> list[EngineServer]:
-    """Returns a server for each spec, not started yet; `base_port`: of the first, 0 takes free ones."""
+    """Return a server for each spec, not started yet.
+
+    `base_port`: the first server's port; 0 takes free ones.
+    """
     return [
         make_server(spec, base_port and base_port + i, logs / f"engine_{i}.log")
         for i, spec in enumerate(specs)
@@ -162,8 +165,9 @@ def make_servers(
 
 
 def environment_of(spec: EngineSpec) -> dict[str, str]:
-    """The variables of a server: of this process's less those that describe it in its group. An engine
-    that saw a rank's would wait for other ranks, and one that saw Ray's could join the cluster."""
+    """Return the variables of a server: this process's, without the variables of its rank and of
+    Ray. An engine with a rank's variables would wait for other ranks, and with Ray's could join the
+    cluster."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     prefixes = ("GROUP_", "ROLE_", "TORCHELASTIC_", "RAY_", "PYTHONBREAKPOINT")  # Ray sets it
     kept = {k: v for k, v in os.environ.items() if k not in names and not k.startswith(prefixes)}
@@ -171,14 +175,14 @@ def environment_of(spec: EngineSpec) -> dict[str, str]:
 
 
 def open_private(path: str, flags: int) -> int:
-    """Open a file for its owner alone, since logs may hold what a run was started with."""
+    """Open a file for its owner alone, since logs may hold the run's arguments."""
     file = os.open(path, flags, 0o600)
     os.fchmod(file, 0o600)
     return file
 
 
 def require_free_port(host: str, port: int) -> None:
-    """Raise ConfigError if the port cannot be listened on."""
+    """Raise ConfigError if nothing can listen on the port."""
     try:
         listen(host, port).close()
     except OSError as error:
@@ -189,8 +193,8 @@ def require_free_port(host: str, port: int) -> None:
 
 
 def require_addresses(engine: EngineConfig, api_key: str, control_key: str = "") -> None:
-    """Raise ConfigError if servers cannot listen where they are to be started, or are not where the
-    run is to find them, or would not take weights with `control_key` (empty: `api_key`)."""
+    """Raise ConfigError if servers cannot listen where they are to be started, do not answer at the
+    given URLs, or would not take weights with `control_key` (empty: `api_key`)."""
     if engine.rollout_server_url:
         _require_servers(engine.rollout_server_url, api_key, control_key or api_key)
     else:
@@ -198,7 +202,7 @@ def require_addresses(engine: EngineConfig, api_key: str, control_key: str = "")
 
 
 def require_place(host: str, base_port: int, num_servers: int = 1) -> None:
-    """Raise ConfigError if servers cannot listen on `host`, on `base_port` and those after it."""
+    """Raise ConfigError if servers cannot listen on `host`, on `base_port` and the ports after it."""
     try:
         if not host:
             raise OSError("an empty name")
@@ -254,6 +258,7 @@ def _problem(url: str, headers: dict[str, str]) -> str | None:
 
 
 def _root(error: Exception) -> str:
-    """The system's words for a failed connection, without what requests and urllib3 put around."""
+    """Return the system's words for a failed connection, without the wrapping of requests and
+    urllib3."""
     cause = getattr(error.args[0] if error.args else error, "reason", error)
     return str(cause).rsplit(": ", 1)[-1]

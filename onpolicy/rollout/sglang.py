@@ -1,4 +1,4 @@
-"""A group of SGLang servers of a run's own, or servers that run elsewhere already."""
+"""Group of SGLang servers, started by the run or already running elsewhere."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ MakeClient = Callable[[str, str, float, float, str], EngineClient]
 
 
 class SglangGroup(RolloutGroup):
-    """Spreads requests over servers; starts the dead ones again.
+    """A rollout group that spreads requests over servers and restarts the dead ones.
 
-    `specs`: one for each server that it starts; with --rollout-server-url the first says what those
-    servers must be.
+    `specs`: one for each server that it starts; with --rollout-server-url the first describes the
+    servers that must be there.
     """
 
     def __init__(
@@ -85,7 +85,8 @@ class SglangGroup(RolloutGroup):
                 server.wait_until_healthy(self.config.rollout_start_timeout)
 
     def _start(self, server: EngineServer) -> None:
-        """Start it; on another host, at another address, if its own has left the cluster."""
+        """Start the server, and take over its URL: if its host has left the cluster, it moves to
+        another."""
         server.start()
         self.clients[self.servers.index(server)].url = server.url
 
@@ -111,7 +112,8 @@ class SglangGroup(RolloutGroup):
                 )
 
     def _require_cache(self, client: EngineClient, found: int) -> None:
-        """SGLang takes a smaller cache where memory is short, and tells its log alone."""
+        """Raise ConfigError if the cache is too small: SGLang shrinks it silently where memory is
+        short."""
         asked = self._spec.cache_tokens if client in self._server_of else 0
         if found < asked:
             raise ConfigError(
@@ -151,7 +153,7 @@ class SglangGroup(RolloutGroup):
         return job.completions
 
     async def _run(self, job: SamplingJob) -> list[EngineClient]:
-        """Have all servers work on it; return those that stopped answering."""
+        """Have all servers work on the job; return those that stopped answering."""
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
         self._end_sampling = lambda: loop.call_soon_threadsafe(task.cancel)
@@ -209,7 +211,7 @@ class SglangGroup(RolloutGroup):
         return True
 
     def _restart(self, lost: Sequence[EngineClient], num_undone: int) -> None:
-        """Start engines again until all answer. Raises EngineError if that cannot be done."""
+        """Restart engines until all answer. Raises EngineError if that cannot be done."""
         servers = [self._server_of[client] for client in lost if client in self._server_of]
         down = f"engines down={[c.url for c in lost]}, requests without an answer={num_undone}: "
         if len(servers) < len(lost):

@@ -10,7 +10,7 @@ from onpolicy.trajectory import FinishReason, Trajectory
 from onpolicy.types import Sample, SampleGroup
 
 Episode = Sequence[Sample]
-"""The samples of its trajectories."""
+"""The samples of an episode's trajectories."""
 
 COUNTED = (
     "num_empty_groups",
@@ -19,12 +19,12 @@ COUNTED = (
     "num_trajectories",
     "num_turns",
 )
-"""What `episodes/*` says of every run, so that no episode may say it of itself."""
+"""The metrics `episodes/*` that the run counts itself, so that no episode may report them."""
 
 
 def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Return rewards, lengths and log-probabilities of a training rollout; of one without any episode,
-    what was lost alone. Rewards are those of the episodes that could be scored."""
+    """Return rewards, lengths and log-probabilities of a training rollout; without any episode,
+    only the number of empty groups. Rewards are over the episodes that could be scored."""
     metrics = {"episodes/num_empty_groups": float(sum(not group.samples for group in groups))}
     episodes = _episodes(groups)
     if not episodes:
@@ -44,7 +44,7 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
 
 
 def _rewards(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Return what was made of the scored episodes' rewards; nothing where none could be scored."""
+    """Return the reward metrics of the scored episodes; an empty mapping if there are none."""
     rewards = [reward for group in groups for reward in group.rewards]
     if not rewards:
         return {}
@@ -57,14 +57,14 @@ def _rewards(groups: Sequence[SampleGroup]) -> dict[str, float]:
 
 
 def reward_parts(groups: Sequence[SampleGroup], prefix: str) -> dict[str, float]:
-    """Return the mean over scored episodes of each further number that rewards said, as
+    """Return the mean over scored episodes of each further number from reward functions, as
     `prefix`/NAME."""
     scored = [episode for group in groups for episode in group.scored_episodes]
     return _means(prefix, [_mean_parts(episode) for episode in scored])
 
 
 def _cache_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """What the engines did not have to compute, as they found it in their prefix caches."""
+    """Return the tokens that engines found in their prefix caches, and the hit rate."""
     cached = sum(trajectory.num_cached_tokens for trajectory in trajectories)
     asked = sum(trajectory.num_prefix_tokens for trajectory in trajectories)
     rate = {"rollout/prefix_cache_hit_rate": cached / asked} if asked else {}
@@ -72,7 +72,7 @@ def _cache_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """What became of the episodes themselves, and what they say."""
+    """Return counts of the episodes, and the means of the metrics they report."""
     return {
         "episodes/num_turns": fmean(sum(map(_num_turns, episode)) for episode in episodes),
         "episodes/num_trajectories": fmean(map(len, episodes)),
@@ -85,29 +85,30 @@ def _episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def _num_turns(sample: Sample) -> int:
-    """Stretches of sampled tokens."""
+    """Count the stretches of sampled tokens."""
     return sum(then and not here for here, then in pairwise(sample.trajectory.sampled))
 
 
 def _mean_parts(episode: Episode) -> dict[str, float]:
-    """The further numbers of a reward function, on average over the trajectories that have them."""
+    """Return the further numbers of a reward function, averaged over the trajectories that have
+    them."""
     return _means("", [sample.reward_parts for sample in episode])
 
 
 def _means(prefix: str, each: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of every name over those that have it."""
+    """Return the mean of every name over the mappings that have it."""
     names = sorted({name for one in each for name in one})
     slash = prefix and f"{prefix}/"
     return {slash + name: fmean(one[name] for one in each if name in one) for name in names}
 
 
 def mean_response_length(groups: Sequence[SampleGroup]) -> float:
-    """Mean sampled tokens of all episodes, cut off or not; there must be one."""
+    """Return the mean of sampled tokens over all episodes, truncated or not; there must be one."""
     return fmean(map(_length, _episodes(groups)))
 
 
 def truncated_ratio(groups: Sequence[SampleGroup]) -> float:
-    """Share of the episodes with a trajectory that was cut off at the length limit."""
+    """Return the share of episodes with a trajectory that was truncated at the length limit."""
     return fmean(
         any(s.finish_reason == FinishReason.LENGTH for s in episode)
         for episode in _episodes(groups)
@@ -123,7 +124,7 @@ def _length(episode: Episode) -> int:
 
 
 def idle_shares(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The share of a step's time in which each side had nothing to do: no weights to push or probe."""
+    """Return the idle share of a step's time for each side: time without work, pushes or probes."""
     step, push = metrics["perf/step_time"], metrics["perf/weight_sync_time"]
     push += metrics["perf/probe_time"]
     busy = {

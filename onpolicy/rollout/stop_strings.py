@@ -1,5 +1,4 @@
-"""Texts that end an answer: an engine looks for them in what it sampled for one request, and an answer
-may be that of several."""
+"""Stop strings in answers that span several requests: an engine searches one request's tokens only."""
 
 from __future__ import annotations
 
@@ -12,10 +11,11 @@ from onpolicy.trajectory import Completion, FinishReason, Trajectory
 def until_stop_string(
     before: Sequence[int], part: Completion, stop: Sequence[str], rules: EpisodeRules
 ) -> Completion:
-    """A later part of an answer, cut where one of the texts ends that began in what came `before`.
+    """Return a later part of an answer, cut where a stop string ends that began in the tokens
+    `before`.
 
-    SGLang's rule (its `Req.tail_str`): after every token, in the
-    text of the last ones, one more than the longest of the texts has.
+    Follows SGLang's `Req.tail_str`: after every token, it searches the text of the last tokens, one
+    more than the longest stop string has.
     """
     if not (before and stop):
         return part

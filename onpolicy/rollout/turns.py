@@ -1,4 +1,4 @@
-"""A branch of an episode: what its function does with the policy."""
+"""Branch of an episode: the interface of its function to the policy."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from onpolicy.types import BranchKey, Request, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one call of `Turns.sample` sampled; R tokens."""
+    """The tokens sampled by one call of `Turns.sample`; R tokens."""
 
     token_ids: list[int]
-    """[R], with the stop token, or the tokens of the stop string, that ended it."""
+    """[R], including the stop token, or the tokens of the stop string, that ended it."""
 
     log_probs: list[float]
     """float32 values [R]"""
 
     finish_reason: FinishReason
-    """STOP, or LENGTH where as many tokens were sampled as may be: `sample` may go on from there."""
+    """STOP, or LENGTH at the limit on sampled tokens: another `sample` may go on from there."""
 
     decode: Callable[[list[int]], str] = field(repr=False, compare=False)
     stop_token_ids: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def text(self) -> str:
-        """The tokens as text, special ones included, without the stop token that ended it."""
+        """The tokens as text, special ones included, without the stop token that ended them."""
         has_stopped = self.token_ids and self.token_ids[-1] in self.stop_token_ids
         return self.decode(self.token_ids[:-1] if has_stopped else self.token_ids)
 
@@ -45,13 +45,13 @@ class Ask:
     """A call of `sample` that waits for the policy."""
 
     params: SamplingParams
-    """`max_new_tokens` are those of the call."""
+    """The parameters of the call; `max_new_tokens` are the whole call's."""
 
     before: Trajectory
     answered: asyncio.Future[None]
 
     def wake(self, error: Exception | None = None) -> None:
-        """Have the call return, or raise. From any thread."""
+        """Have the call return, or raise. Callable from any thread."""
 
         def tell() -> None:
             if self.answered.done():
@@ -66,16 +66,16 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchRecord:
-    """What one branch has come to."""
+    """The state of one branch."""
 
     key: tuple[str, ...]
     trajectory: Trajectory
     answers: tuple[tuple[int, FinishReason], ...]
-    """The tokens up to the end of each that is complete, and why it ended."""
+    """The end position of each complete answer, and why it ended."""
 
 
 class UnderWay(Hashable, Protocol):
-    """What a branch, and who draws for it, know of its episode (`OpenEpisode`)."""
+    """The interface of an episode to its branches and listeners (`OpenEpisode`)."""
 
     rules: EpisodeRules
     past: Mapping[BranchKey, BranchRecord]
@@ -104,7 +104,7 @@ class UnderWay(Hashable, Protocol):
 
 
 class Turns:
-    """One branch of an episode: have the policy go on, and give it tokens.
+    """A branch of an episode: have the policy go on, and insert tokens.
 
     Only the episode's function uses it, in whichever event loop it runs.
     """
@@ -114,18 +114,18 @@ class Turns:
     ):
         self.episode, self.key = episode, key
         self.request = request
-        """What the policy is asked for first; its longest response counts all sampled tokens."""
+        """The first request to the policy; its `max_new_tokens` counts all sampled tokens."""
 
         self.trajectory = trajectory
-        """All tokens so far, and which of them were sampled."""
+        """The tokens so far, and which of them were sampled."""
 
         self.begins_at = len(trajectory.token_ids)
-        """Tokens that it shares with the branch that it was forked from, or was given first."""
+        """The number of tokens shared with the branch it was forked from, or of the prompt."""
 
         self.past = episode.past.get(key)
         self.ask: Ask | None = None
         self.answers: list[tuple[int, FinishReason]] = []
-        """The tokens up to the end of every answer so far, and why it ended."""
+        """The end position of every answer so far, and why it ended."""
 
         self._num_forks = self._num_observed = 0
 
@@ -141,10 +141,12 @@ class Turns:
     ) -> Answer:
         """Have the policy go on, to a stop token, one of the texts `stop`, or the most tokens.
 
-        regex, json_schema, structural_tag: what the answer must match as a whole, or be an instance of
-        (`Grammar`). One that ends with LENGTH goes on in it, if it is asked for again.
-        Raises ValueError where it has stopped and was given nothing since, or for a grammar that an
-        answer cannot be held to, and ContextExceededError where no token fits any more.
+        regex, json_schema, structural_tag: the grammar that the whole answer must match
+        (`Grammar`). An answer that ends with LENGTH goes on within it, if the next call asks for
+        the same grammar.
+
+        Raises ValueError where the policy has stopped and was given nothing since, or for a grammar
+        that cannot be enforced, and ContextExceededError where no token fits any more.
         """
         grammar = grammar_of(regex, json_schema, self.request.params.stop_token_ids, structural_tag)
         if grammar is not None:
@@ -206,7 +208,7 @@ class Turns:
         )
 
     def append(self, more: str | Sequence[int] | Sequence[Mapping[str, Json]]) -> None:
-        """Let the policy read text, tokens, or chat messages after what there is; they are not learnt.
+        """Append text, tokens, or chat messages for the policy to read; they are not learnt.
 
         Raises ContextExceededError where they do not fit.
         """
@@ -217,10 +219,11 @@ class Turns:
         self.trajectory = self.trajectory.given(token_ids)
 
     def fork(self, length: int | None = None, *, key: str | None = None) -> Turns:
-        """A branch with the first `length` tokens, all if not given, which samples others after them.
+        """Return a branch with the first `length` tokens (default: all), which samples others after
+        them.
 
-        key: what its seed is made of, besides the seed of this branch; by default the how-manieth
-        fork of this branch it is, so give one where the order of arrivals decides that.
+        key: a part of its seed, besides this branch's seed; by default the index of the fork in
+        this branch, so give one where the order of forks depends on the order of arrivals.
         """
         if length is None:
             self._require_quiet()
@@ -239,9 +242,10 @@ class Turns:
         return self.episode.branch(request, shared, (*self.key, key))
 
     async def observe(self, make: Callable[[], Awaitable[Json]]) -> Json:
-        """What `make` returns, kept before it is used: a run that goes on or is repeated gets it again.
+        """Return the result of `make`, recorded before use: a resumed or repeated run gets the
+        same.
 
-        For all that is no function of the tokens: the time, a network, chance.
+        Use it for everything that is no function of the tokens: the time, a network, chance.
         """
         episode, count = self.episode, self._num_observed
         self._num_observed += 1
@@ -257,12 +261,13 @@ class Turns:
 
     @property
     def num_left(self) -> int:
-        """Tokens that may still be sampled in this branch, those that it shares with others counted."""
+        """The number of tokens that may still be sampled in this branch; shared tokens count as
+        sampled."""
         return self.request.params.max_new_tokens - self.trajectory.num_sampled
 
     @property
     def room(self) -> int:
-        """Tokens that still fit the context."""
+        """The number of tokens that still fit the context."""
         return self.episode.rules.max_context_len - len(self.trajectory.token_ids)
 
     def _require_quiet(self) -> None:
@@ -277,10 +282,10 @@ class Turns:
 
 
 class Listener(Protocol):
-    """Draws what episodes ask for. Called from any thread."""
+    """A listener that samples for episodes. Called from any thread."""
 
     def asked(self, branch: Turns) -> None:
-        """The branch waits for the policy; `branch.ask` says for how much."""
+        """Sample for a branch that waits for the policy; `branch.ask` says how much."""
 
     def ended(self, episode: Any) -> None:
-        """The episode (`OpenEpisode`) is complete, or has failed."""
+        """Note that the episode (`OpenEpisode`) is complete, or has failed."""

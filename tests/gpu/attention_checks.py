@@ -1,4 +1,4 @@
-"""What is checked of attention: decoding, chunked prefill and training give a query the same bits."""
+"""Checks of attention: decoding, chunked prefill and training give a query the same bits."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.gpu.tally import Tally
 from tests.support.gpu.paged_attention import PagedAttention, PagedBatch
 
 BORDERS = (1, 2, 63, 64, 65, 80, 112, 127, 128, 129, 160, 175, 176, 177, 255, 256, 257)
-"""Lengths around the blocks of keys in which any of the kernels walks."""
+"""Lengths around the sizes of key blocks in all kernels."""
 JUNK = 1e4
-"""What lies on pages that nobody owns, and behind a sequence's last key."""
+"""The value on unowned pages, and behind a sequence's last key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Heads of queries and of keys, and their size."""
+    """The number of query heads and key heads, and their size."""
 
     heads: int
     kv_heads: int
@@ -38,7 +38,7 @@ def sequence_lens(longest: int) -> list[int]:
 
 
 def packed_inputs(heads: Heads, lens: Sequence[int], numbers: Numbers) -> list[Tensor]:
-    """Queries, keys and values of whole sequences, laid end to end."""
+    """Return queries, keys and values of whole sequences, laid end to end."""
     total = sum(lens)
     return [
         numbers(total, heads.heads, heads.dim, seed=1),
@@ -68,14 +68,15 @@ class PagedSequences:
             self.v[owner[:n]] = values[start : start + n]
 
     def queries(self, spans: Sequence[tuple[int, int, int]]) -> Tensor:
-        """Rows of the packed queries for (sequence, first token, end): int64 [T]"""
+        """Return rows of the packed queries for (sequence, first token, end): int64 [T]"""
         rows = [torch.arange(self.starts[s] + a, self.starts[s] + b) for s, a, b in spans]
         return torch.cat(rows).to(self.q.device)
 
     def attend(
         self, attention: PagedAttention, spans: Sequence[tuple[int, int, int]], scale: float
     ) -> tuple[Tensor, Tensor | None]:
-        """Out and lse of the spans' queries, all in one call; what follows them is not there yet."""
+        """Return out and lse of the spans' queries, all in one call; later tokens are not there
+        yet."""
         batch = PagedBatch.of(
             self.page_table[[s for s, _, _ in spans]],
             self.page_size,
@@ -95,7 +96,8 @@ def check_paged(
     numbers: Numbers,
     tally: Tally,
 ) -> None:
-    """Decoding steps, chunks after a cached prefix, and both mixed, against the training forward."""
+    """Compare decoding steps, chunks after a cached prefix, and both mixed, with the training
+    forward."""
     lens, scale = sequence_lens(longest), heads.dim**-0.5
     inputs = packed_inputs(heads, lens, numbers)
     layout = AttentionLayout.packed(tuple(lens), numbers.device)
@@ -128,7 +130,7 @@ def check_paged(
 def check_packing(
     operators: Operators, heads: Heads, longest: int, numbers: Numbers, tally: Tally
 ) -> None:
-    """A sequence of a packed micro-batch has the bits it has alone, and in another order."""
+    """Check that a sequence has the same bits in a packed micro-batch, alone, and in another order."""
     lens = sequence_lens(longest)
     inputs = packed_inputs(heads, lens, numbers)
 
@@ -148,7 +150,7 @@ def check_packing(
 def check_accuracy(
     operators: Operators, heads: Heads, longest: int, numbers: Numbers, tally: Tally
 ) -> None:
-    """Values and gradients against float64 attention, and gradients that repeat."""
+    """Compare values and gradients with float64 attention, and check that gradients repeat."""
     lens = sequence_lens(longest)[::3]
     inputs = packed_inputs(heads, lens, numbers)
     layout, scale = AttentionLayout.packed(tuple(lens), numbers.device), heads.dim**-0.5
@@ -171,7 +173,7 @@ def check_accuracy(
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """One sequence in the dtype of its inputs, written out: [T, H, D]."""
+    """Compute one sequence's attention in its inputs' dtype, written out: [T, H, D]."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = scale * torch.einsum("thd,shd->hts", q, k)

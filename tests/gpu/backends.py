@@ -1,4 +1,4 @@
-"""The aligned operators of a backend, on a GPU or in a rehearsal."""
+"""Aligned operators of a backend, on a GPU or in a rehearsal."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ PART_OF_FILE = {"test_gemm": "deep_gemm", "test_attention": "flash_attention_3"}
 
 
 def obstacle(backend: str, file: str) -> str | None:
-    """What this machine lacks for the tests of a file on a backend, by name; None if nothing."""
+    """Return the name of what this machine lacks for a file's tests on a backend; None if nothing."""
     problem, part = missing(backend), PART_OF_FILE.get(file)
     return missing_part(part) if problem and part and backend == "hopper" else problem
 
 
 def make_for(backend: str, file: str, setting: Setting) -> Operators:
-    """The operators; of `hopper` the half that the file's tests need, where the other is missing."""
+    """Return the operators; for `hopper` the half that the file's tests need, if the other is
+    missing."""
     if setting.device == "cuda" and missing(backend):
         return make_part(PART_OF_FILE[file])
     return make_backend(backend, setting)
@@ -28,7 +29,7 @@ def make_for(backend: str, file: str, setting: Setting) -> Operators:
 
 @cache
 def make_backend(backend: str, setting: Setting) -> Operators:
-    """The operators; a rehearsal of `triton` runs its kernels in Triton's interpreter."""
+    """Return the operators; a rehearsal of `triton` runs its kernels in Triton's interpreter."""
     if setting.device == "cuda":
         return make_gpu_operators(backend)
     if backend == "triton":
@@ -41,7 +42,7 @@ def make_backend(backend: str, setting: Setting) -> Operators:
 
 
 def make_contract(backend: str, setting: Setting, shapes: OperatorShapes) -> NumericsContract:
-    """A contract for up to 8 tensor-parallel ranks."""
+    """Return a contract for up to 8 tensor-parallel ranks."""
     return NumericsContract(
         backend=backend,
         device=setting.device,

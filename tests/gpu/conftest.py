@@ -1,4 +1,4 @@
-"""The GPU suite: everything the aligned operators promise that only a GPU can break.
+"""GPU suite: all promises of the aligned operators that only a GPU can break.
 
 `make gpu-test` runs it. Without a GPU every test is skipped by name; `--rehearse cpu` runs the same
 code on a CPU with small sizes, which proves that the tests work and nothing about a GPU.
@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _obstacle(config: pytest.Config) -> str | None:
-    """Why nothing of this suite can run here."""
+    """Return why nothing of this suite can run here."""
     if _option(config, "rehearse"):
         return None
     if not torch.cuda.is_available():
@@ -109,7 +109,7 @@ def numbers(setting: Setting) -> Numbers:
 
 @pytest.fixture
 def tally(record_property) -> Tally:
-    """What the test compares; goes into the summary."""
+    """Count the test's comparisons for the summary."""
     counts = Tally()
     record_property("tally", counts)
     return counts
@@ -117,7 +117,7 @@ def tally(record_property) -> Tally:
 
 @pytest.fixture
 def operators(backend: str, setting: Setting, request: pytest.FixtureRequest) -> Operators:
-    """The aligned operators of a backend; skipped by the name of what it needs and is not there."""
+    """Return a backend's aligned operators; skip the test with the name of a missing requirement."""
     file = request.path.stem
     if setting.device == "cuda" and (problem := obstacle(backend, file)):
         pytest.skip(f"{backend} operators: {problem}")
@@ -126,7 +126,7 @@ def operators(backend: str, setting: Setting, request: pytest.FixtureRequest) ->
 
 @pytest.fixture
 def of_bytes(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> Operators:
-    """Operators whose linears multiply bytes; in a rehearsal by a stand-in for DeepGEMM."""
+    """Return operators whose linears multiply bytes; in a rehearsal by a stand-in for DeepGEMM."""
     if setting.device != "cuda":
         from tests.support.bytes_on_cpu import OfRounded, stand_in  # which defines what a GPU has
 
@@ -139,7 +139,7 @@ def of_bytes(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> Operators:
 
 @pytest.fixture
 def stock(setting: Setting) -> Operators:
-    """Kernels that depend on the batch: a GPU's own, and built ones in a rehearsal.
+    """Return kernels that depend on the batch: a GPU's own, and built ones in a rehearsal.
 
     A CPU's own may well be row-invariant (Intel's are, when MKL is asked for it).
     """

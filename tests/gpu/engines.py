@@ -27,7 +27,8 @@ ROOT = Path(__file__).parents[2]
 ONPOLICY = (sys.executable, "-m", "onpolicy.cli")
 
 SHARED = ("--colocate", "--sglang-mem-fraction-static", "0.2", "--sglang-max-total-tokens", "40000")
-"""All are on one GPU: a server has a part of what was free when it started, and fills little of it."""
+"""Flags for engines on one GPU: a server takes a part of the memory free at its start, and fills
+little."""
 
 IN_BYTES = (
     *("--rollout-weight-format", "fp8_e4m3_block128"),
@@ -37,7 +38,7 @@ IN_BYTES = (
 INT4 = ("--rollout-weight-format", "int4_group128")
 
 SAME = ("train", "train_again")
-"""Runs that have one hash."""
+"""Runs with one hash."""
 
 RUN_HASH = re.compile(r"run hash\W+(\w+)")
 
@@ -45,7 +46,7 @@ LAST_LINES = 8
 
 
 def commands(inputs: Path, folder: Path) -> dict[str, list[str]]:
-    """What is run, by name."""
+    """Return the commands to run, by name."""
     small, real = str(inputs / "quickstart" / "model"), str(inputs / "qwen3-0.6b")
     data, held_out = (str(inputs / "quickstart" / name) for name in ("data.jsonl", "eval.jsonl"))
 
@@ -85,7 +86,7 @@ def commands(inputs: Path, folder: Path) -> dict[str, list[str]]:
 
 
 def run(name: str, command: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Run it; what it compared and found, and the end of its log."""
+    """Run a command; return its comparisons and results, and the end of its log."""
     started, log = time.perf_counter(), folder / f"{name}.log"
     with open(log, "w") as file:
         done = subprocess.run([*ONPOLICY, *command], stdout=file, stderr=subprocess.STDOUT)
@@ -105,7 +106,7 @@ def run(name: str, command: Sequence[str], folder: Path) -> dict[str, Any]:
 
 
 def _compared(folder: Path, name: str) -> dict[str, int]:
-    """Tokens of both sides, and those that differ: of a run's rollouts, or of `verify`."""
+    """Return the number of compared and of differing tokens in a run's rollouts, or in `verify`."""
     metrics, report = folder / name / "metrics.jsonl", folder / f"{name}.json"
     records, prefix = (read_jsonl(metrics), "parity/") if metrics.exists() else ([], "")
     if report.exists():
@@ -115,7 +116,7 @@ def _compared(folder: Path, name: str) -> dict[str, int]:
 
 
 def summary(result: Mapping[str, Any]) -> str:
-    """One line about a command."""
+    """Return one line about a command."""
     hashed = f", {result['run_hash']}" if result["run_hash"] else ""
     return (
         f"exit code {result['exit_code']}, {result['num_mismatched_tokens']} of "
@@ -124,7 +125,7 @@ def summary(result: Mapping[str, Any]) -> str:
 
 
 def failures(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What did not hold, a sentence each."""
+    """Return the failures, a sentence each."""
     found = [
         f"{name}: {summary(result)}"
         for name, result in results.items()
@@ -137,7 +138,7 @@ def failures(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def make_inputs(inputs: Path) -> None:
-    """Models and data that are not there yet."""
+    """Make the models and data that are missing."""
     quickstart, real = inputs / "quickstart", inputs / "qwen3-0.6b"
     prepare = [sys.executable, str(ROOT / "examples/quickstart/prepare.py"), str(quickstart)]
     subprocess.run(prepare, check=True)
@@ -147,7 +148,7 @@ def make_inputs(inputs: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all side by side and write the record; 1 if anything did not hold."""
+    """Run all side by side and write the record; return 1 if anything failed."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="the record")
     parser.add_argument("--only", nargs="+", help="these alone, by name")

@@ -1,4 +1,4 @@
-"""What is checked of every GEMM: rows, columns, bias, experts, accuracy and gradients."""
+"""Checks of every GEMM: rows, columns, bias, experts, accuracy and gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ DEGREES = (2, 4, 8)
 
 
 def linears_of_bytes(model: ModelShape) -> dict[str, tuple[int, int]]:
-    """Those of a model that are rounded, and whole blocks; some small ones if it has none."""
+    """Return a model's rounded linears that consist of whole blocks; some small ones if it has
+    none."""
     rounded = {n: s for n, s in model.linears().items() if n not in ("lm_head", "router")}
     whole = {n: s for n, s in rounded.items() if s[0] % FP8_BLOCK == s[1] % FP8_BLOCK == 0}
     return whole or {"small": (2 * FP8_BLOCK, 3 * FP8_BLOCK)}
@@ -37,7 +38,7 @@ def make_weight(numbers: Numbers, *shape: int) -> Tensor:
 def check_row_counts(
     gemm: Gemm, n: int, k: int, row_counts: Sequence[int], numbers: Numbers, tally: Tally, case: str
 ) -> None:
-    """Any number of rows, anywhere in a batch, and rows that lie apart in memory."""
+    """Check any number of rows, anywhere in a batch, and rows that lie apart in memory."""
     weight, x = make_weight(numbers, n, k), numbers(row_counts[-1], k, seed=1)
     check_rows(lambda rows: gemm(rows, weight), x, row_counts, tally, case)
     apart = torch.cat([x, x], dim=1)[:, :k]  # a single such row counts as contiguous, two do not
@@ -49,7 +50,7 @@ def check_row_counts(
 def check_columns(
     gemm: Gemm, n: int, k: int, row_counts: Sequence[int], numbers: Numbers, tally: Tally, case: str
 ) -> None:
-    """A column-parallel shard gives the columns of the whole."""
+    """Check that a column-parallel shard gives the columns of the whole."""
     weight = make_weight(numbers, n, k)
     for m in row_counts:
         x = numbers(m, k, seed=2)
@@ -77,7 +78,8 @@ def check_bias(
 def check_accuracy(
     gemm: Gemm, n: int, k: int, rows: int, numbers: Numbers, tally: Tally, case: str
 ) -> None:
-    """A sum in float32, rounded once: no TF32, no bfloat16 partial sums. Gradients to float32's."""
+    """Check for a sum in float32, rounded once: no TF32, no bfloat16 partial sums. Gradients to
+    float32's."""
     weight, x = make_weight(numbers, n, k), numbers(rows, k, seed=1)
     with torch.no_grad():
         got = gemm(x, weight)
@@ -88,7 +90,8 @@ def check_accuracy(
 
 
 def _sum_bound(x: Tensor, weight: Tensor) -> Tensor:
-    """What a float32 sum of products may lose; with TF32 or a bfloat16 sum it would be far more."""
+    """Return the possible error of a float32 sum of products; TF32 or a bfloat16 sum would lose far
+    more."""
     return 2**-18 * x.double().norm(dim=1)[:, None] * weight.double().norm(dim=1)
 
 
@@ -97,7 +100,8 @@ def _gradient_tolerance(x: Tensor) -> float:
 
 
 def routed_rows(experts: int, rows: int, k: int, numbers: Numbers) -> tuple[Tensor, Tensor]:
-    """Rows sorted by their expert, and that expert: [S, K], int64 [S]. Some experts get none."""
+    """Return rows sorted by their expert, and that expert: [S, K], int64 [S]. Some experts get
+    none."""
     generator = torch.Generator().manual_seed(experts)
     popularity = torch.rand(experts, generator=generator) ** 3
     popularity[1::4] = 0
@@ -106,7 +110,7 @@ def routed_rows(experts: int, rows: int, k: int, numbers: Numbers) -> tuple[Tens
 
 
 def expert_offsets(chosen: Tensor, experts: int) -> Tensor:
-    """Where each expert's rows begin and end: int64 [S] sorted -> int64 [E + 1]"""
+    """Return the start and end of each expert's rows: int64 [S] sorted -> int64 [E + 1]"""
     return torch.searchsorted(chosen, torch.arange(experts + 1, device=chosen.device))
 
 
@@ -118,7 +122,8 @@ def check_grouped_rows(
     tally: Tally,
     case: str,
 ) -> None:
-    """A row depends on itself and its expert, not on how many rows any expert has, nor on shards."""
+    """Check that a row depends on itself and its expert, not on any expert's number of rows, nor on
+    shards."""
     experts, n, k = shape
     weight = make_weight(numbers, *shape)
     x, chosen = routed_rows(experts, row_counts[-1], k, numbers)
@@ -142,7 +147,7 @@ def check_grouped_accuracy(
     tally: Tally,
     case: str,
 ) -> None:
-    """Values and gradients against one float64 product per expert."""
+    """Compare values and gradients with one float64 product per expert."""
     experts, _, k = shape
     weight = make_weight(numbers, *shape)
     x, chosen = routed_rows(experts, rows, k, numbers)

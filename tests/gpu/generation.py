@@ -1,4 +1,4 @@
-"""Generates with a paged model in batches of changing composition, and scores with the trainer's."""
+"""Generation with a paged model in batches of changing composition, and scoring with the trainer's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.gpu.shapes import ModelShape
 MODELS = ("qwen3", "qwen3-tied", "qwen3-moe")
 
 CHUNK = 48
-"""Prompt tokens of a sequence that one prefill step computes."""
+"""Prompt tokens of a sequence in one prefill step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Rollout:
 
 
 def make_config(name: str, shape: ModelShape) -> PretrainedConfig:
-    """The configuration of one of MODELS with the sizes of `shape`."""
+    """Return the configuration of one of MODELS with the sizes of `shape`."""
     sizes = {
         "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,
@@ -55,7 +55,7 @@ def make_config(name: str, shape: ModelShape) -> PretrainedConfig:
 
 
 def random_prompts(setting: Setting, seed: int) -> list[list[int]]:
-    """Of random lengths: one of one token, one longer than a prefill chunk."""
+    """Return prompts of random lengths: one of one token, one longer than a prefill chunk."""
     rng = random.Random(seed)
     longest = setting.longest_prompt
     lens = [1, longest, *(rng.randrange(1, longest + 1) for _ in range(setting.sequences - 2))]
@@ -106,7 +106,7 @@ def pack(rollout: Rollout, order: list[int], temperature: float, device: str) ->
 def score(
     policy: PolicyModel, rollout: Rollout, temperature: float, device: str, seed: int
 ) -> list[Tensor]:
-    """The trainer's log-probabilities, sequence by sequence, in micro-batches of its own."""
+    """Return the trainer's log-probabilities, sequence by sequence, in micro-batches of its own."""
     order = list(range(len(rollout.sequences)))
     random.Random(seed).shuffle(order)
     cut = len(order) // 3

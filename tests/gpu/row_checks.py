@@ -16,7 +16,7 @@ RowFunction = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Normal numbers of one dtype on one device, the same whenever they are asked for."""
+    """Normal numbers of one dtype on one device, the same at every call."""
 
     dtype: torch.dtype
     device: str
@@ -27,7 +27,7 @@ class Numbers:
         return (scale * numbers).to(self.dtype)
 
     def order(self, size: int, seed: int = 0) -> Tensor:
-        """A permutation of 0 ... size - 1, the same on every device: int64 [size]"""
+        """Return a permutation of 0 ... size - 1, the same on every device: int64 [size]"""
         generator = torch.Generator().manual_seed(seed)
         return torch.randperm(size, generator=generator).to(self.device)
 
@@ -56,7 +56,7 @@ def check_gradients(
     case: str,
     tolerance: float,
 ) -> None:
-    """The forward pass has inference's bits, gradients the same bits in every run, and are right.
+    """Check that the forward pass has inference's bits, and that gradients repeat and are right.
 
     `exact` is the same function for float64 inputs; errors are relative to a gradient's largest.
     """

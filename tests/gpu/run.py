@@ -1,8 +1,9 @@
-"""Runs the GPU suite, one process for each file: `python -m tests.gpu.run --json FILE [arguments]`.
+"""Runner of the GPU suite, one process for each file: `python -m tests.gpu.run --json FILE
+[arguments]`.
 
-An illegal access of memory poisons the process that made it, and every test after it. So a file that
-dies takes none of the others along: it is recorded as crashed, with the test that it died in. Needs what
-the suite needs, and nothing of pytest's plug-ins.
+An illegal memory access poisons the process that made it, and every test after it. So a file that
+dies does not affect the others: it is recorded as crashed, with the test that it died in. It needs
+only the suite's own requirements, and none of pytest's plug-ins.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ FILES = (
     "test_negative_controls",
     "test_server",
 )
-"""From the parts to the whole, so that the first failure is the smallest one."""
+"""The files from the parts to the whole, so that the first failure is the smallest one."""
 
 ALONE = "test_server"
-"""It counts what is free on the GPU, so the others have ended when it begins."""
+"""A file that measures free GPU memory, so it runs after the others have ended."""
 
 PYTEST = (sys.executable, "-m", "pytest", "-v", "--confcutdir=tests/gpu")
 """-v: the end of a log names the test that its process died in."""
@@ -44,11 +45,11 @@ NO_TESTS = 5
 """pytest's exit status where -k chose none of a file."""
 
 SHOWN = 8
-"""Failures that the page tells; the JSON has all."""
+"""The most failures on the page; the JSON has all."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run every file, merge what was recorded, and say what to send back; 1 if anything failed."""
+    """Run every file, merge the records, and print what to send back; return 1 if anything failed."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--json", type=Path, required=True, help="what all files recorded")
     parser.add_argument("--jobs", type=int, default=1, help="files side by side on the GPU")
@@ -71,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(name: str, folder: Path, arguments: Sequence[str], shown: bool) -> dict[str, Any]:
-    """Run one file; its tests as they were recorded, and its crash."""
+    """Run one file; return its recorded tests, and its crash."""
     part, log = folder / f"{name}.json", folder / f"{name}.log"
     part.unlink(missing_ok=True)
     process = subprocess.Popen(
@@ -101,7 +102,7 @@ def _run(name: str, folder: Path, arguments: Sequence[str], shown: bool) -> dict
 
 
 def page_of(record: dict[str, Any], file: Path) -> str:
-    """What was found, and what to send back, as a page to read."""
+    """Return the findings, and what to send back, as a page to read."""
     tests = record["tests"]
     bad = {n: t for n, t in tests.items() if t["outcome"] not in ("passed", "skipped")}
     skipped = sorted({t.get("reason", "") for t in tests.values() if t["outcome"] == "skipped"})

@@ -1,4 +1,4 @@
-"""Where the suite runs and how large its sweeps are: a GPU, or a rehearsal of its code on a CPU."""
+"""Device and sizes of the suite: a GPU, or a rehearsal of its code on a CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Setting:
 
     device: str
     control_dtype: torch.dtype
-    """In which the device's stock GEMM is known to depend on the number of rows."""
+    """A dtype in which the device's stock GEMM is known to depend on the number of rows."""
     models: tuple[ModelShape, ...]
     """Models whose linears are swept."""
     row_counts: tuple[int, ...]
@@ -33,7 +33,7 @@ class Setting:
     """Tokens of the longest sequence."""
     page_sizes: tuple[int, ...]
     small_model: ModelShape
-    """Generates and is trained, end to end; with experts and without."""
+    """The model that generates and is trained, end to end; with experts and without."""
     longest_prompt: int
     generated: int
     """Tokens generated per sequence, end to end."""
@@ -41,7 +41,7 @@ class Setting:
     """Sequences generated at once, end to end."""
     training_steps: int
     graph_steps: int
-    """Replays of a decoding step held in a CUDA graph; they start at 100 tokens."""
+    """Replays of a decoding step in a CUDA graph; they start at 100 tokens."""
 
 
 def _around_powers_of_two(first: int, last: int) -> set[int]:

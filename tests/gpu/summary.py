@@ -1,4 +1,4 @@
-"""The record of a run of the suite: every test's outcome and what it compared, as JSON."""
+"""Record of a run of the suite: every test's outcome and comparisons, as JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Summary:
 
 
 def record_of(tests: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """All that is written down of these tests, by their names."""
+    """Return the record of these tests, by their names."""
     tallies = [test["tally"] for test in tests.values() if "tally" in test]
     outcomes = [test["outcome"] for test in tests.values()]
     return {
@@ -49,7 +49,7 @@ def record_of(tests: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _last_line(report: pytest.TestReport) -> str:
-    """Why a test failed or was skipped, in one line."""
+    """Return why a test failed or was skipped, in one line."""
     if isinstance(report.longrepr, tuple):  # a skip: file, line, reason
         return report.longrepr[2]
     crash = getattr(report.longrepr, "reprcrash", None)

@@ -1,4 +1,4 @@
-"""Counts what a check compared, so that a green run also says how much it looked at."""
+"""Counts of a check's comparisons, so that a green run also shows how much it compared."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.support.gpu.launches import last_launches
 
 KEPT = 5
-"""Mismatching cases that are described; all of them are counted."""
+"""The most mismatching cases that are described; all of them are counted."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Tally:
         )
 
     def require_some(self) -> None:
-        """For negative controls: fail unless the check saw a difference."""
+        """Fail unless the check saw a difference; for negative controls."""
         assert self.mismatched_cases > 0, (
             f"none of {self.cases} cases differs: this check cannot tell stock kernels from aligned "
             "ones on this machine, so its green results prove nothing here"
@@ -80,7 +80,7 @@ class Tally:
 
 
 def _first_of(differs: Tensor, got: Tensor, want: Tensor) -> str:
-    """The first row that differs, the columns in it that do, and what is there in place of what."""
+    """Return the first row that differs, its differing columns, and the actual and expected values."""
     place = tuple(differs.nonzero()[0].tolist())
     if not place:
         return f"{got.item()!r}, not {want.item()!r}"

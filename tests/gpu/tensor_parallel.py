@@ -1,4 +1,4 @@
-"""Row-parallel linears and experts over ranks; lives outside of the tests, for spawned processes."""
+"""Row-parallel linears and experts over ranks; outside of the test files, for spawned processes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from tests.gpu.tally import Tally
 
 BLOCKS = 8
 EXPERTS, CHOSEN, HIDDEN, INTERMEDIATE = 16, 4, 256, 256
-"""Of the experts that are compared."""
+"""The sizes of the compared experts."""
 
 
 def sum_of_ranks(
     operators: Operators, x: Tensor, weight: Tensor, bias: Tensor, ranks: int
 ) -> Tensor:
-    """A row-parallel linear as `ranks` ranks compute it, each with shards in memory of its own."""
+    """Return a row-parallel linear as `ranks` ranks compute it, each with shards in memory of its
+    own."""
     parts = []
     for shards in zip(x.chunk(ranks, -1), weight.chunk(ranks, -1), strict=True):
         blocks = (shard.contiguous().chunk(BLOCKS // ranks, -1) for shard in shards)
@@ -52,7 +53,8 @@ class _Experts:
     def mix(
         self, operators: Operators, rows: Tensor, parallel: RowParallel, rank: int = 0
     ) -> Tensor:
-        """The layer's output for some of its rows, int64 [M], with this rank's shard of the experts."""
+        """Return the layer's output for some of its rows, int64 [M], with this rank's shard of the
+        experts."""
         gate, up = (w.chunk(parallel.ranks, dim=1)[rank] for w in (self.gate, self.up))
         return mix_experts(
             operators,
@@ -69,7 +71,7 @@ class _Experts:
 def check_expert_rows(
     operators: Operators, row_counts: Sequence[int], blocks: int, device: str, tally: Tally
 ) -> None:
-    """A token's mixture of experts does not depend on the other tokens."""
+    """Check that a token's mixture of experts does not depend on the other tokens."""
     experts = _Experts(Numbers(torch.bfloat16, device), row_counts[-1])
     rows = torch.arange(row_counts[-1], device=device)
     parallel = RowParallel(blocks)
@@ -85,7 +87,7 @@ def check_expert_rows(
 def compare_with_one_rank(
     rank: int, ranks: int, backend: str, setting: Setting, directory: Path
 ) -> None:
-    """What this rank and the others compute together, against all of it on this rank alone."""
+    """Compare the joint result of all ranks with a result of this rank alone."""
     if setting.device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(

@@ -24,7 +24,7 @@ def policy(config, operators, setting):
 
 @pytest.fixture
 def rollout_of(policy, backend, setting):
-    """Samples with the policy as it is now, in a cache of its own."""
+    """Return a function that samples with the policy as it is now, in a cache of its own."""
     attention = paged_attention_of(backend)
 
     def roll_out(temperature, seed):
@@ -47,7 +47,7 @@ def compare(policy, rollout, setting, temperature, tally, case):
 def test_the_check_at_start_up_passes_at_the_sizes_of_each_model(
     operators, backend, model, setting, tally
 ):
-    """And gives the same digests twice, so two engines on such a GPU would accept each other."""
+    """Check also that the digests repeat, so two engines on such a GPU would accept each other."""
     config = make_config("qwen3-moe" if model.experts else "qwen3", model)
     contract = make_contract(
         backend, setting, operator_shapes(ModelFacts(config), row_parallel_blocks=8)
@@ -68,7 +68,7 @@ def test_sampled_tokens_have_the_trainers_log_probabilities(
 
 
 def test_and_again_after_every_training_step(policy, rollout_of, setting, tally):
-    """Real optimizer steps on what was sampled; the loss's own forward pass is compared too."""
+    """Take real optimizer steps on the samples; compare the loss's own forward pass too."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
     for step in range(setting.training_steps):
         rollout = rollout_of(1.0, seed=step)
@@ -107,7 +107,7 @@ def test_the_loss_and_its_gradients_repeat(policy, rollout_of, setting, tally):
 
 
 def test_a_cuda_graph_of_a_decoding_step_has_the_bits_of_the_step(policy, backend, setting, tally):
-    """Captured once, replayed for sequences that grow over the borders of pages and key blocks."""
+    """Capture once, and replay for sequences that grow over the borders of pages and key blocks."""
     count, start, steps, device = setting.sequences, 100, setting.graph_steps, setting.device
     models = [
         PagedModel(policy, paged_attention_of(backend), count, start + steps, 16) for _ in range(2)

@@ -34,7 +34,8 @@ def test_a_shard_of_whole_blocks_has_the_bits_of_the_whole(
 
 
 def test_results_are_right(of_bytes, model, numbers, tally):
-    """Tensor cores keep some 14 bits of the sums of FP8 numbers in a block."""
+    """Check within the precision of tensor cores: some 14 bits of the sums of FP8 numbers in a
+    block."""
     with torch.no_grad():
         for name, (n, k) in linears_of_bytes(model).items():
             x = round_weight(numbers(70, k, seed=1), "fp8_e4m3")
@@ -63,7 +64,7 @@ def test_a_cuda_graph_reads_the_bytes_that_were_held_last(of_bytes, setting, num
 
 
 def _captured(function, device):
-    """The function as a CUDA graph; as it is in a rehearsal."""
+    """Return the function as a CUDA graph; unchanged in a rehearsal."""
     if device != "cuda":
         return function
     function()

@@ -23,7 +23,7 @@ def test_a_row_does_not_depend_on_the_number_of_rows(operators, model, setting, 
 def test_a_row_of_an_unrounded_partial_sum_does_not_depend_on_the_number_of_rows(
     operators, model, setting, numbers, tally
 ):
-    """Row-parallel linears, with all of K and with the eighth that one of 8 blocks has."""
+    """Check row-parallel linears, with all of K and with the eighth that one of 8 blocks has."""
     with torch.no_grad():
         for name in ("o", "down"):
             n, k = model.linears().get(name, (0, 0))
@@ -94,7 +94,7 @@ def test_results_and_gradients_of_experts_are_right_and_gradients_repeat(
 
 
 def test_float32_operands_are_multiplied_in_float32(operators, backend, setting, tally):
-    """TF32 would break the bound many times over."""
+    """Check against a bound that TF32 would break many times over."""
     if setting.device == "cuda" and (problem := missing(backend, "float32")):
         pytest.skip(f"{backend} operators: {problem}")
     numbers = Numbers(torch.float32, setting.device)

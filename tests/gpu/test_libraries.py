@@ -15,7 +15,7 @@ HEAD_DIM = 128
 
 
 def _decoding(device):
-    """Five sequences of one key."""
+    """Return a layout of five sequences of one key."""
     starts = torch.arange(6, dtype=torch.int32, device=device)
     return PagedLayout(
         page_table=starts[:5, None].clone(),

@@ -36,7 +36,7 @@ def test_cublas_rows_depend_on_the_number_of_rows(stock, model, setting, tally):
 def test_an_input_scale_that_the_batch_shares_is_seen(
     of_bytes, model, setting, numbers, tally, monkeypatch
 ):
-    """Of products of bytes."""
+    """Check products of bytes."""
     right = fp8.input_in_bytes
 
     def shared(x):

@@ -52,7 +52,7 @@ def exact_layer_norm(x, weight, bias):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_other_norms(operators, setting, tally, dtype):
-    """The RMS norm that is rounded last (Gemma's, OLMo-2's) and the layer norm."""
+    """Check the RMS norm that is rounded last (Gemma's, OLMo-2's) and the layer norm."""
     numbers = Numbers(dtype, setting.device)
     for size in setting.norm_sizes:
         weight, bias = 1 + numbers(size, seed=1, scale=0.3), numbers(size, seed=3)
@@ -169,7 +169,7 @@ def test_log_softmax_and_the_log_probabilities_of_tokens(operators, setting, tal
 
 
 def test_log_probabilities_straight_from_hidden_states(operators, setting, numbers, tally):
-    """The trainer's chunks and the rollout's batches; the gradients of the loss."""
+    """Check the trainer's chunks and the rollout's batches, and the gradients of the loss."""
     rows, hidden = setting.few_row_counts[-1], setting.norm_sizes[-1]
     x = numbers(rows, hidden, seed=1)
     weight = numbers(setting.vocab, hidden, seed=2, scale=2 * hidden**-0.5)
@@ -216,7 +216,7 @@ def test_rotary_embedding(operators, setting, numbers, tally):
 
 
 def test_a_sample_depends_on_its_own_row_alone(operators, setting, tally):
-    """Uniform numbers include the ends; the drawn token is the one that float64 says."""
+    """Check that the drawn token is float64's, for uniform numbers that include the ends."""
     rows = setting.few_row_counts[-1]
     logits = Numbers(torch.float32, setting.device)(rows, setting.vocab, scale=4)
     t = torch.ones(rows, 1, device=setting.device)
@@ -238,7 +238,7 @@ def test_a_sample_depends_on_its_own_row_alone(operators, setting, tally):
 
 
 def test_what_torch_computes_between_the_operators(setting, numbers, tally):
-    """Residual additions, products, embeddings and the router's normalisation stay torch's own."""
+    """Check torch's own residual additions, products, embeddings and the router's normalisation."""
     rows = setting.row_counts[-1]
     x, y = numbers(rows, 256, seed=1), numbers(rows, 256, seed=2)
     both = torch.cat([x, y], -1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 PACKAGES = ("sglang", "ray", "tyro", "aiohttp", "xxhash")
-"""Of the whole command, beyond what the rest of this suite needs."""
+"""Requirements of the whole command, beyond those of the rest of this suite."""
 PROMPTS, NEW_TOKENS = 16, 32
 
 

@@ -54,7 +54,7 @@ def test_experts_are_row_invariant_for_any_number_of_blocks(operators, setting, 
 
 
 def test_ranks_give_the_bits_of_one(backend, operators, setting, tally, tmp_path):
-    """NCCL on as many GPUs as there are, up to 8; gloo in a rehearsal."""
+    """Check with NCCL on as many GPUs as there are, up to 8; with gloo in a rehearsal."""
     available = torch.cuda.device_count() if setting.device == "cuda" else 2
     ranks = max((p for p in (2, 4, 8) if p <= available), default=0)
     if not ranks:

@@ -1,1 +1,1 @@
-"""Environments that people have, as functions of an episode."""
+"""Adapters for existing environments, as functions of an episode."""

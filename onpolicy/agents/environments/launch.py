@@ -1,4 +1,4 @@
-"""An environment, by the flags of a run."""
+"""Choice of an environment by the flags of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HERE = "onpolicy.agents.environments"
 
 
 def environment_function(config: AgentConfig) -> AgentFunction:
-    """The function whose episodes are those of the environment.
+    """Return the function that rolls out episodes in the environment.
 
     Raises ConfigError for an environment that cannot be used.
     """
@@ -38,7 +38,7 @@ def environment_function(config: AgentConfig) -> AgentFunction:
 
 
 def environment_rows(config: AgentConfig) -> Iterator[Row]:
-    """The prompts that an environment of verifiers has itself, as rows of a prompt file."""
+    """Yield the prompts of a verifiers environment, as rows of a prompt file."""
     rows = verifiers.rows(config.environment.partition(":")[2], config.environment_args)
     for number, row in enumerate(rows, 1):
         yield f"{FLAG}={config.environment}: row {number}", row

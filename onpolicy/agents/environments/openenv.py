@@ -1,8 +1,8 @@
-"""An environment that an OpenEnv server has, as a class with `reset` and `step`.
+"""Client of an OpenEnv server, as a class with `reset` and `step`.
 
-The server runs wherever it likes, with or without a container, and its package need not be installed
-here: it is spoken to over its WebSocket, a connection for each episode (openenv-core 0.3.0,
-its module env_server.http_server).
+The server runs anywhere, with or without a container, and its package need not be installed here:
+the client uses its WebSocket, one connection per episode (openenv-core 0.3.0, its module
+env_server.http_server).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from onpolicy.system.proxies import proxy_of
 from onpolicy.types import Prompt
 
 MOST_BYTES = 100 << 20
-"""The longest message, as in OpenEnv's own client."""
+"""The most bytes of a message, as in OpenEnv's own client."""
 
 
 class OpenEnv:
     """An episode at the server at `url`.
 
-    An action becomes the field `action` of the server's action, beside the fields in `fixed`. The policy
-    reads the field `observation` of what is observed, or all of that as JSON if none is named. `reset`:
-    what the server's reset is given.
+    An action becomes the field `action` of the server's action, beside the fields in `fixed`. The
+    policy reads the field `observation` of an observation, or the whole as JSON if none is named.
+    `reset`: the arguments of the server's reset.
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class OpenEnv:
             await client.close()
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises RuntimeError for what the server refuses, and when it is gone."""
+        """Send a message and return the answer. Raises RuntimeError if the server refuses it or is
+        gone."""
         await self._socket.send_json({"type": kind, "data": {**data}})
         message = await self._socket.receive()
         if message.type != aiohttp.WSMsgType.TEXT:

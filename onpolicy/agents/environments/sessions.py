@@ -1,4 +1,4 @@
-"""Functions of episodes that act through a session of the gateway, wherever they run."""
+"""Episode functions that act through a gateway session, wherever they run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SESSION = "session"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionAddress:
-    """What a client needs: it acts in one episode, while that lasts."""
+    """The address that a client needs: it acts in one episode, while that lasts."""
 
     base_url: str
     api_key: str
@@ -23,7 +23,8 @@ class SessionAddress:
 
 
 def acts_by(rollouter: Rollouter, make_gateway: Callable[[], Gateway]) -> AgentRollouter:
-    """Has `rollouter` roll out prompts in which `session_of` finds the address of a session."""
+    """Return a rollouter that passes prompts to `rollouter` with a session for `session_of` in
+    each."""
 
     async def act(opened: OpenSession, prompt: Prompt) -> Episode:
         rules = opened.session.rules
@@ -37,5 +38,5 @@ def acts_by(rollouter: Rollouter, make_gateway: Callable[[], Gateway]) -> AgentR
 
 
 def session_of(prompt: Prompt) -> SessionAddress:
-    """That of the episode which a prompt was handed out for."""
+    """Return the address of the session of a prompt's episode."""
     return SessionAddress(**prompt.metadata[_SESSION])

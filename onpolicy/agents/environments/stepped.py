@@ -1,4 +1,4 @@
-"""An environment as a class with `reset` and `step`, as an episode.
+"""Episodes in an environment that is a class with `reset` and `step`.
 
     class Guess:
         stop = ("\n",)  # where an action ends, besides the stop tokens
@@ -9,9 +9,9 @@
         def step(self, action):
             return "Too low.\n", 0.0, False
 
-The policy reads what `reset` and `step` observe, and what it samples is an action. An object belongs to
-one episode. What it observes is journalled before it is used: an episode that goes on later, or that is
-repeated, reads it from there, and the environment catches up with it when the journal ends.
+The policy reads the observations of `reset` and `step`, and samples actions. An object belongs to
+one episode. Its observations are journalled before use: an episode that is resumed or repeated
+reads them from there, and the environment catches up when the journal ends.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from onpolicy.system.user_functions import load_function
 from onpolicy.types import Prompt
 
 Observation = str | Sequence[int] | Sequence[Mapping[str, Any]] | None
-"""Text, token ids or chat messages, which `Turns.append` takes; None or nothing: nothing to read."""
+"""Text, token ids or chat messages, which `Turns.append` takes; None or empty: nothing to read."""
 
 Rewards = Literal["episode", "turn", "token"]
-"""What a reward that `step` returns is for: its sum for the whole episode, the number for the last token
-of the action, or a number for each of the action's tokens."""
+"""The meaning of a reward from `step`: a summand of the episode's reward, the reward of the
+action's last token, or a number for each of the action's tokens."""
 
 
 class Environment(Protocol):
-    """What `--environment module:Class` asks of a class. All methods may be `async`; those that are not
-    run in threads. `stop`, texts that end an action, and `close` may be left out."""
+    """The interface of a class for `--environment module:Class`. All methods may be `async`; those
+    that are not run in threads. `stop`, texts that end an action, and `close` may be left out."""
 
     def reset(self, prompt: Prompt) -> Observation:
-        """What the policy reads after the prompt."""
+        """Return the observation after the prompt."""
 
     def step(self, action: str) -> tuple[Observation, Any, bool]:
-        """What came of an action: what the policy reads next, a reward, and whether that is the end.
+        """Return the observation after an action, a reward, and whether the episode ends.
 
-        action: what was sampled, without the stop token. It may have been cut short, where no more
+        action: the sampled text, without the stop token. It may have been cut short, where no more
         tokens may be sampled; the episode ends then, whatever is returned.
         """
 
     def close(self) -> None:
-        """The episode is over, however it ended."""
+        """Clean up after the episode, however it ended."""
 
 
 async def roll_out(
@@ -61,9 +61,9 @@ async def roll_out(
     arguments: Mapping[str, Any],
     rewards: Rewards = "episode",
 ) -> Episode:
-    """One episode in the environment at the path `environment`, made with `arguments`.
+    """Return an episode in the environment at the path `environment`, made with `arguments`.
 
-    Raises AgentError where it returns what it must not.
+    Raises AgentError where the environment returns invalid values.
     """
     made = load_function(environment, "--environment")
     return await play(turns, prompt, lambda: made(**arguments), rewards, getattr(made, "stop", ()))
@@ -76,7 +76,7 @@ async def play(
     rewards: Rewards = "episode",
     stop: Sequence[str] = (),
 ) -> Episode:
-    """One episode in the environment that `make` makes."""
+    """Return an episode in the environment that `make` makes."""
     attempt = _Attempt(make, prompt)
     given: list[Any] = []
     answers: list[Answer] = []
@@ -107,13 +107,13 @@ def _append(turns: Turns, observation: Observation) -> None:
 
 
 class _Attempt:
-    """The environment of an episode, made when something is asked of it that no journal knows."""
+    """The environment of an episode, made when it is needed for a value that no journal holds."""
 
     def __init__(self, make: Callable[[], Environment], prompt: Prompt):
         self._make, self._prompt = make, prompt
         self._environment: Environment | None = None
         self.actions: list[str] = []
-        """All so far; the environment has been told of those before the last."""
+        """The actions so far; the environment has taken all but the last."""
 
     async def reset(self) -> Observation:
         self._environment = await _call(self._make)
@@ -145,14 +145,14 @@ class _Attempt:
 
 
 async def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What it returns; one that is not async holds nobody up."""
+    """Return the function's result; one that is not async runs in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments)
     return await asyncio.to_thread(function, *arguments)
 
 
 def _checked(reward: Any, rewards: Rewards, answer: Answer) -> Any:
-    """The reward of a step. Raises AgentError for one of another shape."""
+    """Return the reward of a step. Raises AgentError if it has another shape."""
     each = [reward] if rewards != "token" else reward
     length = len(answer.token_ids) if rewards == "token" else 1
     fits = isinstance(each, Sequence) and len(each) == length

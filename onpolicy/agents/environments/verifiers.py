@@ -1,8 +1,8 @@
-"""Any environment of the `verifiers` package, unmodified: it acts through a session of the gateway.
+"""Environments of the `verifiers` package, unmodified: they act through a gateway session.
 
-Its client is the `openai` one at the session's address, its dataset are the prompts, and its rubric says
-the reward. What fails in it, the functions of its rubric included, fails the episode; an answer without
-text is an error to the package's clients, and ends an episode that its rubric scores.
+Its client is the `openai` one at the session's address, its dataset gives the prompts, and its
+rubric the reward. An error in it, also in the functions of its rubric, fails the episode; an answer
+without text is an error to the package's clients, and ends an episode that its rubric scores.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ _scoring_errors: ContextVar[list[str]] = ContextVar("errors that a rubric logged
 
 
 def load(name: str, arguments: str) -> Any:
-    """The environment, once in a process and from any thread; `arguments` is a JSON object.
+    """Return the environment, loaded once per process, from any thread; `arguments` is a JSON
+    object.
 
-    Raises ConfigError where the package or the environment is not there, where it cannot be made, and
+    Raises ConfigError where the package or the environment is missing, where it cannot be made, and
     where its rubric compares episodes.
     """
     with _loading:
@@ -71,7 +72,8 @@ def _load(name: str, arguments: str) -> Any:
 
 
 class _RubricErrors(logging.Handler):
-    """Keeps what a rubric logs: it counts a function that raises as a reward of 0."""
+    """A handler that keeps a rubric's logged errors: it counts a function that raises as a reward
+    of 0."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if (errors := _scoring_errors.get(None)) is not None:
@@ -80,7 +82,7 @@ class _RubricErrors(logging.Handler):
 
 @contextmanager
 def _watched() -> Iterator[list[str]]:
-    """The errors that rubrics log inside."""
+    """Yield the list of errors that rubrics log in the context."""
     errors: list[str] = []
     token = _scoring_errors.set(errors)
     try:
@@ -90,7 +92,7 @@ def _watched() -> Iterator[list[str]]:
 
 
 def rows(name: str, arguments: str) -> Iterator[dict[str, Any]]:
-    """The environment's training set as rows of a prompt file."""
+    """Yield the environment's training set as rows of a prompt file."""
     for row in load(name, arguments).get_dataset():
         label = row.get("answer")
         label = "" if label is None else str(label)
@@ -98,7 +100,7 @@ def rows(name: str, arguments: str) -> Iterator[dict[str, Any]]:
 
 
 async def roll_out(turns: Any, prompt: Prompt, *, name: str, arguments: str) -> Episode:
-    """One episode with the prompt's row of the dataset, in the session that the prompt names.
+    """Return an episode with the prompt's row of the dataset, in the session that the prompt names.
 
     Raises RuntimeError where the environment or a function of its rubric fails.
     """

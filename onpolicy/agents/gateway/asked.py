@@ -1,4 +1,4 @@
-"""An answer that clients of a session wait for, got, or left."""
+"""Answer that a session's clients wait for, received, or abandoned."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from onpolicy.agents.gateway.known import KnownTurn
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """One answer that was asked for. It is sampled to its end, whether or not its client waits for it:
-    how far it came when the client left would be the clock's to say."""
+    """One requested answer. It is sampled to its end, whether or not its client waits for it: if a
+    client's leaving stopped it, its length would depend on the clock."""
 
     sampling: asyncio.Task[KnownTurn]
 
     is_wanted: bool = True
-    """Whether a client waits for it or has got it. If not, the next equal request gets it."""
+    """Whether a client waits for it or has received it. If not, the next equal request gets it."""
 
     @property
     def turn(self) -> KnownTurn | None:
@@ -27,5 +27,5 @@ class Asked:
 
     @property
     def is_left(self) -> bool:
-        """Whether an equal request is to get it."""
+        """Whether the next equal request gets it."""
         return not self.is_wanted and (not self.sampling.done() or self.turn is not None)

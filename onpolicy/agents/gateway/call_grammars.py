@@ -1,8 +1,8 @@
-"""The grammar of an answer that must call a tool, or may call one at most.
+"""Grammars of answers that must call a tool, or may make at most one call.
 
-A call has the form in which SGLang's parser finds it: the texts around its arguments and the JSON
-schema of these, as a structural tag of xgrammar's. Where a parser has no such form, a forced call is a
-JSON list of names and parameters, as SGLang's own server asks for it.
+A call has the form that SGLang's parser finds: the texts around its arguments and their JSON
+schema, as a structural tag of xgrammar. Where a parser has no such form, a forced call is a JSON
+list of names and parameters, as in SGLang's own server.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _NONE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallForm:
-    """What an answer is held to."""
+    """The form that an answer's calls must have."""
 
     format: Format
-    """Part of a structural tag."""
+    """A part of a structural tag."""
 
     is_list: bool = False
-    """Whether calls are a JSON list, which no parser of SGLang's reads."""
+    """Whether calls are a JSON list, which none of SGLang's parsers reads."""
 
 
 def form_of(call: Call, parser: AnswerParser, stops: Sequence[str]) -> CallForm | None:
-    """Return what a call's answer is held to because of its tools; None if it is free.
+    """Return the form that a request's tools require of its answer; None if there is none.
 
-    stops: texts of the tokens that end an answer. Raises RefusedError where there is no such form.
+    stops: texts of the tokens that end an answer. Raises RefusedError where no grammar can be made.
     """
     if not call.tools or not (call.forces_call or call.one_call):
         return None
@@ -71,7 +71,7 @@ def tag_of(form: Format) -> str:
 
 
 def _native(call: Call, parser: Any) -> Format | None:
-    """Return the form that a parser of SGLang's reads, if it has one."""
+    """Return the form that an SGLang parser reads, if it has one."""
     tools, detector = parser.tools, parser.detector
     if not detector.supports_structural_tag() or detector.parses_required_natively():
         return None
@@ -91,7 +91,7 @@ def _native(call: Call, parser: Any) -> Format | None:
 
 
 def _harmony(call: Call) -> Format:
-    """Return a call, maybe after an analysis; a stop token ends it."""
+    """Return the form of a call, maybe after an analysis; a stop token ends it."""
     channel = "<|channel|>commentary"
     begin = channel + " to=functions.{} <|constrain|>json<|message|>"
     tags = [
@@ -107,9 +107,9 @@ def _harmony(call: Call) -> Format:
 def after_reasoning(
     form: Format, begin: str, end: str, *, is_begun: bool = False, between: str = "\n{0,2}"
 ) -> Format:
-    """Return a form that may come after reasoning, and must where the prompt has begun it.
+    """Return a form that may follow reasoning, and must where the prompt has begun it.
 
-    begin, end: of reasoning. between: a regular expression of what may stand after it.
+    begin, end: the marks of reasoning. between: a regular expression for the text after it.
     """
     content = {"type": "any_text"}
     reasoning = {"type": "tag", "begin": "" if is_begun else begin, "content": content, "end": end}
@@ -136,7 +136,8 @@ def _tag(begin: str, parameters: Mapping[str, Any] | None, end: str) -> Format:
 
 
 def _list(call: Call) -> Format:
-    """Return a list of calls; definitions of the tools' schemas move to its root, which they name."""
+    """Return the form of a list of calls; definitions in the tools' schemas move to its root, to
+    which they refer."""
     definitions, items = dict[str, Any](), []
     for tool in _callable(call):
         parameters = dict(_arguments(tool["function"].get("parameters")))
@@ -160,7 +161,7 @@ def _list(call: Call) -> Format:
 
 
 def _arguments(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the schema of a call's arguments, which are an object whatever it says."""
+    """Return the schema of a call's arguments, always of type object."""
     return {"type": "object", **(parameters or {})}
 
 
@@ -177,7 +178,7 @@ def _callable(call: Call) -> list[Mapping[str, Any]]:
 
 
 def _holds(form: Any, stops: Sequence[str]) -> bool:
-    """Return whether a text of a form holds that of a stop token, which ends an answer there."""
+    """Return whether a text of a form contains a stop token's, which would end the answer there."""
     if isinstance(form, dict):
         texts = [form.get("begin"), form.get("end")]
         return any(_holds(each, stops) for each in (*texts, *form.values()))

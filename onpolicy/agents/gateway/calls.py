@@ -1,4 +1,4 @@
-"""What a client asks for and is answered, whichever protocol it speaks."""
+"""Calls and replies of clients, independent of the protocol."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Message = Mapping[str, Any]
-"""As chat templates read it: role, content (text), and maybe reasoning_content, tool_calls (their
-arguments are JSON in a string), tool_call_id and name."""
+"""A message in the form that chat templates read: role, content (text), and maybe
+reasoning_content, tool_calls (their arguments are JSON in a string), tool_call_id and name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,45 +18,45 @@ class Call:
     model: str
 
     messages: tuple[Message, ...] = ()
-    """The whole of a chat, from its beginning."""
+    """The whole chat, from its beginning."""
 
     continues: str = ""
-    """Name of an earlier reply, whose chat comes before `messages`."""
+    """The name of an earlier reply, whose chat comes before `messages`."""
 
     prompt: str | tuple[int, ...] | None = None
-    """What is to be continued instead: text or tokens."""
+    """A prompt to continue in place of messages: text or tokens."""
 
     tools: tuple[Mapping[str, Any], ...] = ()
-    """As OpenAI describes functions; they are rendered into the prompt."""
+    """The tools as OpenAI describes functions; they are rendered into the prompt."""
 
     forces_call: bool = False
     """Whether the answer has to call a tool."""
 
     named_tool: str = ""
-    """The one that it has to call; empty: any of them."""
+    """The tool that the answer must call; empty: any of them."""
 
     one_call: bool = False
-    """Whether it may call one at most."""
+    """Whether the answer may make at most one call."""
 
     num_answers: int = 1
     max_tokens: int | None = None
     temperature: float | None = None
     stop: tuple[str, ...] = ()
     json_schema: str = ""
-    """What the answer is to be an instance of; empty: anything."""
+    """The JSON schema that the answer must match; empty: none."""
 
     streams: bool = False
     streams_usage: bool = False
     log_probs: bool = False
     packs_reasoning: bool = False
-    """Whether the answer is to hold its reasoning packed, too."""
+    """Whether the response includes the reasoning packed, too."""
 
     token_ids: bool = False
-    """Whether the answer is to say them."""
+    """Whether the response includes the token ids."""
 
     @property
     def decisive(self) -> tuple[Any, ...]:
-        """What its answers depend on, as JSON can say it."""
+        """The values on which the answer depends, in a form that JSON can hold."""
         calls = {"forced": self.forces_call, "named": self.named_tool, "one": self.one_call}
         return (
             self.messages, self.continues, self.prompt, self.tools, self.max_tokens, self.temperature,
@@ -82,31 +82,33 @@ class Reply:
     """One answer to a call."""
 
     name: str
-    """Made of the call and of what it continues, so that it is the same in a repeated run."""
+    """The name, a digest of the call and of what it continues, so it is the same in a repeated run.
+    """
 
     content: str
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     ending: Ending = "stop"
     stopped_by: str = ""
-    """The text of `Call.stop` that ended it, which is not part of `content`."""
+    """The entry of `Call.stop` that ended it, which is not part of `content`."""
 
     prompt_ids: Sequence[int] = field(default=(), repr=False)
-    """All that the policy was given and sampled before."""
+    """The given and sampled tokens before it."""
 
     token_ids: Sequence[int] = ()
-    """What it sampled, the stop token included."""
+    """The sampled tokens, the stop token included."""
 
     log_probs: Sequence[float] = ()
     token_texts: Sequence[str] = ()
-    """Those of each token, where log-probabilities were asked for."""
+    """The text of each token, where log-probabilities were requested."""
 
     token_bytes: Sequence[bytes] = field(default=(), repr=False)
-    """The same as bytes, which joined are the text's UTF-8: a token may be a part of a character."""
+    """The bytes of each token, which joined are the text's UTF-8: a token may be a part of a
+    character."""
 
     @property
     def message(self) -> dict[str, Any]:
-        """As a client gives it back."""
+        """The message, in the form in which a client sends it back."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning

@@ -1,4 +1,4 @@
-"""Why a client's request is refused, as clients of either family know it."""
+"""Refusals of requests, in the forms of OpenAI's and Anthropic's clients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RefusedError(Exception):
         self.status, self.message, self.code, self.field = status, message, code, field
 
     def as_openai(self) -> dict[str, Any]:
-        """The body that OpenAI's clients read."""
+        """Return the body for OpenAI's clients."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         if self.status == 429:
             kind = "requests"
@@ -29,17 +29,17 @@ class RefusedError(Exception):
         return {"error": {**error, "code": self.code}}
 
     def as_anthropic(self) -> dict[str, Any]:
-        """The body that Anthropic's clients read."""
+        """Return the body for Anthropic's clients."""
         kind = _TYPES_OF_ANTHROPIC.get(self.status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
 
 def invalid(field: str, problem: str) -> RefusedError:
-    """What a field says cannot be read, or not be honoured."""
+    """Return the refusal of a field whose value cannot be read or honoured."""
     return RefusedError(400, f"{field}: {problem}", code="invalid_value", field=field)
 
 
 def session_is_over() -> RefusedError:
-    """The key opens no session: it never did, or its own has ended."""
+    """Return the refusal of a key that opens no session: it never did, or its session has ended."""
     message = "Incorrect API key provided: a key opens one session, and dies with it."
     return RefusedError(401, message, code="invalid_api_key")

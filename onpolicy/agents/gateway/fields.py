@@ -1,4 +1,4 @@
-"""Reads the fields of a request: each is honoured, known to change nothing, or refused by its name."""
+"""Reading of request fields: each is honoured, ignored as irrelevant, or refused by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NEUTRAL: dict[str, Any] = {
     "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {},
     "min_tokens": 0, "best_of": 1,
 }  # fmt: skip
-"""What would sample from another distribution than the policy's, and the value that asks for nothing."""
+"""Fields that would change the sampling distribution, and the values that leave it unchanged."""
 
 
 class Fields:
@@ -32,18 +32,19 @@ class Fields:
             raise invalid(where or "the body", f"must be an object, and is {body!r:.80}.")
         self._body, self._where = dict(body), where
         self.of_run: dict[str, str] = {}
-        """Fields whose value is the run's instead, and why."""
+        """Fields for which the run's value is used, with the reason."""
 
     def name(self, field: str) -> str:
-        """The name of a field, for messages. Example: 'messages[2].content'"""
+        """Return the full name of a field, for messages. Example: 'messages[2].content'"""
         return f"{self._where}.{field}" if self._where else field
 
     def pop(self, field: str) -> Any:
-        """Whatever it says; None if it is not there."""
+        """Return and remove a field's value, whatever it is; None if it is missing."""
         return self._body.pop(field, None)
 
     def find(self, field: str, kind: type[T]) -> T | None:
-        """Its value; None where it is missing or null. Refuses one of another kind."""
+        """Return a field's value, None where it is missing or null. Refuses a value of another
+        type."""
         value = self.pop(field)
         if value is None:
             return None
@@ -59,27 +60,27 @@ class Fields:
         return Fields({**self._body, field: value}, self._where)
 
     def take(self, field: str, kind: type[T], default: T) -> T:
-        """Its value, or `default` where it is missing or null."""
+        """Return a field's value, or `default` where it is missing or null."""
         value = self.find(field, kind)
         return default if value is None else value
 
     def need(self, field: str, kind: type[T]) -> T:
-        """Its value. Refuses a request without it."""
+        """Return a field's value. Refuses a request without it."""
         value = self.find(field, kind)
         if value is None:
             raise invalid(self.name(field), f"is missing: it must be {_NAMES[kind]}.")
         return value
 
     def count(self, field: str) -> int | None:
-        """A number of something, at least 1."""
+        """Return an integer of at least 1, or None where it is missing or null."""
         value = self.find(field, int)
         if value is not None and value < 1:
             raise invalid(self.name(field), f"must be at least 1, and is {value}.")
         return value
 
     def temperature(self) -> float | None:
-        """Return one that leaves log-probabilities to learn from; None, which is the run's, for a greedy
-        one, since many agents ask for that and mean nothing by it."""
+        """Return a temperature that gives useful log-probabilities, or None for the run's: also for
+        a greedy one, since many agents ask for that without meaning it."""
         value = self.find("temperature", float)
         if value is None or value >= SMALLEST_TEMPERATURE:
             return value
@@ -94,7 +95,8 @@ class Fields:
         return None
 
     def texts(self, field: str) -> tuple[str, ...]:
-        """A text or several, none of them empty; none where it is missing."""
+        """Return a text or several as a tuple, none of them empty; an empty tuple where the field
+        is missing."""
         value = self.pop(field)
         texts = [] if value is None else [value] if isinstance(value, str) else value
         if not isinstance(texts, list) or not all(isinstance(t, str) and t for t in texts):
@@ -102,12 +104,12 @@ class Fields:
         return tuple(texts)
 
     def objects(self, field: str) -> list[Fields]:
-        """A list of objects; none where it is missing."""
+        """Return a list of objects; an empty list where the field is missing."""
         items = self.take(field, list, [])
         return [Fields(item, f"{self.name(field)}[{i}]") for i, item in enumerate(items)]
 
     def refuse(self, field: str, *neutral: Any, because: str) -> None:
-        """Refuse a value that asks for something: another than null and those that are `neutral`."""
+        """Refuse any value of a field other than null and the `neutral` values."""
         value = self.pop(field)
         if value is not None and value not in neutral:
             raise RefusedError(
@@ -118,7 +120,7 @@ class Fields:
             )
 
     def refuse_other_sampling(self, params: SamplingParams) -> None:
-        """Refuse what would sample from another distribution than the policy that is trained."""
+        """Refuse values that would sample from another distribution than the trained policy."""
         own = "a token is sampled as the run says, and its log-probability is learnt from. Leave it out."
         for field in ("top_p", "top_k", "min_p"):
             self.refuse(field, getattr(params, field), because=own)
@@ -130,12 +132,12 @@ class Fields:
             )
 
     def ignore(self, *fields: str) -> None:
-        """Fields that change nothing of what is sampled."""
+        """Drop fields that do not change sampling."""
         for field in fields:
             self.pop(field)
 
     def end(self) -> None:
-        """Refuse what nobody has taken."""
+        """Refuse the fields that were not taken."""
         for field, value in self._body.items():
             if value is not None:
                 raise RefusedError(

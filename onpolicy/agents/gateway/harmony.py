@@ -1,4 +1,5 @@
-"""The answers of GPT-OSS, whose messages end with tokens that SGLang's parser wants to see.
+"""Answers of GPT-OSS in the Harmony form, whose messages end with tokens that SGLang's parser
+needs.
 
 Format: https://cookbook.openai.com/articles/openai-harmony.
 """
@@ -6,16 +7,18 @@ Format: https://cookbook.openai.com/articles/openai-harmony.
 from __future__ import annotations
 
 PARSER = "gpt-oss"
-"""SGLang's name of both its parsers of such answers."""
+"""The name of SGLang's tool-call and reasoning parsers for such answers."""
 
 CALL_END = "<|call|>"
 
 
 def with_call_end(text: str) -> str:
-    """Return an answer without its stop token as SGLang's parser finds a call at its end.
+    """Return an answer without its stop token in the form in which SGLang's parser finds a last
+    call.
 
-    It looks for the token that ends a call, which is also a stop token. Models end some of their calls
-    with the token of a final answer, and these are calls all the same (sgl-project/sglang#10576).
+    The parser needs the token that ends a call, which is also a stop token. Models end some of
+    their calls with the token of a final answer, and these count as calls too
+    (sgl-project/sglang#10576).
     """
     header, has_text, _ = text.rpartition("<|start|>")[2].partition("<|message|>")
     is_call = bool(has_text) and " to=" in header
@@ -23,5 +26,5 @@ def with_call_end(text: str) -> str:
 
 
 def has_marks(text: str) -> bool:
-    """Return whether an answer has the form; of others the parser would leave nothing."""
+    """Return whether an answer has the Harmony form; of others the parser would leave nothing."""
     return "<|channel|>" in text

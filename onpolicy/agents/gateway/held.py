@@ -1,4 +1,4 @@
-"""What an answer is held to: the format that a client asks for, or a call of its tools."""
+"""Constraints on an answer: the format that a client asks for, or a call of its tools."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from onpolicy.rollout.episodes import Turns
 from onpolicy.rollout.grammars import grammar_of
 
 _TAIL = 32
-"""Tokens at the end of a prompt in which the mark that begins reasoning is looked for."""
+"""The number of prompt tokens at the end that are searched for the mark that begins reasoning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What an answer is held to, and how it is to be read."""
+    """The constraint on an answer, and flags for its parsing."""
 
     json_schema: str | None = None
     structural_tag: str | None = None
 
     is_list: bool = False
-    """Whether its calls are a JSON list."""
+    """Whether calls are a JSON list."""
 
     is_thinking: bool = False
-    """Whether its prompt has begun the reasoning."""
+    """Whether the prompt has begun the reasoning."""
 
 
 def held_to(call: Call, parser: AnswerParser, turns: Turns, prompt_ids: Sequence[int] = ()) -> Held:
-    """Return what the answer to a call is held to after a prompt. Raises RefusedError."""
+    """Return the constraint on the answer to a call after a prompt. Raises RefusedError."""
     rules, stops = turns.episode.rules, turns.request.params.stop_token_ids
     begin, end, is_always_thinking = parser.reasoning()
     tail = rules.decode([*prompt_ids[-_TAIL:]]).rstrip() if begin and prompt_ids else ""

@@ -1,4 +1,4 @@
-"""What a session knows: every answer that was sampled in it, and where a new request goes on."""
+"""Sampled answers of a session, and the search for the one that a new request continues."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from onpolicy.rollout.episodes import Turns
 
 
 def digest_of(*parts: Any) -> str:
-    """32 hex digits of what JSON can say."""
+    """Return 32 hex digits that identify values which JSON can hold."""
     text = json.dumps(parts, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class KnownTurn:
-    """An answer of the policy, and all that came before it."""
+    """An answer of the policy, and everything before it."""
 
     turns: Turns
-    """The branch, which ends with it and never goes on: what comes after it is on forks."""
+    """The branch, which ends with the answer and never goes on: continuations are on forks."""
 
     call: Call
-    """What was asked for, with its chat from the beginning."""
+    """The call, with its chat from the beginning."""
 
     digest: str
-    """Equal for requests that ask for the same."""
+    """The digest of the request; equal for equal requests."""
 
     number: int
-    """Among those."""
+    """The index among equal requests."""
 
     reply: Reply
     parent: KnownTurn | None
     num_shared: int
-    """Tokens that its branch has from its parent's."""
+    """The number of tokens that its branch shares with its parent's."""
 
     def order(self) -> tuple[str, int]:
-        """What they are sorted by: the first of equal answers is continued."""
+        """Return the sort key: the first of equal answers is continued."""
         return self.digest, self.number
 
     @property
@@ -51,17 +51,17 @@ class KnownTurn:
 
     @property
     def text(self) -> str | None:
-        """Prompt and answer, where the prompt was text."""
+        """The prompt and answer, where the prompt was text."""
         prompt = self.call.prompt
         return prompt + self.reply.content if isinstance(prompt, str) else None
 
     @property
     def num_tokens(self) -> int:
-        """Given and sampled."""
+        """The number of tokens, given and sampled."""
         return len(self.turns.trajectory.token_ids)
 
     def covered(self) -> Iterator[KnownTurn]:
-        """The turns before it whose tokens it has all."""
+        """Yield the earlier turns whose tokens this turn contains completely."""
         turn = self
         while turn.parent is not None and turn.num_shared == turn.parent.num_tokens:
             turn = turn.parent
@@ -69,7 +69,7 @@ class KnownTurn:
 
 
 class KnownTurns:
-    """All answers of a session. `same`: what of a message has to be equal."""
+    """The answers of a session. `same`: gives the part of a message that must be equal."""
 
     def __init__(self, same: Callable[[Message], Any]):
         self._same = same
@@ -78,7 +78,7 @@ class KnownTurns:
         self.named: dict[str, KnownTurn] = {}
 
     def add(self, turn: KnownTurn) -> None:
-        """Know one more."""
+        """Add an answer."""
         self._all.append(turn)
         self.named[turn.reply.name] = turn
         if turn.call.prompt is None:
@@ -86,7 +86,7 @@ class KnownTurns:
             self._after[last].append(turn)
 
     def before(self, call: Call) -> list[KnownTurn]:
-        """The deepest turns that a request continues; several, where answers are equal."""
+        """Return the deepest turns that a request continues; several, where answers are equal."""
         if call.prompt is not None:
             return self._before_prompt(call.prompt)
         for digest in reversed(list(self._digests(call.messages, call.tools))):
@@ -97,7 +97,7 @@ class KnownTurns:
     def _digests(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> Iterator[str]:
-        """The digests of the beginnings of a chat, from one message on."""
+        """Yield the digests of the beginnings of a chat, from one message on."""
         digest = digest_of(tools)
         for message in messages:
             digest = digest_of(digest, self._same(message))

@@ -1,4 +1,4 @@
-"""A gateway and its agent, by the flags of a run."""
+"""Construction of a gateway and its agent from the flags of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLAG = "--custom-agent-function-path"
 
 
 def load_agent(path: str) -> Agent:
-    """The agent at `path`. Raises ConfigError if it takes other arguments than it is called with."""
+    """Return the agent at `path`. Raises ConfigError if its signature does not fit the call."""
     function = load_function(path, FLAG)
     try:
         inspect.signature(function).bind("", "", None)
@@ -36,7 +36,7 @@ def load_agent(path: str) -> Agent:
 
 
 def require_parsers(config: GatewayConfig) -> None:
-    """Raise ConfigError for names that SGLang has no parser of."""
+    """Raise ConfigError for names of parsers that SGLang does not have."""
     if config.tool_call_parser:
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
 

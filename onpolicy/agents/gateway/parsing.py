@@ -1,4 +1,4 @@
-"""What an answer says: reasoning, text and tool calls, found by SGLang's parsers.
+"""Parsing of answers by SGLang's parsers into reasoning, text and tool calls.
 
 The tokens stay as they were sampled: nothing here is rendered back into them.
 """
@@ -26,16 +26,16 @@ class Parsed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerParser:
-    """Finds the parts of an answer in its text; importing SGLang's parsers takes seconds."""
+    """A parser of answers; importing SGLang's parsers takes seconds."""
 
     tool_call_parser: str = ""
-    """One of SGLang's `--tool-call-parser`; empty: tools are not understood."""
+    """A value of SGLang's `--tool-call-parser`; empty: tool calls are not parsed."""
 
     reasoning_parser: str = ""
-    """One of SGLang's `--reasoning-parser`; empty: reasoning is text like any other."""
+    """A value of SGLang's `--reasoning-parser`; empty: reasoning is ordinary text."""
 
     read_bytes: ReadBytes | None = None
-    """Gives the bytes of tokens; without it they are those of each token's text."""
+    """A function that gives the bytes of tokens; without it each token's text is encoded."""
 
     def parse(
         self,
@@ -45,10 +45,11 @@ class AnswerParser:
         is_list: bool = False,
         is_thinking: bool = False,
     ) -> Parsed:
-        """Return the parts. An answer in which a parser fails or finds arguments that are no object is
-        text.
+        """Return the parts of an answer; one that a parser fails on, or whose arguments are no
+        object, is text.
 
-        is_list: whether calls are a JSON list. is_thinking: whether the prompt has begun the reasoning.
+        is_list: whether calls are a JSON list. is_thinking: whether the prompt has begun the
+        reasoning.
         """
         reasoning, content = self._split_reasoning(text, is_thinking)
         if not tools or not self.tool_call_parser:
@@ -65,12 +66,12 @@ class AnswerParser:
 
     @property
     def reads_harmony(self) -> bool:
-        """Whether answers are GPT-OSS's."""
+        """Whether answers have the Harmony form of GPT-OSS."""
         return harmony.PARSER in (self.tool_call_parser, self.reasoning_parser)
 
     def reasoning(self) -> tuple[str, str, bool]:
-        """Return the texts that begin and end reasoning, empty ones without a parser, and whether every
-        answer begins in it."""
+        """Return the begin and end marks of reasoning (empty without a parser), and whether every
+        answer begins within reasoning."""
         if not self.reasoning_parser:
             return "", "", False
         from sglang.srt.parser.reasoning_parser import ReasoningParser
@@ -109,7 +110,7 @@ class AnswerParser:
 
 
 def calls_in_list(text: str) -> tuple[tuple[str, str], ...]:
-    """Return (name, arguments as JSON) of calls that are a JSON list. Raises an error for others."""
+    """Return (name, arguments as JSON) of calls in a JSON list. Raises an error for anything else."""
     return tuple((each["name"], json.dumps(each["parameters"])) for each in json.loads(text))
 
 

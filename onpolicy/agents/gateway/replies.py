@@ -1,4 +1,4 @@
-"""What was sampled, as its client is to read it."""
+"""Conversion of a sampled answer into the reply that its client reads."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def make_reply(
     is_list: bool = False,
     is_thinking: bool = False,
 ) -> Reply:
-    """Return the answer without the token or text that ended it, and what a parser finds in it.
+    """Return the reply: the text without the token or text that ended it, parsed.
 
-    is_list, is_thinking: as `AnswerParser.parse` has them.
+    is_list, is_thinking: see `AnswerParser.parse`.
     """
     name = digest_of(branch.key)[:24]
     text, stopped_by = _shown(call, branch, answer)
@@ -53,14 +53,14 @@ def make_reply(
 
 
 def _bytes_of(answer: Answer, parser: AnswerParser, texts: Sequence[str]) -> list[bytes]:
-    """Return the bytes of each token of which there is a text."""
+    """Return the bytes of each token whose text was requested."""
     if texts and parser.read_bytes is not None:
         return parser.read_bytes(answer.token_ids)
     return [text.encode() for text in texts]
 
 
 def _shown(call: Call, branch: Turns, answer: Answer) -> tuple[str, str]:
-    """The text, and which of the call's texts ended it."""
+    """Return the text, and the entry of the call's stop texts that ended it."""
     token_ids = answer.token_ids
     stop_token_ids = branch.request.params.stop_token_ids
     if answer.finish_reason == FinishReason.STOP and token_ids[-1] in stop_token_ids:
@@ -72,5 +72,5 @@ def _shown(call: Call, branch: Turns, answer: Answer) -> tuple[str, str]:
 
 
 def _call_id(name: str, index: int) -> str:
-    """Nine letters and digits: some templates take no others, and print them."""
+    """Return an id of nine letters and digits: some templates accept no others, and print them."""
     return digest_of(name, index)[:9]

@@ -1,4 +1,4 @@
-"""An agent of the user's own, which knows an API by its base URL and key, rolls prompts out."""
+"""Rollouts by a user's agent, which knows an API by its base URL and key."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Agent = Callable[[str, str, Prompt], Any]
 """(base URL, key, prompt) -> reward, episode or None; a coroutine function or one that blocks."""
 
 Act = Callable[[OpenSession, Prompt], Awaitable[Any]]
-"""Has an agent act in a session: what it returned."""
+"""A function that has an agent act in a session, and returns the agent's result."""
 
 
 class AgentRollouter(Rollouter):
-    """Opens a session of the gateway for each episode, and has an agent act in it.
+    """A rollouter that opens a gateway session for each episode, and has an agent act in it.
 
-    `make_gateway` is called for the first of them. `act` says where the agent runs; it may return a
-    reward, None if the run's reward function is to say it, or an Episode with rewards, metrics and info,
-    to which the session adds the trajectories. `inner`: what the agents run in, if
-    that is to be started and ended.
+    `make_gateway` is called for the first episode. `act` runs the agent; it may return a reward,
+    None to have the run's reward function compute it, or an Episode with rewards, metrics and info,
+    to which the session adds the trajectories. `inner`: a rollouter in which the agents run, to be
+    started and closed with this one.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class AgentRollouter(Rollouter):
             await self._inner.ready()
 
     def close(self) -> None:
-        """End all sessions, and have the gateway listen no more. Not from the episode loop."""
+        """End all sessions, and close the gateway. Not callable from the episode loop."""
         if self._inner is not None:
             self._inner.close()
         if self._gateway is not None:
@@ -73,9 +73,10 @@ class AgentRollouter(Rollouter):
 
 
 def in_thread(agent: Agent) -> Act:
-    """Have it act in a thread of its own, so that one that blocks holds nobody up.
+    """Return an `act` that runs the agent in a thread of its own, so that a blocking agent blocks
+    no other.
 
-    A thread cannot be ended: one whose episode is over is refused by the gateway from there on.
+    A thread cannot be killed: the gateway refuses its requests once its episode is over.
     """
 
     async def act(opened: OpenSession, prompt: Prompt) -> Any:
@@ -114,7 +115,8 @@ async def _call_in_thread(function: Callable[[], Any]) -> Any:
 
 
 def _for_a_future(error: BaseException) -> BaseException:
-    """A future takes no StopIteration, and SystemExit would end the loop."""
+    """Return an error that a future accepts: not StopIteration, nor SystemExit, which would end the
+    loop."""
     if isinstance(error, (StopIteration, SystemExit)):
         return RuntimeError(f"the agent raised {type(error).__name__}: {error}")
     return error

@@ -1,4 +1,4 @@
-"""The gateway: an HTTP server in the episode loop, in which every session has a base URL and a key."""
+"""Gateway: an HTTP server in the episode loop, in which every session has a base URL and a key."""
 
 from __future__ import annotations
 
@@ -32,34 +32,35 @@ logger = logging.getLogger(__name__)
 
 PROTOCOLS: tuple[WireProtocol, ...] = (chat_completions, completions, responses, messages)
 MOST_BYTES = 64 << 20
-"""The largest request."""
+"""The most bytes of a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSession:
-    """What a client needs, and what it does there."""
+    """A session, and the address that its client needs."""
 
     session: Session
     name: str
 
     base_url: str
-    """For clients of OpenAI's; Anthropic's add `/v1` themselves."""
+    """The base URL for OpenAI's clients; Anthropic's add `/v1` themselves."""
 
     api_key: str
-    """Opens this session alone, while it lasts."""
+    """The key, valid for this session alone, while it lasts."""
 
 
 class Gateway:
-    """Serves sessions on `host`, at a free port if `port` is 0. All of it is used in one event loop."""
+    """A server of sessions on `host`, at a free port if `port` is 0. All of it is used in one event
+    loop."""
 
     def __init__(self, rules: SessionRules, host: str = "127.0.0.1", port: int = 0):
         self.rules = rules
         self._host, self._port = host, port
         self.routes: list[web.RouteDef] = []
-        """What else is served there, if it is added before the first session."""
+        """Further routes, to be added before the first session."""
 
         self.url = ""
-        """Where it listens, once it has started."""
+        """The address where it listens, once it has started."""
 
         self._sessions: dict[str, OpenSession] = {}
         self._runner: web.AppRunner | None = None
@@ -68,11 +69,11 @@ class Gateway:
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that are open."""
+        """The number of open sessions."""
         return len(self._sessions)
 
     async def start(self) -> None:
-        """Listen, unless it does. Raises OSError where the port is taken."""
+        """Listen, unless it already does. Raises OSError where the port is taken."""
         async with self._starting:
             if self._runner is not None:
                 return
@@ -97,7 +98,7 @@ class Gateway:
             self._runner = runner
 
     async def close(self) -> None:
-        """End all sessions, and listen no more."""
+        """End all sessions, and stop listening."""
         for opened in list(self._sessions.values()):
             await self.end(opened)
         if self._runner is not None:
@@ -105,7 +106,7 @@ class Gateway:
             self._runner = None
 
     async def open(self, turns: Turns) -> OpenSession:
-        """A session in which clients act on branches of `turns`."""
+        """Return a new session in which clients act on branches of `turns`."""
         await self.start()
         name = secrets.token_hex(8)
         opened = OpenSession(
@@ -118,7 +119,7 @@ class Gateway:
         return opened
 
     async def end(self, opened: OpenSession) -> list[Turns]:
-        """End a session, whose key is dead from here on: the branches to learn from."""
+        """End a session and invalidate its key; return the branches to learn from."""
         self._sessions.pop(opened.name, None)
         return await opened.session.close()
 
@@ -145,7 +146,7 @@ class Gateway:
             raise
 
     def _tell_of_run(self, fields: Fields) -> None:
-        """Log, once for each field, that a client's value is not taken."""
+        """Log, once for each field, that the run's value is used in place of a client's."""
         for asked, why in fields.of_run.items():
             if (field := asked.partition("=")[0]) not in self._told:
                 self._told.add(field)
@@ -156,7 +157,7 @@ class Gateway:
                 )  # fmt: skip
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
-        """Answer how many tokens the messages of a request are, as Anthropic's clients ask it."""
+        """Answer the number of tokens of a request's messages, as Anthropic's clients ask it."""
         try:
             session = self._session(request)
             call = messages.read_counted(Fields(await _body(request)), session.turns.request.params)
@@ -180,7 +181,7 @@ class Gateway:
         return web.json_response(model)
 
     def _session(self, request: web.Request) -> Session:
-        """The one of a request. Refuses a key that opens no other than it."""
+        """Return the session of a request. Refuses a key that does not open it."""
         opened = self._sessions.get(request.match_info["name"])
         if opened is None or not has_key(request, opened.api_key):
             raise session_is_over()
@@ -188,7 +189,7 @@ class Gateway:
 
 
 def has_key(request: web.Request, *api_keys: str) -> bool:
-    """Whether a client gave one of these keys, as those of OpenAI's or Anthropic's do."""
+    """Return whether a client gave one of these keys, in OpenAI's or Anthropic's way."""
     headers = request.headers
     given = headers.get("x-api-key") or headers.get("Authorization") or ""
     key = given.removeprefix("Bearer ").strip()
@@ -199,7 +200,7 @@ def has_key(request: web.Request, *api_keys: str) -> bool:
 
 @web.middleware
 async def _unserved(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Answer what is not served there in JSON, as the clients of either family read it."""
+    """Answer requests for unknown paths in JSON, as the clients of either family read it."""
     try:
         answer: web.StreamResponse = await handler(request)
         return answer
@@ -233,7 +234,7 @@ async def _body(request: web.Request) -> Any:
 async def _send(
     protocol: WireProtocol, call: Call, asked: Sequence[Asked], request: web.Request
 ) -> web.StreamResponse:
-    """Write the answers whole, so that what a client has not got is known."""
+    """Write the whole answers, so that it is known whether a client received them."""
     replies = [each.sampling.result().reply for each in asked]
     if not call.streams:
         whole = web.json_response(protocol.answer(call, replies))

@@ -1,4 +1,4 @@
-"""An episode that clients act in: each answer is sampled on a branch of its own."""
+"""Session: an episode in which clients act; each answer is sampled on a branch of its own."""
 
 from __future__ import annotations
 
@@ -21,27 +21,29 @@ from onpolicy.rollout.branches import order_of
 from onpolicy.rollout.episodes import ContextExceededError, Turns
 
 Place = tuple[KnownTurn | None, int, list[int]]
-"""(the turn that an answer goes on from, how many of its tokens are kept, what is given after them)"""
+"""(the turn that an answer continues, the number of its tokens that are kept, the tokens after
+them)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRules:
-    """What holds for all sessions of a gateway."""
+    """The rules for all sessions of a gateway."""
 
     template: ChatTemplate
     same: Callable[[Message], Any] = loosely
-    """What of a message that a client gives back has to be as it was."""
+    """A function that gives the part of a message that must be equal when a client sends it back.
+    """
 
     parser: AnswerParser
     model_name: str = "policy"
 
     most_at_once: int = 64
-    """Answers of one session that are sampled at the same time."""
+    """The most answers of one session that are sampled at the same time."""
 
 
 class Session:
-    """Answers on branches of `turns`, whose keys are digests of whole requests and numbers among equal
-    ones: so no arrival decides a seed."""
+    """A session whose answers are on branches of `turns`, keyed by a digest of the whole request
+    and an index among equal requests: so no seed depends on the order of arrivals."""
 
     def __init__(self, rules: SessionRules, turns: Turns):
         self.rules, self.turns = rules, turns
@@ -49,27 +51,27 @@ class Session:
         """Requests that were answered with an error."""
 
         self.num_given_up = 0
-        """Answers that no client got, once it is closed."""
+        """Answers that no client received, counted when the session is closed."""
 
         self.refused_drift: ChatDriftError | None = None
-        """Where the chat template wrote the past anew, if that is refused: the episode fails."""
+        """The drift that the chat template's rule refused: the episode fails."""
 
         self.num_drifts = 0
-        """Requests whose past the chat template writes anew."""
+        """Requests whose past the chat template rewrites."""
 
         self.num_loose_matches = 0
-        """Requests that give an earlier chat back with the same meaning, and not as it was."""
+        """Requests that send an earlier chat back with the same meaning, but changed."""
 
         self.drifts: dict[str, str] = {}
-        """Where and how the chat template writes the past anew, by the branch that began there or goes
-        on beside it."""
+        """The place and form of each drift of the chat template, by the branch that begins there or
+        continues beside it."""
 
         self._is_over = False
         self._known = KnownTurns(rules.same)
         self._asked = defaultdict[str, list[Asked]](list)
 
     async def ask(self, call: Call) -> list[Asked]:
-        """The answers to a call. Raises RefusedError.
+        """Return the answers to a call. Raises RefusedError.
 
         If it is cancelled, since the client is gone, they are kept for the next equal call.
         """
@@ -96,15 +98,15 @@ class Session:
         return asked
 
     def give_up(self, asked: Sequence[Asked]) -> None:
-        """Its client has not got them."""
+        """Mark answers that their client did not receive."""
         for each in asked:
             each.is_wanted = False
 
     async def settle(self) -> None:
-        """The agent is done: what its clients have got by now is learnt, and nothing that comes later.
+        """End the agent's part: answers that clients received by now are learnt, and no later ones.
 
-        When a client gives up is the clock's to say, so this is observed: an episode that is repeated
-        waits for what was got before, and leaves out what was not.
+        Since the moment at which a client gives up depends on the clock, this is an observation: a
+        repeated episode waits for the answers that were received before, and leaves out the others.
         """
         self._is_over = True
         asked = {
@@ -125,9 +127,9 @@ class Session:
         await asyncio.gather(*got, return_exceptions=True)
 
     async def close(self) -> list[Turns]:
-        """End it, and what is still being sampled: the branches to learn from, by their keys.
+        """End the session and its sampling; return the branches to learn from, sorted by key.
 
-        They hold all answers that clients got, and not those that nobody saw.
+        They hold all answers that clients received, and not those that nobody saw.
         """
         self._is_over = True
         asked = [each for equal in self._asked.values() for each in equal]
@@ -142,7 +144,7 @@ class Session:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What the episode says of it, once it is closed."""
+        """The session's metrics for its episode, once it is closed."""
         asked = sum(map(len, self._asked.values()))
         return {
             "gateway/num_answers": float(asked),
@@ -211,7 +213,7 @@ class Session:
         return turn
 
     def _with_earlier(self, call: Call) -> Call:
-        """The call with its chat from the beginning."""
+        """Return the call with its chat from the beginning."""
         if not call.continues:
             return call
         if (before := self._known.named.get(call.continues)) is None:
@@ -221,7 +223,8 @@ class Session:
         return replace(call, messages=(*before.messages, *call.messages))
 
     async def _before(self, call: Call) -> KnownTurn | None:
-        """The turn that a call goes on from: of equal ones the first, even if that is not there yet."""
+        """Return the turn that a call continues: of equal ones the first, even if it is still being
+        sampled."""
         if not (found := self._known.before(call)):
             return None
         first = min(found, key=KnownTurn.order)
@@ -231,7 +234,7 @@ class Session:
         return min(self._known.before(call), key=KnownTurn.order)
 
     def count(self, call: Call) -> int:
-        """Return how many tokens a chat has that nothing came before. Raises RefusedError."""
+        """Return the number of tokens of a new chat. Raises RefusedError."""
         self._require_model(call)
         try:
             return len(self.rules.template.begin(call.messages, call.tools))
@@ -239,8 +242,8 @@ class Session:
             raise invalid("messages", f"the chat template refuses them: {error}") from error
 
     def _place(self, call: Call, before: KnownTurn | None, key: str) -> Place:
-        """Return where the tokens of branch `key` go. Raises RefusedError for what the chat template
-        does not take."""
+        """Return the place of the tokens of branch `key`. Raises RefusedError for messages that the
+        chat template refuses."""
         template = self.rules.template
         try:
             if call.prompt is not None:
@@ -277,6 +280,7 @@ class Session:
 
 
 def _seen(sampling: asyncio.Task[KnownTurn]) -> None:
-    """Its error is a client's, if there is one still; asyncio would log it otherwise."""
+    """Retrieve the error, which its client handles, if there is one; asyncio would log it
+    otherwise."""
     if not sampling.cancelled():
         sampling.exception()

@@ -1,4 +1,4 @@
-"""The bytes of tokens: a token may be a part of a character, which as text is a replacement sign."""
+"""Bytes of tokens: a token may be a part of a character, which becomes a replacement sign as text."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 ReadBytes = Callable[[Sequence[int]], list[bytes]]
 
 _OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items()}
-"""GPT-2's characters for bytes, which byte-level vocabularies are written in."""
+"""GPT-2's mapping between characters and bytes, in which byte-level vocabularies are written."""
 
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
-"""How SentencePiece's vocabularies write a byte."""
+"""The form of a byte in SentencePiece's vocabularies."""
 
 
 def bytes_reader(tokenizer: PreTrainedTokenizerBase) -> ReadBytes:
-    """Return the function that gives the bytes of tokens; joined, they are the UTF-8 of their text.
+    """Return a function that gives the bytes of tokens; joined, they are the UTF-8 of their text.
 
-    It does what the tokenizer's decoder does before that makes text of bytes: of byte-level vocabularies
-    and of SentencePiece's with bytes to fall back on. Of others each token is its own text.
+    It repeats the steps of the tokenizer's decoder before bytes become text: for byte-level
+    vocabularies and for SentencePiece's with byte fallback. In others each token is its own text.
     """
 
     def decode(token_ids: Sequence[int]) -> str:
@@ -46,7 +46,7 @@ def bytes_reader(tokenizer: PreTrainedTokenizerBase) -> ReadBytes:
 
 
 def offsets(token_bytes: Iterable[bytes]) -> Iterator[int]:
-    """Yield in which character of the text, counted from 0, each token begins."""
+    """Yield the index of the character in which each token begins."""
     decoder, count = codecs.getincrementaldecoder("utf-8")("replace"), 0
     for part in token_bytes:
         yield count
@@ -54,7 +54,7 @@ def offsets(token_bytes: Iterable[bytes]) -> Iterator[int]:
 
 
 def _piece_reader(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes] | None:
-    """Return what makes bytes of a vocabulary's entry, if the decoder's steps are known."""
+    """Return the function from a vocabulary's entry to bytes, if the decoder's steps are known."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.decoder is None:
         return None

@@ -1,1 +1,1 @@
-"""Tools that a policy's own text cannot hurt anything with."""
+"""Tools that are safe to call with a policy's text."""

@@ -1,8 +1,9 @@
-"""A calculator: Python's arithmetic, in expressions whose cost is known before anything is computed.
+"""Calculator: Python's arithmetic, in expressions whose cost is known before anything is computed.
 
-There are integers and floats, the operators + - * / // % **, parentheses, the functions abs, min, max,
-round, sqrt, exp, log, sin, cos, tan, and the constants pi and e. Integers are exact; / makes a float, as
-in Python. `^` and thousands separators are refused, since readers take them for different things.
+There are integers and floats, the operators + - * / // % **, parentheses, the functions abs, min,
+max, round, sqrt, exp, log, sin, cos, tan, and the constants pi and e. Integers are exact; / makes a
+float, as in Python. `^` and thousands separators are refused, since their meaning differs between
+readers.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from collections.abc import Callable
 from onpolicy.agents.tools.observation import Observation, counted
 
 MAX_LENGTH = 500
-"""Characters of an expression."""
+"""The most characters of an expression."""
 
 MAX_BITS = 4096
-"""The longest integer, given or computed on the way."""
+"""The most bits of an integer, given or computed on the way."""
 
 Number = int | float
 
@@ -43,10 +44,10 @@ CONSTANTS = {"pi": math.pi, "e": math.e}
 
 
 class Calculator:
-    """Evaluates an expression. One object serves any number of episodes at once."""
+    """A calculator. One object serves any number of episodes at once."""
 
     async def run(self, expression: str) -> Observation:
-        """The value, or why there is none, as `fault` 'expression'."""
+        """Return the value, or an error message with the fault 'expression'."""
         try:
             observation = Observation(repr(evaluate(expression)))
         except ValueError as error:
@@ -55,7 +56,8 @@ class Calculator:
 
 
 def evaluate(expression: str) -> Number:
-    """The value of an expression. Raises ValueError for what is none, or has none within the limits."""
+    """Return the value of an expression. Raises ValueError for an invalid one, or beyond the
+    limits."""
     if len(expression) > MAX_LENGTH:
         raise ValueError(f"longer than {MAX_LENGTH} characters")
     try:
@@ -98,7 +100,7 @@ def _called(name: str, arguments: list[Number]) -> Number:
 
 
 def _bounded(value: object) -> Number:
-    """Raises ValueError for what is no real number, is not finite, or is too large."""
+    """Return a value. Raises ValueError if it is no real number, not finite, or too large."""
     if isinstance(value, int):
         _require_bits(value.bit_length())
     elif not isinstance(value, float) or not math.isfinite(value):

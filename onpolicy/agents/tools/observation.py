@@ -1,4 +1,4 @@
-"""What a tool says to the policy, and what is counted of it in the episode that it is called in."""
+"""Observations: a tool's answers to the policy, and their counts in the episode."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class Observation:
     """A tool's answer."""
 
     text: str
-    """What the policy is to read, whatever happened."""
+    """The text for the policy to read, in any case."""
 
     fault: str | None = None
-    """Why there is no proper answer, in a word. Example: 'time'"""
+    """The reason in one word why there is no proper answer. Example: 'time'"""
 
 
 _counts: ContextVar[Counter[str] | None] = ContextVar("counts of tools", default=None)
 
 
 def counted(tool: str, observation: Observation) -> Observation:
-    """`observation`, counted for the episode under way, if there is one."""
+    """Return `observation` after counting it for the episode under way, if there is one."""
     if (counts := _counts.get()) is not None:
         counts[f"{tool}_calls"] += 1
         if observation.fault:
@@ -34,7 +34,7 @@ def counted(tool: str, observation: Observation) -> Observation:
 
 @contextmanager
 def counting() -> Iterator[Counter[str]]:
-    """Count what tools say to the code inside, and to the tasks that it begins."""
+    """Yield a counter of observations in the context, and in the tasks that start in it."""
     counts = Counter[str]()
     token = _counts.set(counts)
     try:

@@ -1,9 +1,9 @@
-"""Python programs that a policy writes, each in a sandbox of bubblewrap's (`bwrap`).
+"""Tool that runs a policy's Python programs, each in a sandbox of bubblewrap (`bwrap`).
 
 A program sees Python's libraries read-only, a directory in memory to write to, two devices, and no
-network, no other process, no /proc and no environment variable of ours. `_BEGIN` is the first code in
-the sandbox: it limits its own process and becomes the program. A run is answered when every process
-of the sandbox has ended.
+network, no other process, no /proc and no environment variable of ours. `_BEGIN` is the first code
+in the sandbox: it limits its own process and becomes the program. A run is answered when every
+process of the sandbox has ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from onpolicy.agents.tools.observation import Observation, counted
 from onpolicy.errors import ConfigError
 
 WORK = "/work"
-"""Where the program begins, and the one place where it may write."""
+"""The working directory, and the one place where a program may write."""
 
 _LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64")
 _NOBODY = 65534
@@ -46,14 +46,14 @@ os.execv(sys.executable, [sys.executable, "-I", "-B", "-u", "main.py"])
 
 @dataclass(frozen=True)
 class PythonTool:
-    """Runs programs. One object serves any number of episodes at once."""
+    """A runner of programs. One object serves any number of episodes at once."""
 
     _: KW_ONLY
     time_limit: float = 10.0
-    """Seconds of the whole, by the clock."""
+    """Seconds of wall-clock time for the whole program."""
 
     memory: int = 512 << 20
-    """Bytes of addresses that a process may have."""
+    """Bytes of address space of a process."""
 
     num_processes: int = 8
     """Processes and threads at a time."""
@@ -68,27 +68,27 @@ class PythonTool:
     """Bytes of standard output and error together."""
 
     at_once: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
-    """Programs that run at a time; others wait, and their time does not begin."""
+    """Programs that run at a time; others wait, and their time limit starts later."""
 
     readable: tuple[str, ...] = ()
-    """Further directories that a program may read, at the same paths; root's programs are nobody's, and
-    read what everyone may."""
+    """Further directories that a program may read, at the same paths; programs started by root run
+    as nobody, and read only files that everyone may read."""
 
     python: str = sys.executable
-    """What runs them; as root one that everyone may read, such as /usr/bin/python3."""
+    """The interpreter; for root one that everyone may read, such as /usr/bin/python3."""
 
     _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(
         default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
     )
 
     async def run(self, code: str) -> Observation:
-        """Returns what the program printed, the trace of its error included; and what ended it, as a
-        fault: 'time', 'output', 'died' (by a signal). Raises ConfigError if there is no sandbox."""
+        """Return the program's output, including its traceback, and what ended it as a fault:
+        'time', 'output', 'died' (by a signal). Raises ConfigError if there is no sandbox."""
         async with self._slots():
             return counted("python", await self._run(code.encode()))
 
     def _slots(self) -> asyncio.Semaphore:
-        """Returns those of the event loop under way."""
+        """Return the semaphore of the running event loop."""
         return self._of_loops.setdefault(
             asyncio.get_running_loop(), asyncio.Semaphore(self.at_once)
         )
@@ -128,8 +128,11 @@ class PythonTool:
             return self._observation(output, fault, process.returncode, status.read() == b"ready")
 
     def _command(self, status: int, info: int, program: int) -> list[str]:
-        """Returns the command that makes the sandbox; the arguments are file descriptors: written to
-        when the program begins, written to by bubblewrap, and read from."""
+        """Return the command that makes the sandbox.
+
+        status, info, program: file descriptors, written to when the program begins, written to by
+        bubblewrap, and read from.
+        """
         if (bwrap := shutil.which("bwrap")) is None:
             raise ConfigError(
                 "PythonTool: bwrap is not installed, and a program runs in nothing less than its "
@@ -165,7 +168,7 @@ class PythonTool:
         }
 
     async def _attend(self, process: asyncio.subprocess.Process) -> tuple[bytes, str | None]:
-        """Returns its output, and why it has to be ended, if it has."""
+        """Return the output, and the limit that was exceeded, if any."""
         assert process.stdout is not None
         output = bytearray()
         try:
@@ -201,7 +204,7 @@ class PythonTool:
 
 
 def _shown(paths: Iterable[str]) -> list[str]:
-    """Returns arguments that show links as they are, and directories read-only."""
+    """Return arguments that make links visible as links, and directories read-only."""
     arguments = []
     for path in paths:
         if os.path.islink(path):
@@ -212,7 +215,7 @@ def _shown(paths: Iterable[str]) -> list[str]:
 
 
 async def _end(process: asyncio.subprocess.Process, info: IO[bytes]) -> None:
-    """Ends the sandbox, and waits until all of its processes are gone: with bubblewrap Linux ends the
+    """End the sandbox, and wait until all of its processes are gone: with bubblewrap Linux ends the
     first process in it, and with that all others."""
     if process.returncode is None:
         with suppress(ProcessLookupError):

@@ -1,1 +1,1 @@
-"""What an operator was given and what it made of it, row by row, on both sides; off unless asked for."""
+"""Recording of operators' inputs and results, row by row, on both sides; off unless asked for."""

@@ -1,4 +1,4 @@
-"""The tensors of one call, copied so that it can be made again elsewhere."""
+"""Tensors of one call, copied so that the call can be repeated elsewhere."""
 
 from __future__ import annotations
 
@@ -20,38 +20,39 @@ ATTENTION = {"attention", "paged_attention"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What a call was given and made; of attention what it is given for one sequence: its queries, and
-    the keys and values that they see."""
+    """The arguments and results of a call; for attention those of a single sequence: its queries,
+    and the keys and values that they see."""
 
     operator: str
 
     arguments: list[Any]
-    """Tensors on the CPU, and whatever else it was given; in evidence from a file what cannot be written
-    down (a function, ranks) is None."""
+    """Tensors on the CPU, and other arguments; in evidence from a file an argument that cannot be
+    serialised (a function, ranks) is None."""
 
     results: list[Tensor]
-    """One tensor, or each of those that came out."""
+    """One tensor, or each of several results."""
 
     where: list[int]
-    """The rows of the wanted key, of `rows`: one, or in experts one for each that its token chose."""
+    """The wanted key's row among `rows`: one, or in experts one for each expert that its token
+    chose."""
 
     rows: int
 
     columns: list[Tensor | None]
-    """int64: of each result, the columns that the other side has; None: all."""
+    """int64, for each result the columns that the other side has; None: all."""
 
     def row_of_results(self) -> list[Tensor]:
-        """What came out for the wanted row: [n] each."""
+        """Return the results for the wanted row: [n] each."""
         return self.row_of(self.results)
 
     def row_of(self, results: Sequence[Tensor]) -> list[Tensor]:
-        """The wanted row of this call's results, or of others in their shapes."""
+        """Return the wanted row of this call's results, or of others in their shapes."""
         pairs = zip(results, self.columns, strict=True)
         return [cut(self._rows(result), columns).reshape(-1) for result, columns in pairs]
 
     @property
     def width(self) -> int:
-        """Columns of a row of the first result, the other side's or not."""
+        """The number of columns of the first result, including those the other side lacks."""
         return self._rows(self.results[0]).shape[1]
 
     def _rows(self, result: Tensor) -> Tensor:
@@ -62,8 +63,8 @@ class Evidence:
         operator: str, args: Sequence[Any], out: Any, where: list[int], rows: int,
         columns: Sequence[Tensor | None] = (),
     ) -> Evidence:  # fmt: skip
-        """Take the evidence of a call while it is made: a trainer's weights are gone when its forward
-        pass has ended."""
+        """Return the evidence of a call, taken during the call: a trainer's weights are gone when
+        its forward pass has ended."""
         results = out if isinstance(out, tuple) else (out,)
         wanted = list(columns) or [None] * len(results)
         if operator in ATTENTION and len(args) > 3:
@@ -82,7 +83,7 @@ class Evidence:
 def _of_one_sequence(
     args: Sequence[Any], out: Tensor, row: int
 ) -> tuple[list[Any], tuple[Tensor, ...], list[int], int]:
-    """What `Evidence` keeps of a call of attention: arguments, results, `where` and `rows`."""
+    """Return arguments, results, `where` and `rows` of an attention call, cut to one sequence."""
     q, k, v, layout, scores, *rest = args
     k, v, layout = by_rows(k, v, layout)
     first = sequence = 0
@@ -98,12 +99,12 @@ def _of_one_sequence(
 
 
 def plain(argument: Any) -> Any:
-    """An argument that can be written down; None in place of another, as a function or ranks."""
+    """Return an argument that can be serialised; None for others, such as a function or ranks."""
     return argument if isinstance(argument, (Tensor, int, float, list)) else None
 
 
 def write_evidence(evidence: Evidence, directory: Path, rank: int = 0) -> None:
-    """Write the evidence of a rank, whole or not at all; of its arguments those that are `plain`."""
+    """Write the evidence of a rank, whole or not at all, with its arguments that are `plain`."""
     partial = directory / f"{uuid.uuid4().hex}.partial"
     arguments = [plain(argument) for argument in evidence.arguments]
     torch.save(asdict(replace(evidence, arguments=arguments)), partial)
@@ -111,8 +112,8 @@ def write_evidence(evidence: Evidence, directory: Path, rank: int = 0) -> None:
 
 
 def read_evidence(directory: Path) -> dict[int, Evidence]:
-    """The evidence by rank; none if the call has not come, or ranks of different engines made it
-    last."""
+    """Return the evidence by rank; empty if the call has not come, or ranks of different engines
+    made it last."""
     files = sorted(directory.glob(f"*{SUFFIX}"))
     found = {int(file.stem): Evidence(**torch.load(file)) for file in files}
     calls = {(evidence.rows, *evidence.where) for evidence in found.values()}

@@ -1,4 +1,4 @@
-"""Puts a recorder behind the operators of a Hugging Face model, and takes it away again."""
+"""Attachment of a recorder to the operators of a Hugging Face model, and its removal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from onpolicy.ops.row_parallel import RowParallel
 
 
 def tapped(operators: Operators, recorder: Recorder) -> Operators:
-    """Operators whose calls are recorded; what an operator calls inside itself is not."""
+    """Return operators whose calls are recorded; calls inside an operator are not."""
     return cast(Operators, _Tapped(operators, recorder))
 
 
@@ -39,7 +39,7 @@ class _Tapped:
         )
 
     def mix_few(self, *_: Any) -> None:
-        """Nothing is computed in fewer kernels than there are operators to record."""
+        """Do nothing: all operators are recorded, so none may be fused with others."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._operators, name)
@@ -52,9 +52,10 @@ def watched(
     rows_of: Callable[[Any, Any], tuple[Tensor, Tensor]],
     hooks: Iterable[RemovableHandle],
 ) -> Iterator[list[list[Call]]]:
-    """Let each forward pass of a model be one of the recorder's; yields what grows by the calls of each.
+    """Record each forward pass of a model; yield a list that grows by the calls of each pass.
 
-    rows_of: (args, kwargs) of a pass -> what `Recorder.open` takes. hooks: removed in the end.
+    rows_of: (args, kwargs) of a pass -> the arguments of `Recorder.open`. hooks: removed in the
+    end.
     """
     passes: list[list[Call]] = []
 
@@ -72,7 +73,7 @@ def watched(
 
 
 def scopes(decoder: Any, recorder: Recorder) -> list[RemovableHandle]:
-    """Hook a decoder, so that the recorder knows which module, by its Hugging Face name, is running."""
+    """Hook a decoder so that the recorder knows the running module by its Hugging Face name."""
     hooks = [decoder.get_input_embeddings().register_forward_hook(recorder.add_embedding)]
     for name, module in decoder.named_modules():
         if name:
@@ -91,7 +92,8 @@ def _scope_of(name: str, module: nn.Module) -> Callable[[Any, Any], Scope]:
 
 
 def experts_scope(name: str, chosen: Tensor, row_parallel: RowParallel, has_halves: bool) -> Scope:
-    """The scope of a module that sorts its rows by the experts that each token chose: int64 [T, k]."""
+    """Return the scope of a module that sorts its rows by each token's chosen experts: int64 [T,
+    k]."""
     return Scope(
         module=name,
         expert_order=chosen.detach().reshape(-1).cpu().sort(stable=True)[1],
@@ -101,7 +103,7 @@ def experts_scope(name: str, chosen: Tensor, row_parallel: RowParallel, has_halv
 
 
 def passes_of(policy: PolicyModel, recorder: Recorder) -> AbstractContextManager[list[list[Call]]]:
-    """`watched`, of a trainer's model whose operators are tapped."""
+    """Apply `watched` to a trainer's model with tapped operators."""
 
     def rows_of(args: tuple[PackedTokens], _: Any) -> tuple[Tensor, Tensor]:
         return packed_keys(args[0].tokens, args[0].layout), args[0].rows
@@ -110,7 +112,7 @@ def passes_of(policy: PolicyModel, recorder: Recorder) -> AbstractContextManager
 
 
 def packed_keys(tokens: Tensor, layout: AttentionLayout) -> Tensor:
-    """int64 [T]: of the queries of a layout whose keys are those of `tokens`."""
+    """Return int64 [T], the keys of a layout's queries over the keys of `tokens`."""
     stored, where = tokens.cpu(), layout.key_rows.cpu()
     lens = zip(where, layout.query_lens, layout.key_lens, strict=True)
     found = (prefix_keys(stored[rows[:end]].tolist())[end - n :] for rows, n, end in lens)

@@ -1,4 +1,4 @@
-"""Keeps, of every call of an operator, a digest per row of what went in and of what came out."""
+"""Recorder of operator calls: a digest per row of inputs and results."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from onpolicy.explain.taps.scope import ALL_HERE, Scope, Together
 from onpolicy.ops.row_parallel import RowParallel
 
 HEAD = "lm_head"
-"""Where what no decoder module calls belongs: the output projection, and what follows it."""
+"""The module name for calls outside decoder modules: the output projection, and its successors."""
 
 HEAD_ADAPTER = f"{HEAD}.lora"
-"""Where what an adapter of the output projection computes belongs."""
+"""The module name for calls of the output projection's adapter."""
 
 CHOSEN_EXPERTS = "chosen experts"
-"""A site beside each `topk`, of its indices alone: whether a router chose otherwise."""
+"""A site beside each `topk`, for its indices alone: whether a router chose other experts."""
 
 _FIRST = slice(0, 1)
 INPUTS = {
@@ -36,15 +36,15 @@ INPUTS = {
     "add_scaled": slice(0, 2),
     "rotary": slice(0, 2),
 }
-"""Operators that are recorded, and which of their arguments have rows; not weights and settings."""
+"""The recorded operators, and the slice of their arguments with rows; not weights and settings."""
 
 Site = tuple[str, str, int]
-"""(module, operator, which of its calls in a pass). Example: ("layers.0.mlp", "gated", 0)"""
+"""(module, operator, index of its call in a pass). Example: ("layers.0.mlp", "gated", 0)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of an operator; all tensors int64 [n], n: rows of it that have a key."""
+    """One call of an operator; all tensors int64 [n], n: its rows with a key."""
 
     site: Site
 
@@ -56,7 +56,7 @@ class Call:
     outputs: Tensor
 
     store: Tensor | None
-    """A digest of the keys and values that each row's token sees, of attention."""
+    """A digest of the keys and values that each row's token sees, for attention."""
 
     widths: Widths
     shape: tuple[int, ...]
@@ -71,12 +71,12 @@ class _Pass:
     head_done: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     beside_head: Scope | None = None
-    """The head's adapter, while it computes."""
+    """The scope of the head's adapter, while it computes."""
 
 
 @dataclass(slots=True)
 class _Begun:
-    """A call that is being made."""
+    """A call in progress."""
 
     name: str
     args: tuple[Any, ...]
@@ -87,12 +87,12 @@ class _Begun:
     """The widths of inputs, keys and values."""
 
     sites: list[tuple[Site, Part, Tensor, Tensor | None]]
-    """Each site, its part, and the digests of what that was given and of what is stored."""
+    """Each site, its part, and the digests of its inputs and of its keys and values."""
 
 
 @dataclass(slots=True)
 class Recorder:
-    """Records while a pass is open; a call outside of one costs a comparison.
+    """A recorder, active while a pass is open; a call outside of one costs a comparison.
 
     A recorder that has recorded nothing can be sent to another process.
     """
@@ -101,29 +101,31 @@ class Recorder:
     """The tensor-parallel rank of the rollout that this process is."""
 
     shares: Mapping[Site, Mapping[int, Widths]] = field(default_factory=dict)
-    """What each rank of the rollout has of a site, for a trainer, if there are several."""
+    """Each rollout rank's part of a site, for a trainer, if there are several ranks."""
 
     ranks: int = 1
     """Ranks of the rollout."""
 
     suspect: tuple[Site, int, int] | None = None
-    """The call whose tensors are wanted: that site's last one with a row of that key, and the rank."""
+    """The call whose tensors are wanted: the site's last one with a row of that key, and the rank.
+    """
 
     evidence: Evidence | None = field(default=None, init=False)
-    """Them."""
+    """The tensors of that call."""
 
     at_head: Together = field(default=ALL_HERE, init=False)
-    """How the ranks of a trainer share the output projection."""
+    """The gatherer of a trainer's output projection over ranks."""
 
     _pass: _Pass | None = field(default=None, init=False)
     _scopes: list[Scope] = field(default_factory=list, init=False)
 
     def open(self, keys: Tensor, head_rows: Tensor) -> None:
-        """A forward pass begins: int64 [T], the keys of its rows, and those that go on to the head."""
+        """Begin a forward pass: int64 [T], the keys of its rows, and the rows that go on to the
+        head."""
         self._pass, self._scopes = _Pass(keys.cpu(), head_rows.cpu()), []
 
     def close(self) -> list[Call]:
-        """It has ended."""
+        """End a forward pass and return its calls."""
         calls = self._pass.calls if self._pass else []
         self._pass = None
         return calls
@@ -131,7 +133,7 @@ class Recorder:
     def scoped(
         self, module: nn.Module, scope_of: Callable[[Any, Any], Scope]
     ) -> list[RemovableHandle]:
-        """Hook a module that has a scope of its own, which it is given by (args, kwargs)."""
+        """Hook a module with a scope of its own, made from (args, kwargs)."""
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             if self._pass is not None:
@@ -145,7 +147,7 @@ class Recorder:
         return [begin, module.register_forward_hook(leave, always_call=True)]
 
     def run(self, name: str, right: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What `right` returns, recorded as the operator `name`."""
+        """Return the result of `right`, recorded as the operator `name`."""
         if self._pass is None:
             return right(*args, **kwargs)
         scope = self._running(name)
@@ -161,7 +163,7 @@ class Recorder:
     def add(
         self, module: str, operator: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> None:
-        """Record what a module of an engine's own computed, without an operator of ours."""
+        """Record the results of an engine's own module, without an operator of ours."""
         if self._pass is None:
             return
         scope = Scope(module=module)
@@ -178,12 +180,13 @@ class Recorder:
 
     @property
     def module(self) -> str:
-        """The one that is running."""
+        """The module that is running."""
         return self._scopes[-1].module if self._scopes else HEAD
 
     def _running(self, name: str) -> Scope:
-        """Where a call of an operator belongs. No engine calls the head as a module, so its adapter is
-        known by its first product, a row-parallel linear, and by its last operator."""
+        """Return the scope of an operator's call. No engine calls the head as a module, so its
+        adapter is detected by its first product, a row-parallel linear, and by its last operator.
+        """
         if self._scopes:
             return self._scopes[-1]
         assert self._pass is not None
@@ -195,7 +198,7 @@ class Recorder:
         return scope
 
     def _rows(self, name: str, x: Tensor, scope: Scope) -> Tensor:
-        """The keys of a call's rows."""
+        """Return the keys of a call's rows."""
         assert self._pass is not None
         if scope.module not in (HEAD, HEAD_ADAPTER):
             return scope.keys(name, self._pass.keys)
@@ -215,7 +218,9 @@ class Recorder:
             site = module, operator, scope.number(operator)
             for rank, widths in self.shares.get(site, {self.rank: None}).items():
                 part = Part(rank=rank, ranks=self.ranks, widths=widths, fused=fused, pieces=pieces)
-                with suppress(LookupError):  # then it is missing in a recording, which is said
+                with suppress(
+                    LookupError
+                ):  # then the site is missing in a recording, which is reported
                     seen = store.digest(part.of_store) if store and part.has_store else None
                     begun.append((site, part, inputs.digest(part.of_input), seen))
         widths = inputs.widths, store.widths if store else ()
@@ -247,7 +252,7 @@ class Recorder:
             self._keep(call, begun, out, [part.of_result(*pair) for pair in enumerate(made.widths)])
 
     def _keep(self, call: Call, begun: _Begun, out: Any, columns: list[Tensor | None]) -> None:
-        """Its tensors, if it is the suspect: the last such call stays."""
+        """Keep the tensors of the call, if it is the suspect: the last such call stays."""
         if self.suspect is None or (call.site, call.rank) != (self.suspect[0], self.suspect[2]):
             return
         # Ranks that share the call take part, whether they have the row or not.
@@ -266,7 +271,7 @@ def _choice(topk: Call, indices: Tensor) -> Call:
 
 
 def common_name(name: str, args: tuple[Any, ...]) -> str:
-    """What both engines call it, though they reach it by other ways."""
+    """Return the name of an operator common to both engines, though they reach it in other ways."""
     if name in ATTENTION:
         return "attention"
     is_whole = any(isinstance(a, RowParallel) and a.blocks == 1 for a in args)

@@ -1,4 +1,4 @@
-"""Everything that one side computed: for every operator of every module, its rows by their keys."""
+"""Recording of one side: for every operator of every module, its rows by their keys."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from onpolicy.explain.taps.rows import Widths
 Numbers = NDArray[np.int64]
 
 SUSPECT = "suspect"
-"""File beside a rollout engine's passes: the call whose tensors are wanted."""
+"""The file beside a rollout engine's passes that names the call whose tensors are wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """The rows of one site, each key once: digests int64 [n], in the order of `keys`, which ascend."""
+    """The rows of one site, each key once: digests int64 [n], in the ascending order of `keys`."""
 
     keys: Numbers
     inputs: Numbers
@@ -30,7 +30,7 @@ class Rows:
     store: Numbers | None
 
     call: Numbers
-    """Which of `shapes` each row was computed in."""
+    """The index in `shapes` of the shape in which each row was computed."""
 
     shapes: list[tuple[int, ...]]
     """Shapes of the first argument of each call."""
@@ -39,19 +39,19 @@ class Rows:
     """The widths of the last call."""
 
     def find(self, keys: Numbers) -> Numbers:
-        """Where each of `keys` is, -1 if it is not there."""
+        """Return the index of each of `keys`, -1 if it is missing."""
         if not len(self.keys):
             return np.full(len(keys), -1)
         where = np.searchsorted(self.keys, keys).clip(max=len(self.keys) - 1)
         return np.where(self.keys[where] == keys, where, -1)
 
     def shape(self, where: int) -> tuple[int, ...]:
-        """The shape of the call that computed a row; none of one that is not there."""
+        """Return the shape of the call that computed a row; an empty one for a missing row."""
         return self.shapes[int(self.call[where])] if where >= 0 else ()
 
     @staticmethod
     def of(calls: Sequence[Call]) -> Rows:
-        """The rows of all calls; of a key that was computed more than once, the last."""
+        """Return the rows of all calls; for a key that was computed more than once, the last."""
         number = np.repeat(np.arange(len(calls)), [len(call.keys) for call in calls])
         keys = torch.cat([call.keys for call in calls]).numpy()[::-1]
         keys, first = np.unique(keys, return_index=True)
@@ -73,7 +73,7 @@ class Rows:
 
 
 class Recording(dict[Site, dict[int, Rows]]):
-    """Sites in the order in which a forward pass first came to them: of each rank its rows."""
+    """A mapping from sites, in the order of the first forward pass, to the rows of each rank."""
 
     @staticmethod
     def of(passes: Iterable[Sequence[Call]]) -> Recording:
@@ -90,11 +90,11 @@ class Recording(dict[Site, dict[int, Rows]]):
 
     @property
     def ranks(self) -> int:
-        """The tensor-parallel ranks of the engine that was recorded."""
+        """The number of tensor-parallel ranks of the recorded engine."""
         return 1 + max((rank for by_rank in self.values() for rank in by_rank), default=0)
 
     def shares(self) -> dict[Site, dict[int, Widths]]:
-        """What each rank has of every site; nothing where there is one rank, which has all."""
+        """Return each rank's part of every site; empty where one rank has everything."""
         if self.ranks == 1:
             return {}
         return {
@@ -104,14 +104,14 @@ class Recording(dict[Site, dict[int, Rows]]):
 
 
 def write_calls(calls: Sequence[Call], file: Path) -> None:
-    """Write the calls of a pass; a file is there whole or not at all."""
+    """Write the calls of a pass, whole or not at all."""
     partial = file.with_suffix(".partial")
     torch.save([asdict(call) for call in calls], partial)
     partial.replace(file)
 
 
 def read_calls(directory: Path) -> list[list[Call]]:
-    """The passes that are written in a directory, in order."""
+    """Return the passes in a directory, in order."""
     return [
         [Call(**record) for record in torch.load(file)] for file in sorted(directory.glob("*.pass"))
     ]

@@ -1,13 +1,14 @@
-"""What a row is known by, and digests of what a call is given and makes, row by row.
+"""Keys of rows, and digests of a call's inputs and results, row by row.
 
-A row of a causal model is a function of a token and of the tokens before it, and of nothing else. So it
-is known by a key of that prefix: the rows of a trainer's packed batch, of a prefill chunk and of a
-decoding batch meet under the same key, and so do those of two requests that share a prefix, of which an
-engine with a prefix cache computes one.
+A row of a causal model is a function of a token and of the tokens before it, and of nothing else.
+So its key is a hash of that prefix: the rows of a trainer's packed batch, of a prefill chunk and of
+a decoding batch meet under the same key, and so do the rows of two requests that share a prefix, of
+which an engine with a prefix cache computes one.
 
-A tensor-parallel rank of the rollout has a part of most rows. A trainer whose operator computes several
-sites at once (queries, keys and values by one product) has them side by side. So what a trainer
-computed is looked at part by part, each as the rollout has it, and only equals are compared.
+A tensor-parallel rank of the rollout has a part of most rows. A trainer whose operator computes
+several sites at once (queries, keys and values by one product) has them side by side. So a
+trainer's results are digested part by part, with the rollout's columns, and only equal parts are
+compared.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ _CHUNK = 1 << 22
 """Numbers that are digested at once: their 64-bit products take 32 MiB."""
 
 Columns = Callable[[int, int], Tensor | None]
-"""(number of a tensor, its columns) -> int64: those wanted; None: all."""
+"""(number of a tensor, its columns) -> int64, the wanted columns; None: all."""
 
 Widths = tuple[tuple[int, ...], ...]
-"""Columns of the tensors of a call: of its inputs, of keys and values, of its results."""
+"""The numbers of columns of a call's tensors: inputs, keys and values, results."""
 
 
 def prefix_keys(tokens: Iterable[int], before: int = 0) -> list[int]:
-    """The key of each token, after a prefix of the key `before` (0: none); they fit int64."""
+    """Return the key of each token, after a prefix with key `before` (0: none); they fit int64."""
     keys = []
     for token in tokens:
         before = ((before ^ (token + 1)) * 0x9E3779B97F4A7C15 + 0x94D049BB133111EB) & _MASK
@@ -43,11 +44,11 @@ def prefix_keys(tokens: Iterable[int], before: int = 0) -> list[int]:
 
 
 def digest(rows: Tensor) -> Tensor:
-    """[n, ...] of any dtype that float32 holds -> int64 [n] on the CPU.
+    """Return a digest of rows: [n, ...] of any dtype that float32 holds -> int64 [n] on the CPU.
 
-    A sum over a row of bits x odd numbers, modulo 2^64: one number that changes always shows, more of
-    them all but always. Zeros are one number, whatever their sign, as are bfloat16 and float32 of one
-    value.
+    It is the sum over a row of bits x odd numbers, modulo 2^64: one number that changes always
+    shows, more of them all but always. Zeros of either sign are equal, as are bfloat16 and float32
+    of one value.
     """
     rows = rows.detach().reshape(len(rows), -1)
     odd = odd_numbers(max(rows.shape[1], 1), rows.device)[: rows.shape[1]]
@@ -60,16 +61,17 @@ def digest(rows: Tensor) -> Tensor:
 
 @lru_cache(maxsize=256)
 def odd_numbers(count: int, device: torch.device | str = "cpu") -> Tensor:
-    """int64 [count]: the first of one fixed sequence."""
+    """Return int64 [count], the first numbers of one fixed sequence."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(-(1 << 62), 1 << 62, (count,), generator=generator).to(device) * 2 + 1
 
 
 def by_row(x: Tensor, count: int) -> Tensor:
-    """`x` as [count, ...], whichever axis but the last its rows are on: [1, H, T, D] -> [T, H, 1, D].
+    """Return `x` as [count, ...], whichever axis but the last its rows are on: [1, H, T, D] -> [T,
+    H, 1, D].
 
-    Of three axes tokens are before heads. Of four, where rotary's are the other way round, an axis of as
-    many heads as there are tokens lies closer together in memory.
+    With three axes tokens come before heads. With four, where rotary's are the other way round, an
+    axis of heads as long as the token axis has the smaller stride.
     """
     if x.dim() == 1:
         return x[:, None]
@@ -86,7 +88,7 @@ def _axis_of_rows(x: Tensor, count: int) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one site on one rank has of the rows that a call is given and makes.
+    """The part of a call's rows that one site has on one rank.
 
     Its methods are `Columns`, and raise LookupError if the rank has neither all nor an equal part.
     """
@@ -95,13 +97,13 @@ class Part:
     ranks: int = 1
 
     widths: Widths | None = None
-    """What the rank has; None: all of every row."""
+    """The widths of the rank's part; None: all of every row."""
 
     fused: Tensor | None = None
-    """int64: the columns of the result that are this site's; None: all."""
+    """int64, the columns of the result for this site; None: all."""
 
     pieces: int = 1
-    """Parts side by side in the result, each of which is shared by the ranks: gate and up."""
+    """Adjacent parts of the result, each of which is sharded over the ranks: gate and up."""
 
     @property
     def has_store(self) -> bool:
@@ -132,16 +134,16 @@ class Part:
 
 
 def cut(rows: Tensor, columns: Tensor | None) -> Tensor:
-    """[n, C] -> [n, c]"""
+    """Return the given columns of rows: [n, C] -> [n, c]"""
     return rows if columns is None else rows[:, columns.to(rows.device)]
 
 
 class Tensors:
-    """Some tensors of one call, whose rows have keys."""
+    """The tensors of one call, whose rows have keys."""
 
     def __init__(self, tensors: Sequence[Tensor], count: int, expert_order: Tensor | None = None):
-        """count: rows with a key; expert_order: int64 [count * k], the (token, choice) of each row
-        where experts have sorted them."""
+        """Take the tensors. count: rows with a key; expert_order: int64 [count * k], the (token,
+        choice) of each row where experts have sorted them."""
         self._count, self._order = count, expert_order
         self._tensors = [self._flat(x.detach()) for x in tensors]
         self._whole: dict[int, Tensor] = {}
@@ -151,7 +153,7 @@ class Tensors:
         return tuple(rows.shape[1] for rows in self._tensors)
 
     def digest(self, columns: Columns = lambda *_: None) -> Tensor:
-        """int64 [count]: of all tensors."""
+        """Return int64 [count], the digest over all tensors."""
         total = torch.zeros(self._count, dtype=torch.int64)
         for number, width in enumerate(self.widths):
             part = self._digest(number, columns(number, width))
@@ -183,7 +185,7 @@ class Tensors:
 
 
 def rows_of_token(order: Tensor, token: int, chosen: int) -> list[int]:
-    """Where the rows of a token are that experts sorted, in the order in which it chose them."""
+    """Return the indices of a token's rows sorted by experts, in the order of its choices."""
     where = (order // chosen == token).nonzero()[:, 0]
     rows: list[int] = where[order[where].argsort()].tolist()
     return rows
@@ -203,7 +205,8 @@ class Store:
         return tuple(x.shape[1] for x in self._seen)
 
     def digest(self, columns: Columns) -> Tensor:
-        """int64 [T]: of the keys and values of all positions up to each query's own."""
+        """Return int64 [T], the digest of the keys and values at all positions up to each query's
+        own."""
         k, v = (digest(cut(x, columns(n, x.shape[1]))) for n, x in enumerate(self._seen))
         lens = self._layout.key_lens
         odd = odd_numbers(max(lens))
@@ -216,7 +219,7 @@ class Store:
 def by_rows(
     k: Tensor, v: Tensor, layout: AttentionLayout | PagedLayout
 ) -> tuple[Tensor, Tensor, AttentionLayout]:
-    """Keys and values [n, H, D] and their layout, those of pages laid end to end."""
+    """Return keys and values [n, H, D] and their layout, with pages laid end to end."""
     if isinstance(layout, PagedLayout):
         return k.flatten(0, 1), v.flatten(0, 1), layout.by_rows()
     return k, v, layout

@@ -1,4 +1,4 @@
-"""The protocols that clients speak, a module each: what is asked for, and how it is answered."""
+"""Protocols of clients, one module each: reading of requests and writing of responses."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Event = tuple[str, Any]
 
 
 class WireProtocol(Protocol):
-    """What such a module has."""
+    """The interface of a protocol module."""
 
     PATH: str
 
     def read(self, fields: Fields, params: SamplingParams) -> Call:
-        """What is asked for, where a run samples with `params`. Raises RefusedError."""
+        """Return the call in a request, in a run that samples with `params`. Raises RefusedError."""
 
     def answer(self, call: Call, replies: Sequence[Reply]) -> dict[str, Any]:
-        """The body of the response."""
+        """Return the body of the response."""
 
     def events(self, call: Call, replies: Sequence[Reply]) -> Iterator[Event]:
-        """The same as a stream."""
+        """Yield the response as a stream."""
 
     def error(self, refused: RefusedError) -> dict[str, Any]:
-        """The body of a refusal."""
+        """Return the body of a refusal."""

@@ -29,16 +29,16 @@ _ROLES = {
     "assistant": "assistant",
     "tool": "tool",
 }
-"""Templates know no developer."""
+"""The role of each message for templates, which know no developer."""
 
 _LEFT_BY_CLIENTS = ("refusal", "audio", "function_call", "annotations")
-"""Fields of an answer that clients give back, without content here."""
+"""Fields of an answer that clients send back, without content here."""
 
 error = RefusedError.as_openai
 
 
 def read(fields: Fields, params: SamplingParams) -> Call:
-    """What is asked for. Raises RefusedError."""
+    """Return the call in a request. Raises RefusedError."""
     fields.ignore(*ALWAYS_SENT)
     fields.refuse_other_sampling(params)
     form = fields.take("response_format", dict, {"type": "text"})
@@ -73,7 +73,7 @@ def read(fields: Fields, params: SamplingParams) -> Call:
 
 
 def read_tool(tool: Fields) -> dict[str, Any]:
-    """A function, with its fields in the order in which they were sent: templates print them."""
+    """Return a function with its fields in the order in which they were sent: templates print them."""
     kind, function = tool.need("type", str), tool.need("function", dict)
     if kind != "function":
         raise invalid(tool.name("type"), f"{kind!r}: the policy calls functions alone.")
@@ -82,7 +82,7 @@ def read_tool(tool: Fields) -> dict[str, Any]:
 
 
 def read_messages(given: Sequence[Fields]) -> tuple[Message, ...]:
-    """Messages as chat templates read them."""
+    """Return messages in the form that chat templates read."""
     if not given:
         raise invalid("messages", "must be a list of at least one message.")
     return tuple(_read_message(message) for message in given)
@@ -120,7 +120,7 @@ def _read_tool_call(call: Fields) -> dict[str, Any]:
 
 
 def answer(call: Call, replies: Sequence[Reply]) -> dict[str, Any]:
-    """The body of the response."""
+    """Return the body of the response."""
     choices = [
         {
             "index": i,
@@ -136,7 +136,7 @@ def answer(call: Call, replies: Sequence[Reply]) -> dict[str, Any]:
 
 
 def log_probs(reply: Reply) -> dict[str, Any]:
-    """Those of the sampled tokens, which have no alternatives."""
+    """Return the log-probabilities of the sampled tokens, without alternatives."""
     return {
         "content": [
             {"token": text, "logprob": value, "bytes": list(part), "top_logprobs": []}
@@ -149,7 +149,7 @@ def log_probs(reply: Reply) -> dict[str, Any]:
 
 
 def events(call: Call, replies: Sequence[Reply]) -> Iterator[Event]:
-    """The same as a stream: a chunk for each thing that an answer has."""
+    """Yield the response as a stream: a chunk for each part of an answer."""
     head = {**_head(call, replies, "chat.completion.chunk"), "usage": None}
     if not call.streams_usage:
         del head["usage"]

@@ -19,7 +19,7 @@ error = RefusedError.as_openai
 
 
 def read(fields: Fields, params: SamplingParams) -> Call:
-    """What is asked for. Raises RefusedError."""
+    """Return the call in a request. Raises RefusedError."""
     fields.ignore(*ALWAYS_SENT)
     fields.refuse_other_sampling(params)
     fields.refuse("echo", False, because="the answer is what was sampled.")
@@ -61,7 +61,7 @@ def _read_prompt(prompt: Any) -> str | tuple[int, ...]:
 
 
 def answer(call: Call, replies: Sequence[Reply]) -> dict[str, Any]:
-    """The body of the response."""
+    """Return the body of the response."""
     choices = [_choice(call, i, reply) for i, reply in enumerate(replies)]
     return {**_head(call, replies), "choices": choices, "usage": usage(replies)}
 
@@ -89,7 +89,7 @@ def _log_probs(reply: Reply) -> dict[str, Any]:
 
 
 def events(call: Call, replies: Sequence[Reply]) -> Iterator[Event]:
-    """The same as a stream: a chunk for each answer."""
+    """Yield the response as a stream: a chunk for each answer."""
     for i, reply in enumerate(replies):
         yield "", {**_head(call, replies), "choices": [_choice(call, i, reply)]}
     if call.streams_usage:

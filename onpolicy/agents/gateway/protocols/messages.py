@@ -27,7 +27,7 @@ error = RefusedError.as_anthropic
 
 
 def read(fields: Fields, params: SamplingParams) -> Call:
-    """What is asked for. Raises RefusedError."""
+    """Return the call in a request. Raises RefusedError."""
     fields.ignore(*ALWAYS_SENT, "cache_control")
     fields.refuse_other_sampling(params)
     fields.refuse(
@@ -70,7 +70,7 @@ def read_counted(fields: Fields, params: SamplingParams) -> Call:
 
 
 def _without_cache(content: Any) -> Any:
-    """Content without the marks of what a server may cache."""
+    """Return content without the cache marks and citations."""
     if not isinstance(content, list):
         return content
     return [
@@ -93,7 +93,7 @@ def _read_tool(tool: Fields) -> dict[str, Any]:
 
 
 def _read_message(fields: Fields) -> list[Message]:
-    """A message of theirs is several of a chat template's where it brings results of tools."""
+    """Return a message in the template's form; one with tool results becomes several."""
     role, content = fields.need("role", str), _without_cache(fields.pop("content"))
     if role not in ("user", "assistant"):
         raise invalid(fields.name("role"), f"{role!r} is neither user nor assistant.")
@@ -148,13 +148,13 @@ def _of_user(blocks: Sequence[Fields]) -> list[Message]:
 
 
 def answer(call: Call, replies: Sequence[Reply]) -> dict[str, Any]:
-    """The body of the response."""
+    """Return the body of the response."""
     (reply,) = replies
     return {**_head(call, reply), "content": _blocks(reply), **_end(reply), "usage": _usage(reply)}
 
 
 def events(call: Call, replies: Sequence[Reply]) -> Iterator[Event]:
-    """The same as a stream: one delta for each block."""
+    """Yield the response as a stream: one delta for each block."""
     (reply,) = replies
     usage = {**_usage(reply), "output_tokens": 0}
     start = {**_head(call, reply), "content": [], "stop_reason": None, "stop_sequence": None}
@@ -173,7 +173,7 @@ def _event(kind: str, **fields: Any) -> Event:
 
 
 def _delta(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A block before it has anything, and what it is to have."""
+    """Return an empty block, and the delta that fills it."""
     match block["type"]:
         case "thinking":
             return {**block, "thinking": ""}, {

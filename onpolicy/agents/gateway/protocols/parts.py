@@ -1,4 +1,4 @@
-"""What several protocols write the same way."""
+"""Parts shared by several protocols."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ ALWAYS_SENT = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention",
 )  # fmt: skip
-"""Fields that change nothing of what is sampled; they are ignored."""
+"""Fields that do not change sampling; they are ignored."""
 
 SET_FOR_ALL = (
     "how much the policy thinks is a variable of its chat template, if it is one, for all requests of a "
     "run. Start it with --chat-template-kwargs '{{{}}}', and leave this out."
 )
-"""Why a request does not say how much the policy thinks."""
+"""The reason why a request cannot set the amount of thinking."""
 
 CREATED = 0
-"""The time that every answer says: a repeated run gives the same bytes."""
+"""The time in every answer, constant so that a repeated run gives the same bytes."""
 
 
 def text_of(value: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
-    """Content that is text, or a list of parts of these kinds, as one text."""
+    """Return content, which is text or a list of parts of these kinds, as one text."""
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list):
@@ -37,7 +37,7 @@ def text_of(value: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
 
 
 def text_part(part: Fields, kinds: Sequence[str] = ("text",)) -> str:
-    """The text of a part of a content."""
+    """Return the text of one content part."""
     kind = part.need("type", str)
     if kind not in kinds:
         raise invalid(part.name("type"), f"{kind!r}: the policy reads {', '.join(kinds)} alone.")
@@ -47,7 +47,7 @@ def text_part(part: Fields, kinds: Sequence[str] = ("text",)) -> str:
 def function_tool(
     name: str, description: str | None, parameters: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """A tool as chat templates read it."""
+    """Return a tool in the form that chat templates read."""
     function: dict[str, Any] = {"name": name}
     if description is not None:
         function["description"] = description
@@ -55,8 +55,8 @@ def function_tool(
 
 
 def schema_in(form: Fields, nested: str = "") -> str:
-    """The JSON schema, as text, that a format holds an answer to; empty: none. Its own fields have it,
-    or an object that is `nested` in them."""
+    """Return the JSON schema in a response format as text; empty: none. It is in the format's own
+    fields, or in an object `nested` in them."""
     match form.need("type", str):
         case "text":
             schema = None
@@ -76,7 +76,7 @@ def schema_in(form: Fields, nested: str = "") -> str:
 
 
 def usage(replies: Sequence[Reply]) -> dict[str, int]:
-    """Tokens of a prompt and of all answers to it."""
+    """Return the token counts of a prompt and of all answers to it."""
     given, sampled = len(replies[0].prompt_ids), sum(len(reply.token_ids) for reply in replies)
     return {
         "prompt_tokens": given,

@@ -28,14 +28,14 @@ PATH = "/responses"
 _TEXT = ("input_text", "output_text", "text", "reasoning_text")
 _LOG_PROBS, _PACKED = "message.output_text.logprobs", "reasoning.encrypted_content"
 _INCLUDED = (_LOG_PROBS, _PACKED)
-"""What else an answer can be asked to hold. Reasoning is packed for clients that give back nothing else
-of it; it is no secret here."""
+"""Optional contents of an answer. Reasoning is packed for clients that return it in no other form;
+it is not secret here."""
 
 error = RefusedError.as_openai
 
 
 def read(fields: Fields, params: SamplingParams) -> Call:
-    """What is asked for. Raises RefusedError."""
+    """Return the call in a request. Raises RefusedError."""
     fields.ignore(*ALWAYS_SENT)
     fields.refuse_other_sampling(params)
     text = Fields(fields.take("text", dict, {}), "text")
@@ -102,7 +102,8 @@ def _read_input(fields: Fields) -> list[Message]:
 
 
 def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
-    """Reasoning, text and tool calls of one answer are items of their own, and one message here."""
+    """Add an item to the messages: an answer's reasoning, text and calls are items, and one
+    message."""
     match item.take("type", str, "message"):
         case "message":
             role, content = item.need("role", str), item.pop("content")
@@ -139,7 +140,7 @@ def _unpacked(packed: str, item: Fields) -> str:
 
 
 def _texts_alone(content: Any) -> Any:
-    """Content without what answers say of their texts."""
+    """Return content without the annotations and log-probabilities of answers."""
     if not isinstance(content, list):
         return content
     kept = ("type", "text")
@@ -156,7 +157,7 @@ def _open_answer(messages: list[dict[str, Any]], anew: bool = False) -> dict[str
 
 
 def answer(call: Call, replies: Sequence[Reply]) -> dict[str, Any]:
-    """The body of the response."""
+    """Return the body of the response."""
     (reply,) = replies
     return _body(call, reply, "completed", _items(call, reply))
 
@@ -226,7 +227,7 @@ def _items(call: Call, reply: Reply) -> list[dict[str, Any]]:
 
 
 def events(call: Call, replies: Sequence[Reply]) -> Iterator[Event]:
-    """The same as a stream: one delta for each item."""
+    """Yield the response as a stream: one delta for each item."""
     (reply,) = replies
     whole = answer(call, replies)
     begun = _body(call, reply, "in_progress", [])

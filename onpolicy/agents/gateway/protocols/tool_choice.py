@@ -1,4 +1,4 @@
-"""Which tools an answer may call, has to call, and how many of them."""
+"""Tool choice: the tools that an answer may or must call, and the number of calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Tool = dict[str, Any]
 
 
 class Choice(TypedDict):
-    """These fields of a call."""
+    """The fields of a call for tool choice."""
 
     tools: tuple[Tool, ...]
     forces_call: bool
@@ -21,7 +21,7 @@ class Choice(TypedDict):
 
 
 def openai_choice(fields: Fields, tools: Sequence[Tool]) -> Choice:
-    """Return what `tool_choice` and `parallel_tool_calls` ask for. Raises RefusedError."""
+    """Return the choice in `tool_choice` and `parallel_tool_calls`. Raises RefusedError."""
     where, given = fields.name("tool_choice"), fields.pop("tool_choice")
     one_call = not fields.take("parallel_tool_calls", bool, True)
     if not isinstance(given, dict):
@@ -39,7 +39,7 @@ def openai_choice(fields: Fields, tools: Sequence[Tool]) -> Choice:
 
 
 def anthropic_choice(fields: Fields, tools: Sequence[Tool]) -> Choice:
-    """Return what Anthropic's `tool_choice` asks for. Raises RefusedError."""
+    """Return the choice in Anthropic's `tool_choice`. Raises RefusedError."""
     where = fields.name("tool_choice")
     choice = Fields(fields.take("tool_choice", dict, {"type": "auto"}), where)
     kind = choice.need("type", str)
