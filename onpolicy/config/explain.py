@@ -20,7 +20,7 @@ NEEDS_RECORDS = Against(
 @also(rollout_server_url=[NEEDS_RECORDS], lora_rank=[groups.NOT_MERGED])
 @dataclass(frozen=True, kw_only=True)
 class ExplainConfig(VerifyConfig):
-    """Which operator makes the two engines differ, in which layer, and by how much?
+    """Name the first operator and layer at which the two engines differ, and by how much.
 
     Runs the same tokens through a real SGLang server, as it serves, and through the trainer, as it
     trains, and records what every operator was given and made of it. Names the first that gives other
