@@ -3,6 +3,7 @@
 python tests/onpolicy/ops/triton/compiled_sources.py    # after it has passed: records the digest
 """
 
+import ast
 import hashlib
 from importlib.metadata import version
 from pathlib import Path
@@ -12,7 +13,7 @@ RECORD = Path(__file__).with_name("compiled_sources.txt")
 
 
 def digest():
-    """SHA-256 of the kernels' sources, of what launches them in the tests, and of Triton's version."""
+    """Return the SHA-256 of the kernels' code, of what launches them in the tests, and of Triton's version."""
     files = [
         *(ROOT / "onpolicy/ops/triton").rglob("*.py"),
         ROOT / "onpolicy/weights/xxh3_kernels.py",
@@ -20,8 +21,26 @@ def digest():
     files += [Path(__file__).with_name(name) for name in ("compile_kernels.py", "test_compile.py")]
     content = hashlib.sha256(version("triton").encode())
     for file in sorted(files):
-        content.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
+        content.update(f"{file.relative_to(ROOT)}\n{code_of(file)}".encode())
     return content.hexdigest()
+
+
+def code_of(file):
+    """Return a file's code without its docstrings and comments, which no compiler sees."""
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            node.body = [each for each in body if not is_text(each)]
+    return ast.unparse(tree)
+
+
+def is_text(node):
+    """Whether a statement is a docstring."""
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
 
 
 if __name__ == "__main__":
