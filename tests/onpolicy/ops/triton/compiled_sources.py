@@ -13,7 +13,7 @@ RECORD = Path(__file__).with_name("compiled_sources.txt")
 
 
 def digest():
-    """Return the SHA-256 of the kernels' code, of what launches them in tests, and of Triton's version."""
+    """Return the SHA-256 of the kernels' code, of what launches them, and of Triton's version."""
     files = [
         *(ROOT / "onpolicy/ops/triton").rglob("*.py"),
         ROOT / "onpolicy/weights/xxh3_kernels.py",
