@@ -141,7 +141,7 @@ def with_case(config: ExplainConfig) -> ExplainConfig:
             "or, of a run's first rollout, its --lora-* flags and --seed."
         )
     blocks = contract.row_parallel_blocks if contract.is_aligned else 0
-    return with_flags(
+    asked = with_flags(
         config,
         {
             "row_parallel_blocks": blocks,
@@ -151,9 +151,9 @@ def with_case(config: ExplainConfig) -> ExplainConfig:
             "max_prompt_len": max(8, case.prompt_len),
             "max_new_tokens": case.params.max_new_tokens,
             "dtype": contract.dtype,
-            "true_on_policy_mode": contract.is_aligned,
         },
     )
+    return replace(asked, true_on_policy_mode=contract.is_aligned)
 
 
 def compare_weights(config: ExplainConfig, digest: str) -> None:
