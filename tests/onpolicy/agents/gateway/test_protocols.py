@@ -228,7 +228,7 @@ def test_completions_go_on_from_what_was_sampled():
         ({"tool_choice": {"type": "function", "function": {"name": "no"}}, "tools": [TOOL]},
          "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.type"),
-        ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        ({"tools": [TOOL], "parallel_tool_calls": False, "response_format": {"type": "json_object"}},
          "response_format"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].function"),
         ({"tools": "add"}, "tools"),
