@@ -42,8 +42,8 @@ def held_to(call: Call, parser: AnswerParser, turns: Turns, prompt_ids: Sequence
     if form is not None and call.json_schema and not call.forces_call:
         raise invalid(
             "response_format",
-            "an answer is held to it or to one call of a tool at most, and this request asks for both. "
-            "Leave out one of them.",
+            "an answer is held to it or to at most one call (parallel_tool_calls=False), and this "
+            "request asks for both. Leave out one of them.",
         )
     if form is None and not call.json_schema:
         return Held(is_thinking=is_thinking)

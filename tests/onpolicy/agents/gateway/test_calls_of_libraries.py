@@ -163,9 +163,7 @@ PYDANTIC_AI_RESPONSES = {
 }
 INSTRUCTOR_RESPONSES = {
     "input": [USER],
-    "text": {
-        "format": {"type": "json_schema", "name": "Person", "strict": True, "schema": NESTED}
-    },
+    "text": {"format": {"type": "json_schema", "name": "Person", "strict": True, "schema": NESTED}},
     "tool_choice": {"type": "function", "name": "Person"},
     "tools": [flat(PERSON)],
 }
