@@ -460,6 +460,18 @@ def test_calls_of_gpt_oss_are_found_whichever_token_ends_them():
     assert (final.message.content, plain.message.content) == ("hi", "plain")
 
 
+@pytest.mark.parametrize("reasoning_parser", ["", "gpt-oss"])
+def test_a_call_of_gpt_oss_without_an_analysis_is_found(reasoning_parser):
+    async def act(ours, theirs, opened):
+        return await ours.chat.completions.create(messages=HI, tools=[TOOL], **MODEL)
+
+    parser = AnswerParser(tool_call_parser="gpt-oss", reasoning_parser=reasoning_parser)
+    _, said = through(act, [CALLED.rpartition("<|start|>assistant")[2]], parser=parser)
+    (made,) = said.choices[0].message.tool_calls
+    assert (made.function.name, made.function.arguments) == ("add", '{"a": 6}')
+    assert not said.choices[0].message.content
+
+
 def test_a_call_of_gpt_oss_that_was_cut_off_is_none():
     async def act(ours, theirs, opened):
         ask = ours.chat.completions.create
