@@ -9,20 +9,23 @@ from __future__ import annotations
 PARSER = "gpt-oss"
 """The name of SGLang's tool-call and reasoning parsers for such answers."""
 
-CALL_END = "<|call|>"
+BEGIN, CALL_END = "<|start|>", "<|call|>"
 
 
-def with_call_end(text: str) -> str:
+def with_call_marks(text: str) -> str:
     """Return an answer without its stop token in the form in which SGLang's parser finds a last
     call.
 
     The parser needs the token that ends a call, which is also a stop token. Models end some of
     their calls with the token of a final answer, and these count as calls too
-    (sgl-project/sglang#10576).
+    (sgl-project/sglang#10576). It also needs the beginning of the call's message, which is in the
+    prompt if the answer calls at once.
     """
-    header, has_text, _ = text.rpartition("<|start|>")[2].partition("<|message|>")
-    is_call = bool(has_text) and " to=" in header
-    return text + CALL_END if is_call else text
+    before, begin, message = text.rpartition(BEGIN)
+    header, has_text, _ = message.partition("<|message|>")
+    if not has_text or " to=" not in header:
+        return text
+    return f"{before}{begin or BEGIN + 'assistant'}{message}{CALL_END}"
 
 
 def has_marks(text: str) -> bool:

@@ -39,11 +39,11 @@ def held_to(call: Call, parser: AnswerParser, turns: Turns, prompt_ids: Sequence
     is_thinking = bool(begin) and tail.endswith(begin)
     forced = call.tools and (call.forces_call or call.one_call)
     form = form_of(call, parser, [rules.decode([stop]) for stop in stops]) if forced else None
-    if form is not None and call.json_schema:
+    if form is not None and call.json_schema and not call.forces_call:
         raise invalid(
             "response_format",
-            "an answer is held to it or to a call of a tool, and this request asks for both. Leave out "
-            "one of them.",
+            "an answer is held to it or to at most one call (parallel_tool_calls=False), and this "
+            "request asks for both. Leave out one of them.",
         )
     if form is None and not call.json_schema:
         return Held(is_thinking=is_thinking)

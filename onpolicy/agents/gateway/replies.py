@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onpolicy.agents.gateway.calls import Call, Ending, Reply, ToolCall
-from onpolicy.agents.gateway.harmony import with_call_end
+from onpolicy.agents.gateway.harmony import with_call_marks
 from onpolicy.agents.gateway.known import digest_of
 from onpolicy.agents.gateway.parsing import AnswerParser
 from onpolicy.rollout.episodes import Answer, Turns
@@ -29,7 +29,7 @@ def make_reply(
     name = digest_of(branch.key)[:24]
     text, stopped_by = _shown(call, branch, answer)
     if parser.reads_harmony and answer.finish_reason == FinishReason.STOP and not stopped_by:
-        text = with_call_end(text)
+        text = with_call_marks(text)
     parsed = parser.parse(text, call.tools, is_list=is_list, is_thinking=is_thinking)
     is_cut = answer.finish_reason == FinishReason.LENGTH
     texts = [answer.decode([t]) for t in answer.token_ids] if call.log_probs else []

@@ -228,7 +228,7 @@ def test_completions_go_on_from_what_was_sampled():
         ({"tool_choice": {"type": "function", "function": {"name": "no"}}, "tools": [TOOL]},
          "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.type"),
-        ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        ({"tools": [TOOL], "parallel_tool_calls": False, "response_format": {"type": "json_object"}},
          "response_format"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].function"),
         ({"tools": "add"}, "tools"),
@@ -458,6 +458,18 @@ def test_calls_of_gpt_oss_are_found_whichever_token_ends_them():
     assert (made.function.name, made.function.arguments) == ("add", '{"a": 6}')
     assert (called.finish_reason, called.message.reasoning_content) == ("tool_calls", "hm")
     assert (final.message.content, plain.message.content) == ("hi", "plain")
+
+
+@pytest.mark.parametrize("reasoning_parser", ["", "gpt-oss"])
+def test_a_call_of_gpt_oss_without_an_analysis_is_found(reasoning_parser):
+    async def act(ours, theirs, opened):
+        return await ours.chat.completions.create(messages=HI, tools=[TOOL], **MODEL)
+
+    parser = AnswerParser(tool_call_parser="gpt-oss", reasoning_parser=reasoning_parser)
+    _, said = through(act, [CALLED.rpartition("<|start|>assistant")[2]], parser=parser)
+    (made,) = said.choices[0].message.tool_calls
+    assert (made.function.name, made.function.arguments) == ("add", '{"a": 6}')
+    assert not said.choices[0].message.content
 
 
 def test_a_call_of_gpt_oss_that_was_cut_off_is_none():
