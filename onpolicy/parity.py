@@ -96,7 +96,7 @@ class ParityCounts:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of a training step; `onpolicy/outputs/meanings.py` explains them."""
+        """Return the metrics of a training step; `onpolicy/outputs/meanings.py` describes them."""
         return {
             "parity/num_compared_tokens": self.num_compared,
             "parity/num_mismatched_tokens": self.num_mismatched,

@@ -44,7 +44,7 @@ OPTIONAL = tuple(
     if field.default is not dataclasses.MISSING
 )
 
-ADAPTER = AdapterShape(rank=2, scale=3.0, targets=("q_proj",), dora=True)
+ADAPTER = AdapterShape(rank=2, scale=3.0, targets=("q_proj",))
 
 
 @pytest.fixture
