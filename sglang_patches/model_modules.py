@@ -12,7 +12,7 @@ import os
 import pkgutil
 from importlib.util import find_spec
 
-PACKAGE = "sglang.srt.models"
+REGISTRY = "sglang.srt.models.registry"
 TRANSFORMERS = "transformers"
 LEFT_OUT = "SGLANG_DISABLED_MODEL_ARCHS"
 """SGLang's own variable: the last parts of module names to skip."""
@@ -20,7 +20,7 @@ LEFT_OUT = "SGLANG_DISABLED_MODEL_ARCHS"
 
 def install() -> None:
     """Set the variable for this process and its children."""
-    spec = find_spec(PACKAGE)
+    spec = find_spec(REGISTRY.rpartition(".")[0])
     assert spec is not None and spec.submodule_search_locations is not None
     names = [module.name for module in pkgutil.iter_modules(spec.submodule_search_locations)]
     os.environ[LEFT_OUT] = ",".join(name for name in names if name != TRANSFORMERS)

@@ -31,13 +31,8 @@ OF_AN_ALIGNED_ENGINE = {
     "layers.logprob_processor.InputLogprobProcessor.forward",
     "layers.quantization.unquant.UnquantizedLinearMethod.apply",
     "managers.scheduler.Scheduler._get_new_batch_prefill_raw",
-    "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-    "._maybe_collect_customized_info",
     "managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
     "managers.tokenizer_manager.TokenizerManager._send_one_request",
-    "mem_cache.allocation.assign_req_to_token_pool_func",
-    "mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len",
-    "models.transformers.EmbeddingMixin.__init__",
     "models.transformers.MoEMixin.recursive_replace",
     "models.transformers.TransformersBase.load_weights",
     "models.transformers.replace_rms_norm_class",
@@ -75,8 +70,8 @@ def test_an_aligned_engine_imports_no_model_definition_but_that_of_the_transform
     monkeypatch,
 ):
     monkeypatch.setenv(model_modules.LEFT_OUT, "")
-    name = f"{model_modules.PACKAGE}.registry"
-    package = importlib.import_module(model_modules.PACKAGE)
+    name = model_modules.REGISTRY
+    package = importlib.import_module(name.rpartition(".")[0])
     monkeypatch.setattr(package, "registry", None, raising=False)
     monkeypatch.setitem(sys.modules, name, None)
     del sys.modules[name]  # it looks once, when it is imported
