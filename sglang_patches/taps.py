@@ -174,9 +174,8 @@ def _watch(name: str, module: Any, recorder: Recorder, blocks: int) -> None:
 
 def _linear(name: str, operator: str, module: Any, args: Any, out: Tensor) -> list[Record]:
     parent, _, own = name.rpartition(".")
-    if not getattr(
-        module, "reduce_results", True
-    ):  # SGLang adds ranks' parts up later, between modules
+    # Without `reduce_results` SGLang adds up the ranks' parts later, between modules.
+    if not getattr(module, "reduce_results", True):
         out = summed(out)
     if own not in FUSED:
         return [(name, operator, args[:1], (out,))]

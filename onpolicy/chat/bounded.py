@@ -53,9 +53,8 @@ _allowance = ContextVar[Allowance | None]("_allowance", default=None)
 
 
 def _spend(steps: int = 1) -> None:
-    (_allowance.get() or Allowance()).spend(
-        steps
-    )  # none while constants are folded at compile time
+    # No rendering has begun while a template is compiled, where constants are folded.
+    (_allowance.get() or Allowance()).spend(steps)
 
 
 class BoundedTemplate(Template):

@@ -152,9 +152,8 @@ class OverTensorRanks(Together):
         whole = torch.cat([gather_rows(part, self.group).movedim(0, axis) for part in parts], axis)
         if axis != _HEADS_FIRST:
             return whole.contiguous()
-        return (
-            whole.transpose(-3, -2).contiguous().transpose(-3, -2)
-        )  # the strides by which `by_row` finds tokens
+        # `by_row` finds tokens by these strides.
+        return whole.transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
 class OverExpertRanks(OverTensorRanks):

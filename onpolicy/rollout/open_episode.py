@@ -111,9 +111,8 @@ class OpenEpisode:
                 work = self._rollouter.roll_out(self.prompt, self.turns)
                 limit = None if self.rules.is_repeated else self.rules.time_limit
                 found = Episode.of(await within(limit, self._stopwatch, work, self.name))
-                if failed := self._written.of(
-                    self.num_failures
-                ):  # the function may have caught that
+                # The episode's function may have caught the error.
+                if failed := self._written.of(self.num_failures):
                     raise failed.error
                 require_past(self)
                 self.episode = result_of(found, self.branches.values())

@@ -218,9 +218,7 @@ class Recorder:
             site = module, operator, scope.number(operator)
             for rank, widths in self.shares.get(site, {self.rank: None}).items():
                 part = Part(rank=rank, ranks=self.ranks, widths=widths, fused=fused, pieces=pieces)
-                with suppress(
-                    LookupError
-                ):  # then the site is missing in a recording, which is reported
+                with suppress(LookupError):  # a site missing in a recording is reported
                     seen = store.digest(part.of_store) if store and part.has_store else None
                     begun.append((site, part, inputs.digest(part.of_input), seen))
         widths = inputs.widths, store.widths if store else ()

@@ -121,13 +121,6 @@ def adapters(model: nn.Module) -> Iterator[LowRankModule]:
     return (module for module in model.modules() if isinstance(module, LowRankModule))
 
 
-def adapters_of_linears(model: nn.Module) -> Iterator[tuple[Any, LowRank]]:
-    """Yield the linears of a model that have adapters, with these, in module order."""
-    for module in model.modules():
-        if isinstance(adapter := module._modules.get(CHILD), LowRank):
-            yield module, adapter
-
-
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Turn all adapters off inside the context."""

@@ -23,9 +23,7 @@ def engine_begun(config: TrainConfig) -> AbstractContextManager[None]:
     engine = config.engine
     if engine.rollout_server_url or config.cluster.ray_address or engine.num_started != 1:
         return nullcontext()
-    if (
-        num_gpus()
-    ):  # a driver's context may not be forked, and what SGLang imports there was not tried
+    if num_gpus():  # forking a process with a driver's context is unsafe; untested there
         return nullcontext()
     try:
         return begun(environment_of(_likely(config)))
