@@ -55,8 +55,8 @@ test: setup
 test-runs: setup
 	$(PYTEST) -m runs
 
-# Every kernel of the Triton operators, compiled for the generations of GPUs that `test` leaves out, which
-# fails until this has passed with the sources as they are.
+# Every kernel of the Triton operators, compiled for each generation of GPUs. `test` fails until this has
+# passed with the sources as they are.
 test-kernels: setup
 	$(PYTEST) -m kernels
 	$(BIN)/python tests/onpolicy/ops/triton/compiled_sources.py

@@ -1,6 +1,7 @@
-"""The quickstart beside TRL's GRPOTrainer, in turns: seconds to the start, to the end, and per step.
+"""An example beside TRL's GRPOTrainer, in turns: seconds to the start, to the end, and per step.
 
-    python -m benchmarks.beside_trl --json OUT.json
+    python -m benchmarks.beside_trl --json OUT.json                                  # the quickstart
+    python -m benchmarks.beside_trl --example smollm2 --steps 4 --rounds 2 --json OUT.json
 
 `benchmarks/beside_trl.md` says what is compared, and what was expected before it was measured. TRL has
 an environment of its own under --work, which is made once.
@@ -25,12 +26,24 @@ from onpolicy.outputs.directory import versions
 from onpolicy.outputs.metrics import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
-QUICKSTART = ROOT / "examples/quickstart"
 PACKAGES = ("torch==2.13.0", "trl==1.16.0")
 WARM_UP = 2
 """Steps that no median is of."""
 
-SIDES = ("onpolicy", "trl")
+QUICKSTART, SMOLLM2 = EXAMPLES = ("quickstart", "smollm2")
+
+FLAGS: dict[str, dict[str, dict[str, Any]]] = {
+    QUICKSTART: {"onpolicy": {"dtype": "float32"}},
+    SMOLLM2: {
+        "onpolicy": {"dtype": "bfloat16"},
+        "onpolicy_cpu": {"dtype": "bfloat16", "operators": "cpu"},
+        "stock": {"dtype": "bfloat16", "operators": "auto", "true_on_policy_mode": False},
+    },
+}
+"""Flags of each side that runs `onpolicy train`, over those of the example's config.yaml."""
+
+TRL = "trl"
+PARTS = ("rollout_time", "rollout_tokens_per_second", "train_time", "weight_sync_time")
 NUMBERS = (
     "seconds", "first_rollout_seconds", "step_seconds", "processor_seconds", "processor_seconds_a_step",
 )  # fmt: skip
@@ -48,14 +61,16 @@ def trl_python(work: Path, pip_args: list[str]) -> Path:
     return python
 
 
-def run_onpolicy(inputs: Path, steps: int, directory: Path) -> dict[str, Any]:
-    """Run the quickstart in float32 without its evaluations; return the times of its lines, and its
-    rewards."""
+def run_onpolicy(
+    example: str, given: dict[str, Any], inputs: Path, steps: int, directory: Path
+) -> dict[str, Any]:
+    """Run an example with other flags and without its evaluations; return the times of its lines, and
+    its rewards."""
     directory.mkdir(parents=True)
-    flags = yaml.safe_load((QUICKSTART / "config.yaml").read_text())
+    flags = yaml.safe_load((ROOT / "examples" / example / "config.yaml").read_text())
     kept = {name: value for name, value in flags.items() if not name.startswith("eval")}
     config, run = directory / "config.yaml", directory / "run"
-    config.write_text(yaml.safe_dump({**kept, "num_rollout": steps, "dtype": "float32"}))
+    config.write_text(yaml.safe_dump({**kept, "num_rollout": steps, **given}))
     command = [
         sys.executable, "-m", "onpolicy.cli", "train", "--custom-config-path", str(config),
         "--hf-checkpoint", str(inputs / "model"), "--prompt-data", str(inputs / "data.jsonl"),
@@ -69,17 +84,21 @@ def run_onpolicy(inputs: Path, steps: int, directory: Path) -> dict[str, Any]:
         **watch.record(),
         "first_rollout": ends[0] - sum(metrics[0][name] for name in after),
         "ends": ends,
+        "parts": [{name: round(x[f"perf/{name}"], 3) for name in PARTS} for x in metrics],
         "rewards": [x["rollout/raw_reward"] for x in metrics],
         "mismatched_tokens": sum(x["parity/num_mismatched_tokens"] for x in metrics),
         "compared_tokens": sum(x["parity/num_compared_tokens"] for x in metrics),
     }
 
 
-def run_trl(python: Path, inputs: Path, steps: int, directory: Path) -> dict[str, Any]:
+def run_trl(
+    python: Path, example: str, inputs: Path, steps: int, directory: Path
+) -> dict[str, Any]:
     """Run `benchmarks/trl_side.py` as a user of TRL starts it: with the defaults of its libraries."""
     directory.mkdir(parents=True)
     out = directory / "trl.json"
-    command = [str(python), str(ROOT / "benchmarks/trl_side.py"), str(inputs), str(steps), str(out)]
+    script = str(ROOT / "benchmarks/trl_side.py")
+    command = [str(python), script, example, str(inputs), str(steps), str(out)]
     with Watch(command, {"HF_HUB_OFFLINE": "1"}, directory / "log.txt") as watch:
         for _ in watch.lines():
             pass
@@ -101,7 +120,7 @@ def summed_up(side: str, found: dict[str, Any], watch_from: float) -> dict[str, 
         "processor_seconds_a_step": spent / len(steps),
         "load": found["load"],
         "rewards": [round(x, 3) for x in found["rewards"]],
-        **{name: found[name] for name in found if name.endswith("_tokens") or name == "versions"},
+        **{n: found[n] for n in found if n.endswith("_tokens") or n in ("versions", "parts")},
     }
 
 
@@ -121,6 +140,7 @@ def processor() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--example", choices=EXAMPLES, default=QUICKSTART)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--work", type=Path, default=ROOT / "runs/beside_trl")
@@ -128,17 +148,19 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.steps <= WARM_UP:
         parser.error(f"--steps={asked.steps}: must be more than {WARM_UP}, which are left out")
-    work, inputs = asked.work.absolute(), asked.work.absolute() / "inputs"
+    work, example = asked.work.absolute(), asked.example
+    inputs, sides = work / example, FLAGS[example]
     python = trl_python(work, asked.pip_args)
-    subprocess.run([sys.executable, str(QUICKSTART / "prepare.py"), str(inputs)], check=True)
+    prepare = str(ROOT / "examples" / example / "prepare.py")
+    subprocess.run([sys.executable, prepare, str(inputs)], check=True)
     runs = []
     for number in range(asked.rounds):
-        for side in SIDES:
+        for side in (*sides, TRL):
             directory, started = work / f"{time.time():.0f}_{number}_{side}", time.time()
             found = (
-                run_onpolicy(inputs, asked.steps, directory)
-                if side == "onpolicy"
-                else run_trl(python, inputs, asked.steps, directory)
+                run_onpolicy(example, sides[side], inputs, asked.steps, directory)
+                if side in sides
+                else run_trl(python, example, inputs, asked.steps, directory)
             )
             runs.append(summed_up(side, found, started))
             print(json.dumps(runs[-1]), flush=True)

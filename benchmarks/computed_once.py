@@ -33,7 +33,7 @@ from benchmarks.bench.setting import backends, make_train_config, setting, setti
 from benchmarks.bench.turns import compare_in_turns
 from benchmarks.prefill_once import KINDS
 from onpolicy.cli.command import begin, put_out
-from onpolicy.config.tools import BenchConfig
+from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.models.hf_config import load_config
 from onpolicy.run.launch.cluster_engines import MakeEngines, on_cluster
 from onpolicy.run.launch.engine_specs import make_rollout_group

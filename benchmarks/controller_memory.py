@@ -48,19 +48,20 @@ def completion_of(answer: str) -> Any:
 def measure(num_samples: int) -> dict[str, float]:
     import psutil
 
-    from onpolicy.cluster.session import session
+    from onpolicy.cluster.ray_session import session
     from onpolicy.config.groups import ClusterConfig
-    from onpolicy.train.shares import Share, make_shares
+    from onpolicy.train.shares import Steps, make_shares
     from onpolicy.trajectory import Trajectory
-    from onpolicy.types import Prompt, Sample, TrainSample
+    from onpolicy.types import Prompt, Sample
 
     with session(ClusterConfig()):
         import ray
         from ray.cloudpickle import dumps
 
         class Rank:
-            def take(self, share: Share) -> int:
-                return sum(len(s.sample.token_ids) for s in share.samples.values())
+            def take(self, share: Steps) -> int:
+                parts = [part for step in share for part in step]
+                return sum(len(s.token_ids) for part in parts for s in part.values())
 
         ranks = [ray.remote(Rank).options(num_cpus=0).remote() for _ in range(RANKS)]
         ray.get([rank.take.remote(make_shares([], 1, 1, 1)[0]) for rank in ranks])
@@ -68,12 +69,10 @@ def measure(num_samples: int) -> dict[str, float]:
         before = process.memory_info().rss
         prompt = Prompt(index=0, prompt_ids=list(range(PROMPT)), label="", text="")
         samples = [
-            TrainSample(
-                sample=Sample(
-                    prompt=prompt,
-                    sample_index=i,
-                    trajectory=Trajectory.begin(prompt.prompt_ids, 1.0).plus(completion_of(answer)),
-                ),
+            Sample(
+                prompt=prompt,
+                sample_index=i,
+                trajectory=Trajectory.begin(prompt.prompt_ids).plus(completion_of(answer), 1.0),
                 group=0,
                 episode=i,
             )

@@ -24,18 +24,17 @@ from benchmarks.bench.turns import seconds, take_turns
 from fallback_correction.config import CorrectionConfig, RejectionRule, Veto
 from fallback_correction.correction import correct
 from fallback_correction.discrepancy import DiscrepancyConfig, DiscrepancyPenalty
-from fallback_correction.estimators import estimator_report
-from fallback_correction.mismatch_metrics import mismatch_metrics
+from fallback_correction.mismatch_metrics import estimator_report, mismatch_metrics
 from fallback_correction.tokens import TokenBatch
-from onpolicy.algorithm.aggregation import token_shares
+from onpolicy.algorithm.objectives import token_shares
 from onpolicy.cli.command import put_out
+from onpolicy.cluster.placement import share_of_cores
 from onpolicy.config import TrainConfig, groups
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops import make_operators
 from onpolicy.outputs.directory import versions
 from onpolicy.run.launch.contracts import contract_for
-from onpolicy.run.launch.host_shares import share_of_cores
 from onpolicy.train import distributed
 from onpolicy.train.fsdp.sharding import load_sharded_policy
 

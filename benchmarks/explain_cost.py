@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.bench.turns import seconds, take_turns
-from onpolicy.explain.inputs import TAPS
+from onpolicy.explain.explain_inputs import TAPS
 from onpolicy.explain.microscope import Microscope
 from onpolicy.explain.taps.recorder import Recorder
 from onpolicy.run.engines import EnginePair

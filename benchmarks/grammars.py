@@ -32,16 +32,16 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 
 from onpolicy.cli.command import put_out
 from onpolicy.config import TrainConfig, groups
-from onpolicy.grammar import Grammar
-from onpolicy.models.grammars import Grammars
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.token_grammars import Matcher
 from onpolicy.ops.kept_tokens import packed
 from onpolicy.outputs.directory import versions
-from onpolicy.rollout.sampling import trajectories_of
+from onpolicy.rollout.sample_requests import trajectories_of
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.train import distributed
-from onpolicy.types import Prompt, Request, Sample, SamplingParams, TrainSample
+from onpolicy.trajectory import Grammar
+from onpolicy.types import Prompt, Request, Sample, SamplingParams
 
 VOCAB, SAMPLES, RESPONSE, WALK = 151936, 8, 48, 200
 LETTERS = "etaoinshrdlucmfwypvbgkjqxzETAOINSHRDLU"
@@ -54,13 +54,12 @@ SCHEMA = {
     "additionalProperties": False,
 }
 GRAMMARS = {
-    "JSON of two fields": Grammar(kind="json_schema", text=json.dumps(SCHEMA), stop_token_ids=(1,)),
-    "words of six letters": Grammar(
-        kind="regex", text="([a-f]{3,5}-){40}[0-9]{2}", stop_token_ids=(1,)
-    ),
-    "any text, then a tag": Grammar(
-        kind="regex", text="(.|\n)*<answer>[0-9]+</answer>", stop_token_ids=(1,)
-    ),
+    name: Grammar(kind=kind, text=text, stop_token_ids=(1,))
+    for name, kind, text in (
+        ("JSON of two fields", "json_schema", json.dumps(SCHEMA)),
+        ("words of six letters", "regex", "([a-f]{3,5}-){40}[0-9]{2}"),
+        ("any text, then a tag", "regex", "(.|\n)*<answer>[0-9]+</answer>"),
+    )
 }
 
 
@@ -94,13 +93,18 @@ def milliseconds(work: Callable[[], Any]) -> tuple[Any, float]:
     return found, (time.perf_counter() - started) * 1e3
 
 
-def walked(grammars: Grammars, grammar: Grammar) -> dict[str, float]:
+def begin(checkpoint: str, grammar: Grammar) -> Matcher:
+    """Return the position of an answer that has not begun."""
+    return Matcher(checkpoint, False, grammar.kind, grammar.text, grammar.stop_token_ids)
+
+
+def walked(checkpoint: str, grammar: Grammar) -> dict[str, float]:
     """Measure a walk within a grammar."""
     rng, times, packing, sizes = random.Random(1), [], [], []
-    matcher, compiled = milliseconds(lambda: grammars.matcher(grammar))
+    matcher, compiled = milliseconds(lambda: begin(checkpoint, grammar))
     for _ in range(WALK):
-        if matcher.has_ended:
-            matcher = grammars.matcher(grammar)
+        if matcher.has_ended():
+            matcher = begin(checkpoint, grammar)
         allowed, took = milliseconds(matcher.allowed)
         (kept,), packs = milliseconds(lambda: packed(allowed[None]))  # noqa: B023
         times.append(took)
@@ -143,8 +147,11 @@ def sampled_and_trained(pair: EnginePair, grammar: Grammar | None) -> tuple[floa
     answers, sampling = milliseconds(lambda: pair.generate(requests))
     prompt = Prompt(index=0, prompt_ids=[9], label="", text="")
     samples = [
-        TrainSample(
-            sample=Sample(prompt=prompt, sample_index=i, trajectory=each, reward=(-1.0) ** i),
+        Sample(
+            prompt=prompt,
+            sample_index=i,
+            trajectory=each,
+            reward=(-1.0) ** i,
             group=0,
             episode=i,
         )
@@ -170,9 +177,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = Path(directory) / "model"
         make_checkpoint(checkpoint)
-        grammars = Grammars(str(checkpoint), VOCAB)
-        _, tokenizer = milliseconds(lambda: grammars.matcher(GRAMMARS["words of six letters"]))
-        masks = {name: walked(grammars, each) for name, each in GRAMMARS.items()}
+        path, words = str(checkpoint), GRAMMARS["words of six letters"]
+        _, tokenizer = milliseconds(lambda: begin(path, words))
+        masks = {name: walked(path, each) for name, each in GRAMMARS.items()}
         pair = pair_of(checkpoint, Path(directory))
         try:
             pair.start()

@@ -1,4 +1,4 @@
-"""Discrete-event simulation of the gain from a lag and from rounds; prints a Markdown table.
+"""Discrete-event simulation of the gain from a lag; prints a Markdown table.
 
     python benchmarks/lag_simulation.py --token-seconds 0.02 --response-seconds 0.0003 --train-ratio 0.5
     python benchmarks/lag_simulation.py --measured benchmarks/results/schedules.json
@@ -36,7 +36,7 @@ class Costs:
     """The additional cost of that per response."""
 
     prefill: float
-    """The cost of a token of a prompt, or of the open response that a round continues."""
+    """The cost of a token of a prompt."""
 
     train: float
     """The cost of an optimizer step per token of a rollout."""
@@ -57,7 +57,6 @@ class Setting:
     engines: int
     slots: int
     lag: int = 0
-    segment: int = 0
     steps: int = 40
     prompt: int = 64
 
@@ -131,80 +130,33 @@ def lengths(seed: int = 0) -> Iterator[int]:
         yield max(1, min(LONGEST, round(MEDIAN * math.exp(SPREAD * chance.gauss(0, 1)))))
 
 
-@dataclass(slots=True)
-class _Group:
-    left: list[int]
-    total: int
-    first_version: int
-    done: list[int] = field(default_factory=list)
-
-
 def simulate(setting: Setting, costs: Costs, seed: int = 0) -> Outcome:
-    """Simulate a run: each step trains on groups that were sampled under the schedule's version."""
+    """Simulate a run: each step trains on responses that were sampled under the schedule's version."""
     outcome, source = Outcome(), lengths(seed)
-    opened: list[_Group] = []
-    ready: list[_Group] = []
-    batches: list[list[_Group]] = []
+    count = setting.groups * setting.samples
+    batches: list[tuple[int, int]] = []  # (version, sampled tokens)
     for version in range(setting.steps):
         drawn = 0.0
         while len(batches) <= min(version + setting.lag, setting.steps - 1):
-            seconds = _roll_out(setting, costs, version, source, opened, ready, outcome)
-            batches.append(ready[: setting.groups])
-            del ready[: setting.groups]
+            pieces = [(setting.prompt, next(source)) for _ in range(count)]
+            seconds, occupied = draw(pieces, setting, costs)
+            outcome.slot_seconds += occupied
+            batches.append((version, sum(tokens for _, tokens in pieces)))
             if len(batches) == 1 or setting.lag == 0:  # the step's own: nobody trains meanwhile
                 outcome.wall += seconds
             else:
                 drawn += seconds
-        batch = batches[version]
-        tokens = sum(group.total + setting.samples * setting.prompt for group in batch)
-        lag = max(version - group.first_version for group in batch)
-        trained = tokens * (costs.train + (costs.score if lag else 0.0))
-        outcome.tokens += sum(group.total for group in batch)
+        drawn_under, sampled = batches[version]
+        lag = version - drawn_under
+        trained = (sampled + count * setting.prompt) * (costs.train + (costs.score if lag else 0.0))
+        outcome.tokens += sampled
         outcome.trainer_seconds += trained
         outcome.longest_lag = max(outcome.longest_lag, lag)
         outcome.wall += max(drawn, trained) + costs.push
     return outcome
 
 
-def _roll_out(
-    setting: Setting,
-    costs: Costs,
-    version: int,
-    source: Iterator[int],
-    opened: list[_Group],
-    ready: list[_Group],
-    outcome: Outcome,
-) -> float:
-    """Run rounds until a step's groups are complete; return their seconds."""
-    seconds, width, most = 0.0, setting.groups * setting.samples, setting.segment or LONGEST
-    while len(ready) < setting.groups:
-        open_count = sum(1 for group in opened for left in group.left if left)
-        while open_count < width:
-            left = [next(source) for _ in range(setting.samples)]
-            opened.append(
-                _Group(left=left, total=sum(left), first_version=version, done=[0] * len(left))
-            )
-            open_count += setting.samples
-        slots = [(g, i) for g in opened for i, left in enumerate(g.left) if left][:width]
-        pieces = [(setting.prompt + g.done[i], min(most, g.left[i])) for g, i in slots]
-        took, occupied = draw(pieces, setting, costs)
-        seconds += took
-        outcome.slot_seconds += occupied
-        for (group, i), (_, tokens) in zip(slots, pieces, strict=True):
-            group.left[i] -= tokens
-            group.done[i] += tokens
-        ready += [group for group in opened if not any(group.left)]
-        opened[:] = [group for group in opened if any(group.left)]
-    return seconds
-
-
-SCHEDULES = {
-    "lag 0": {},
-    "lag 1": {"lag": 1},
-    "segments of 64": {"segment": 64},
-    "lag 1, segments of 64": {"lag": 1, "segment": 64},
-    "lag 1, segments of 256": {"lag": 1, "segment": 256},
-}
+SCHEDULES = {"lag 0": {}, "lag 1": {"lag": 1}}
 
 
 TITLES = (
@@ -225,30 +177,22 @@ def measured_costs(measured: dict[str, Any], engines: int = 1) -> Costs:
     where the one engine and the trainer work in turns.
 
     Sampling takes `token` for every token of the longest response and `response` for every token of
-    all: least squares over the steps, neither below 0. Prompts are part of that. The additional
-    time of its steps with segments, where both sides work in turns too, is `score`. The trainer
-    grows with the engines, so that it takes as long for their samples as the measured one for those
-    of one engine.
+    all: least squares over the steps, neither below 0. Prompts are part of that. The trainer grows
+    with the engines, so that it takes as long for their samples as the measured one for those of one
+    engine, and computes no old log-probabilities.
     """
-    steps, stale = measured["schedules"]["lag 0"], measured["schedules"]["segments"]
+    steps = measured["schedules"]["lag 0"]
     token, response = fit(steps["longest_responses"], steps["tokens"], steps["drawing_seconds"])
-    train = trained_token(measured, steps)
+    samples = measured["num_prompts"] * measured["n_samples_per_prompt"]
+    prompts = len(steps["tokens"]) * samples * measured["prompt_len"]
     return Costs(
         token=token,
         response=response,
         prefill=0.0,
-        train=train / engines,
-        score=max(trained_token(measured, stale) - train, 0.0) / engines,
+        train=sum(steps["train_seconds"]) / (sum(steps["tokens"]) + prompts) / engines,
+        score=0.0,
         push=fmean(steps["push_seconds"]),
     )
-
-
-def trained_token(measured: dict[str, Any], steps: dict[str, Any]) -> float:
-    """Return the seconds to train on a token, of a prompt or a response, in the steps of a
-    schedule."""
-    samples = measured["num_prompts"] * measured["n_samples_per_prompt"]
-    prompts = len(steps["tokens"]) * samples * measured["prompt_len"]
-    return sum(steps["train_seconds"]) / (sum(steps["tokens"]) + prompts)
 
 
 def fit(a: Sequence[float], b: Sequence[float], y: Sequence[float]) -> tuple[float, float]:

@@ -16,18 +16,20 @@ TAG = "ONPOLICY_BENCHMARK_COMMAND"
 INTERVAL = 0.25
 """Seconds between two samples; the time of a process after the last one before its end is lost."""
 
+LEFT_OUT = ("MKL_CBWR", "OMP_WAIT_POLICY", "PYTHONDONTWRITEBYTECODE")
+"""Variables of this process that the command does not get. With the last one Python would compile
+PyTorch and the rest anew in every process, for three times the processor seconds of their imports."""
+
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Watch:
-    """A command run in the environment of this process, without the variables that `onpolicy` sets
-    for its libraries, and with some more variables."""
+    """A command run in the environment of this process, without LEFT_OUT, and with some more
+    variables."""
 
     def __init__(self, command: list[str], variables: dict[str, str], log: Path):
         self._tag = f"{os.getpid()}_{time.time()}"
-        environment = {
-            k: v for k, v in os.environ.items() if k not in ("MKL_CBWR", "OMP_WAIT_POLICY")
-        }
+        environment = {k: v for k, v in os.environ.items() if k not in LEFT_OUT}
         self._environment = {**environment, "PYTHONUNBUFFERED": "1", **variables, TAG: self._tag}
         self._command, self._log = command, log
         self._is_ours: dict[tuple[str, str], bool] = {}

@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from onpolicy.compat.process import collect_rarely
 from onpolicy.models.stored import stored_tensors
-from onpolicy.system.garbage import collect_rarely
-from onpolicy.weights import flat
 from onpolicy.weights.digest import WeightBucket, in_buckets
-from onpolicy.weights.transports.distributed import described
-from sglang_patches.experts import _destinations
+from onpolicy.weights.transports import shared_memory
+from onpolicy.weights.transports.broadcast import described
+from sglang_patches.engine_experts import _destinations
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ def measure() -> dict[str, Any]:
         "engine": _timed(lambda: _destinations(model))[0],
     }
     gathering, cuts = _timed(lambda: list(_buckets(model)))
-    sharing, handles = _timed(lambda: [_handle(flat.in_order(bucket)) for bucket in cuts])
+    sharing, handles = _timed(lambda: [_handle(shared_memory.in_order(bucket)) for bucket in cuts])
     reading, read = _timed(lambda: [_read(handle) for handle in handles])
     seconds = {
         "cut out": gathering,
@@ -82,12 +82,12 @@ def _buckets(model: Any) -> Iterator[WeightBucket]:
 
 
 def _handle(bucket: WeightBucket) -> str:
-    flat.as_bytes(bucket)
-    return base64.b64encode(pickle.dumps(flat.table(bucket))).decode()
+    shared_memory.as_bytes(bucket)
+    return base64.b64encode(pickle.dumps(shared_memory.table(bucket))).decode()
 
 
 def _body(bucket: WeightBucket) -> str:
-    return json.dumps(described(flat.in_order(bucket)))
+    return json.dumps(described(shared_memory.in_order(bucket)))
 
 
 def _read(handle: str) -> WeightBucket:

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from onpolicy.cluster.placement import share_of_cores
 from onpolicy.compat.process import prepare_process
 from onpolicy.config import TrainConfig, groups
 from onpolicy.models.hf_config import load_config
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import make_rollout_group
-from onpolicy.run.launch.host_shares import share_of_cores
-from onpolicy.system.memory import num_gpus
+from onpolicy.system.free_memory import num_gpus
 from onpolicy.system.network import LOOPBACK
 from onpolicy.train import distributed
 from onpolicy.train.weight_outlet import WeightOutlet
@@ -81,7 +81,7 @@ class Rank:
             self._outlets[key] = WeightOutlet(config, contract, Source(self.tensors))
             if asked["by_rank_0"]:
                 self._outlets[key].transport.one_copy = True
-        return self._outlets[key].push(engines, asked["version"], contract)
+        return self._outlets[key].push(engines, asked["version"])
 
 
 def configured(settings: dict[str, Any], way: str = "auto", mib: int = 512) -> tuple[Any, Any]:

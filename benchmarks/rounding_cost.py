@@ -29,16 +29,16 @@ from benchmarks.bench.setting import make_train_config
 from benchmarks.bench.step import step_measure
 from benchmarks.bench.turns import Measure, take_turns
 from onpolicy.cli.command import put_out
+from onpolicy.cluster.placement import share_of_cores
 from onpolicy.config import TrainConfig
 from onpolicy.config.flags import with_flags
 from onpolicy.config.groups import CheckpointConfig
-from onpolicy.config.tools import BenchConfig
+from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.models.hf_config import load_config
 from onpolicy.outputs.directory import versions
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import make_rollout_group
-from onpolicy.run.launch.host_shares import share_of_cores
 from onpolicy.train import make_trainer
 from onpolicy.train.advantages import RewardEstimator
 from onpolicy.weights.rounding import FORMATS

@@ -28,11 +28,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.bench.turns import take_turns
 from onpolicy.cli.command import put_out
+from onpolicy.cluster.placement import share_of_cores
 from onpolicy.models.policy import PackedTokens, PolicyModel, empty_policy
 from onpolicy.models.shared_prefixes import share_prefixes
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.outputs.directory import versions
-from onpolicy.run.launch.host_shares import share_of_cores
 
 VOCAB = 8192
 

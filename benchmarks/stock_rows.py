@@ -1,11 +1,11 @@
 """PyTorch's own CPU operators that give a row other bits alone than among others on this machine.
 
     python -m benchmarks.stock_rows
-    ATEN_CPU_CAPABILITY=default MKL_CBWR=OFF python -m benchmarks.stock_rows
+    ATEN_CPU_CAPABILITY=default MKL_CBWR= python -m benchmarks.stock_rows
 
 Prints one line: what the libraries use, and for every operator how many
-numbers of 100 differ. docs/reproducibility.md keeps such lines, because no test may rely on them.
-(MKL_CBWR=OFF leaves MKL as it comes; onpolicy asks it for its strict mode.)
+numbers of 100 differ. benchmarks/README.md keeps such lines, because no test may rely on them.
+(An empty MKL_CBWR leaves MKL as it comes, `OFF` is its mode AUTO; onpolicy asks for its strict mode.)
 """
 
 from __future__ import annotations

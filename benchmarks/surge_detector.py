@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from statistics import NormalDist, median
 
-from fallback_correction.surge_detector import SurgeDetector
+from fallback_correction.length_decay import SurgeDetector
 
 NORMAL = NormalDist()
 SPREAD = 0.8

@@ -1,15 +1,16 @@
-"""TRL's GRPOTrainer on the quickstart's model and prompts, where TRL is installed and onpolicy is not.
+"""TRL's GRPOTrainer on an example's model and prompts, where TRL is installed and onpolicy is not.
 
-    python benchmarks/trl_side.py INPUTS STEPS OUT.json
+    python benchmarks/trl_side.py EXAMPLE INPUTS STEPS OUT.json
 
-INPUTS is made by examples/quickstart/prepare.py. OUT.json gets the times when the first rollout was
-scored and when each step ended (seconds since the epoch), the rewards, and the versions. It is called
-by `benchmarks/beside_trl.py`; the flags of both sides are in `benchmarks/beside_trl.md`.
+INPUTS is made by the prepare.py of EXAMPLE, quickstart or smollm2. OUT.json gets the times when
+the first rollout was scored and when each step ended (seconds since the epoch), the rewards, and the
+versions. It is called by `benchmarks/beside_trl.py`; `benchmarks/beside_trl.md` has the flags.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from importlib.metadata import version
@@ -21,7 +22,21 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-PROMPTS, ANSWERS = 32, 8
+ANSWERS = 8
+
+OF_EXAMPLES = {
+    "quickstart": {
+        "per_device_train_batch_size": 32 * ANSWERS, "max_completion_length": 8,
+        "learning_rate": 3e-4, "warmup_steps": 5, "bf16": False,
+    },
+    "smollm2": {  # float32 masters, computed in bfloat16, as onpolicy has them
+        "per_device_train_batch_size": 8 * ANSWERS, "max_completion_length": 32,
+        "learning_rate": 1e-5, "warmup_steps": 2, "bf16": True,
+    },
+}  # fmt: skip
+"""The settings in which the examples differ, as in their config.yaml."""
+
+BOXED = re.compile(r"\\boxed\{(-?\d+)\}")
 
 
 class Stamps(TrainerCallback):
@@ -32,10 +47,14 @@ class Stamps(TrainerCallback):
         self.ends: list[float] = []
         self.rewards: list[float] = []
 
-    def score(self, completions: list[str], label: list[str], **_: Any) -> list[float]:
-        """Return the quickstart's reward, `exact`: TRL calls it when a rollout has been sampled."""
+    def score(self, completions: list[Any], label: list[str], **_: Any) -> list[float]:
+        """Return whether each answer, or the last number in a box of a chat's, is the label. TRL calls
+        it when a rollout has been sampled."""
         self.rollouts.append(time.time())
-        return [float(c.strip() == x) for c, x in zip(completions, label, strict=True)]
+        given = [
+            c.strip() if isinstance(c, str) else _in_a_box(c[0]["content"]) for c in completions
+        ]
+        return [float(answer == x) for answer, x in zip(given, label, strict=True)]
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.ends.append(time.time())
@@ -45,20 +64,20 @@ class Stamps(TrainerCallback):
             self.rewards.append(logs["reward"])
 
 
-def settings(steps: int, directory: Path) -> GRPOConfig:
-    """Return the quickstart's settings, where TRL's defaults differ."""
+def _in_a_box(text: str) -> str:
+    return (BOXED.findall(text) or [""])[-1]
+
+
+def settings(example: str, steps: int, directory: Path) -> GRPOConfig:
+    """Return the example's settings, where TRL's defaults differ."""
     return GRPOConfig(
         output_dir=str(directory),
         max_steps=steps,
-        per_device_train_batch_size=PROMPTS * ANSWERS,
         num_generations=ANSWERS,
-        max_completion_length=8,
         temperature=1.0,
         top_p=1.0,
         top_k=0,
-        learning_rate=3e-4,
         lr_scheduler_type="constant_with_warmup",
-        warmup_steps=5,
         adam_beta2=0.95,
         weight_decay=0.0,
         max_grad_norm=1.0,
@@ -66,23 +85,23 @@ def settings(steps: int, directory: Path) -> GRPOConfig:
         loss_type="grpo",
         disable_dropout=True,
         gradient_checkpointing=False,
-        bf16=False,
         use_cpu=True,
         logging_steps=1,
         save_strategy="no",
         report_to=[],
         seed=0,
+        **OF_EXAMPLES[example],
     )
 
 
-def main(inputs: Path, steps: int, out: Path) -> None:
+def main(example: str, inputs: Path, steps: int, out: Path) -> None:
     lines = (inputs / "data.jsonl").read_text().splitlines()
     stamps = Stamps()
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(inputs / "model", dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(inputs / "model"),
         reward_funcs=stamps.score,
-        args=settings(steps, out.with_suffix("")),
+        args=settings(example, steps, out.with_suffix("")),
         train_dataset=Dataset.from_list([json.loads(line) for line in lines]),
         callbacks=[stamps],
     )
@@ -97,4 +116,4 @@ def main(inputs: Path, steps: int, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

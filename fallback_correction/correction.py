@@ -1,29 +1,31 @@
-"""The correction of a batch in one call: weights, kept tokens, and metrics of the rest."""
+"""Correction of a batch in one call: weights, kept tokens, and metrics of the rest.
+
+Importance weights are made from log-ratios, bounded, and optionally self-normalised; tokens and
+sequences whose mismatch is too large to train on are rejected.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fallback_correction.config import CorrectionConfig
-from fallback_correction.importance_weights import (
-    SMALLEST_MEAN,
-    Weights,
-    importance_weights,
-    mean_weight,
-)
-from fallback_correction.ratios import log_ratios, without_nonfinite
-from fallback_correction.rejection import apply_rule, apply_veto, beyond_second_moment
+from fallback_correction.config import CorrectionConfig, RejectionRule, Veto
+from fallback_correction.ranges import require_choice
 from fallback_correction.tokens import (
     Gather,
     NonfiniteError,
     TokenBatch,
     alone,
+    clamped,
     exact_sum,
     global_token_mean,
+    level_log_ratios,
+    log_ratios,
+    without_nonfinite,
 )
 
 Metrics = dict[str, float]
@@ -32,22 +34,8 @@ LARGEST = torch.finfo(torch.float32).max
 """Value that metrics report for a weight beyond float32, such as exp of a log-ratio above 88.7 without
 a clamp."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Correction:
-    """The weights and masks of a batch's tokens in the loss, without gradient."""
-
-    weights: Tensor | None
-    """Factor of each token's loss, float32 [N], 0 outside `mask`; None without weights."""
-
-    mask: Tensor
-    """Tokens to train on, bool [N], a part of the batch's own mask."""
-
-    counted: Tensor
-    """Tokens that the denominators of the loss count, bool [N]."""
-
-    metrics: Metrics
-    """Metrics `correction/*`, over the global batch; equal on all ranks."""
+SMALLEST_MEAN = 1e-8
+"""Smallest mean by which weights are normalised, as in Miles and verl."""
 
 
 @torch.no_grad()
@@ -80,10 +68,27 @@ def correct(batch: TokenBatch, config: CorrectionConfig, gather: Gather = alone)
     return Correction(weights=weights, mask=kept, counted=counted, metrics=metrics)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """The weights and masks of a batch's tokens in the loss, without gradient."""
+
+    weights: Tensor | None
+    """Factor of each token's loss, float32 [N], 0 outside `mask`; None without weights."""
+
+    mask: Tensor
+    """Tokens to train on, bool [N], a part of the batch's own mask."""
+
+    counted: Tensor
+    """Tokens that the denominators of the loss count, bool [N]."""
+
+    metrics: Metrics
+    """Metrics `correction/*`, over the global batch; equal on all ranks."""
+
+
 def _reject(
     batch: TokenBatch, r: Tensor, config: CorrectionConfig, gather: Gather
 ) -> tuple[Tensor, Metrics]:
-    """Return the tokens that all rules, the veto and M2PO keep, each applied to the whole batch, and
+    """Return the tokens that all rules and the veto keep, each applied to the whole batch, and
     metrics."""
     kept, metrics = batch.mask, {}
     low, high = torch.zeros_like(kept), torch.zeros_like(kept)
@@ -99,10 +104,6 @@ def _reject(
         kept = kept & ~sequences
         metrics["correction/veto_token_fraction"] = _fraction(batch, tokens, gather)
         metrics["correction/veto_sequence_fraction"] = _sequence_fraction(batch, sequences, gather)
-    if config.second_moment is not None:
-        beyond = beyond_second_moment(batch, r, config.second_moment, gather)
-        kept = kept & ~beyond
-        metrics["correction/m2po_fraction"] = _fraction(batch, beyond, gather)
     return kept, metrics
 
 
@@ -126,7 +127,7 @@ def _require_finite(weights: Tensor, config: CorrectionConfig) -> None:
             f"log_ratio_clamp={config.log_ratio_clamp}, upper={config.upper}: token "
             f"{int(beyond.nonzero()[0])}, one of {int(beyond.sum())}, has a weight of more than "
             f"{LARGEST:.3g}, and float32 holds none larger. Give log_ratio_clamp "
-            "(--tis-log-ratio-clamp; 20 unless it is set) or a finite upper."
+            "or a finite upper."
         )
 
 
@@ -164,3 +165,109 @@ def _sequence_fraction(batch: TokenBatch, condition: Tensor, gather: Gather) -> 
     hit = (batch.sums(condition.float()) > 0).double()
     count = exact_sum(gather(some))
     return exact_sum(gather(hit)) / count if count else 0.0
+
+
+def importance_weights(batch: TokenBatch, r: Tensor, config: CorrectionConfig) -> Weights:
+    """Compute weights at `config.level`, bounded by `config.mode`; a weight equal to a bound is inside.
+
+    r: float32 [N]. Truncation: Espeholt et al. 2018 (arXiv 1802.01561); masking: IcePop, MIS.
+    """
+    log_weights = level_log_ratios(batch, r, config.level)
+    raw = torch.exp(clamped(log_weights, config.log_ratio_clamp))
+    raw = torch.where(batch.mask, raw, 0)
+    bounded = raw
+    if config.mode == "truncate":
+        bounded = raw.clamp(max=config.upper)
+    elif config.mode == "clip":
+        bounded = torch.where(batch.mask, raw.clamp(config.lower, config.upper), 0)
+    return Weights(
+        raw=raw,
+        bounded=bounded,
+        too_low=batch.mask & (raw < config.lower),
+        too_high=batch.mask & (raw > config.upper),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """The weights of a batch. All [N]; `raw` and `bounded` are float32 and 0 outside the mask."""
+
+    raw: Tensor
+    bounded: Tensor
+
+    too_low: Tensor
+    too_high: Tensor
+    """Tokens whose raw weight is above the upper bound, bool; `too_low`: below the lower one."""
+
+
+def mean_weight(
+    batch: TokenBatch, weights: Tensor, config: CorrectionConfig, gather: Gather
+) -> float:
+    """Return the mean weight of the global batch: over tokens at level token, else over sequences.
+
+    Sequences without a counting token take no part. The bits are the same for any split and order.
+    """
+    sums, counts = batch.sums(weights), batch.counts
+    if config.level != "token":
+        sums, counts = sums / counts.clamp(min=1), (counts > 0).double()
+    total, count = exact_sum(gather(sums)), exact_sum(gather(counts))
+    return total / count if count else 1.0
+
+
+Divergence = Literal["k1", "k2", "k3"]
+
+
+def apply_rule(batch: TokenBatch, r: Tensor, rule: RejectionRule, limit: float | None) -> Rejected:
+    """Return the tokens that one rule rejects. r: float32 [N]; log-ratios are clamped to +- limit
+    before exp."""
+    if rule.statistic == "ratio" or rule.statistic == "k1":
+        values = torch.exp(clamped(_aggregate_log_ratios(batch, r, rule), limit))
+    else:
+        values = _aggregate(batch, divergence(clamped(r, limit), rule.statistic), rule)
+    return Rejected(
+        low=batch.mask & ~(values >= rule.lower), high=batch.mask & ~(values <= rule.upper)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """The tokens that a rule rejects, bool [N] within the mask, by side."""
+
+    low: Tensor
+    """Tokens with too small a rho; for k2 and k3: with a statistic below its lower bound."""
+
+    high: Tensor
+
+    @property
+    def either(self) -> Tensor:
+        return self.low | self.high
+
+
+def divergence(r: Tensor, statistic: Divergence) -> Tensor:
+    """Compute k1 = -r, k2 = r^2 / 2, k3 = exp(r) - r - 1 (http://joschu.net/blog/kl-approx.html): [N]
+    -> [N]."""
+    require_choice("statistic", statistic, Divergence)
+    if statistic == "k1":
+        return -r
+    return r.square() / 2 if statistic == "k2" else torch.expm1(r) - r
+
+
+def _aggregate_log_ratios(batch: TokenBatch, r: Tensor, rule: RejectionRule) -> Tensor:
+    if rule.statistic == "k1" and rule.aggregation == "max":
+        return -_aggregate(batch, -r, rule)
+    return _aggregate(batch, r, rule)
+
+
+def _aggregate(batch: TokenBatch, values: Tensor, rule: RejectionRule) -> Tensor:
+    if rule.aggregation == "token":
+        return values
+    of_sequences = {"sum": batch.sums, "mean": batch.means, "max": batch.maxima}
+    return batch.spread(of_sequences[rule.aggregation](values).float())
+
+
+def apply_veto(batch: TokenBatch, r: Tensor, veto: Veto) -> tuple[Tensor, Tensor]:
+    """Return the tokens beyond the veto's bounds, and all tokens of their sequences: two bool [N]."""
+    values = torch.exp(r if veto.by == "ratio" else batch.rollout_log_probs)
+    outside = batch.mask & ~((values >= veto.lower) & (values <= veto.upper))
+    sequences = batch.spread(batch.sums(outside.float()) > 0)
+    return outside, batch.mask & sequences

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fallback_correction.choices import require_choice
-from fallback_correction.config.discrepancy import DiscrepancyConfig, Measure
+from fallback_correction.config.discrepancy_settings import DiscrepancyConfig, Measure
+from fallback_correction.ranges import require_choice
 from fallback_correction.tokens import (
     Gather,
     NonfiniteError,
@@ -65,7 +65,7 @@ class DiscrepancyPenalty:
     def __init__(self, config: DiscrepancyConfig):
         """Raise ValueError for a configuration without a penalty."""
         if not config.mode:
-            raise ValueError("mode='': is no penalty. Use fixed, margin or lagrangian.")
+            raise ValueError("mode='': is no penalty. Use fixed or lagrangian.")
         self.config = config
         self.lam = config.lambda_
         self._seen: list[Tensor] = []
@@ -84,8 +84,7 @@ class DiscrepancyPenalty:
         """
         _check_advantages(batch, advantages)
         delta = discrepancy(batch, self.config.measure)
-        costs = torch.where(delta > self.config.margin, delta, 0)
-        penalty = self.lam * costs.double()
+        penalty = self.lam * delta.double()
         paid = penalty - self._mean(batch, penalty, gather) if self.config.centered else penalty
         shaped = torch.where(batch.mask, advantages.double() - paid, advantages.double())
         shaped = shaped.to(advantages.dtype)

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fallback_correction.choices import require_choice, require_choices
-from fallback_correction.config.governor import GovernorConfig
+from fallback_correction.config.governor_settings import GovernorConfig
+from fallback_correction.ranges import require_choice, require_choices
 
 Rung = Literal["stock", "tis", "mis", "decay", "aligned"]
 

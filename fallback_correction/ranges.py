@@ -1,8 +1,9 @@
 """Rules of a field's value, written in its annotation: `eta: Annotated[float, at_least(0)] = 1.0`.
 
-`require_ranges` checks a record against them. Code that reads the fields under other names, such as a
-command line, calls `broken_rule` and states the rule under those names. `ReadBy` names the setting that
-reads a field, for code that refuses values which nothing would read.
+`require_ranges` checks a record against them, and `require_choices` checks its names against the
+`Literal` types of this package. Code that reads the fields under other names, such as a command line,
+calls `broken_rule` and states the rule under those names. `ReadBy` names the setting that reads a
+field, for code that refuses values which nothing would read.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 Number = int | float
 
@@ -138,3 +139,31 @@ def require_order(record: Any, name: str, notes: Sequence[Any]) -> None:
         if low is not None and high is not None and low > high:
             rule = f"must not exceed {{0}} {high}. Change one of them."
             raise FieldError(name, low, rule, [other])
+
+
+def require_choice(name: str, value: object, choices: Any) -> None:
+    """Raise ValueError, listing the choices, unless `value` is one of the names of `choices`, a
+    Literal."""
+    if value not in get_args(choices):
+        raise ValueError(f"{name}={value!r}: unknown. Use one of {', '.join(get_args(choices))}.")
+
+
+def require_choices(config: object) -> None:
+    """Check every field of a dataclass whose type is a Literal by `require_choice`; None passes where
+    the type allows it."""
+    config_class: Any = type(config)
+    for name, hint, choices in _choices_of(config_class):
+        value = getattr(config, name)
+        if not (value is None and type(None) in get_args(hint)):
+            require_choice(name, value, choices)
+
+
+@cache
+def _choices_of(config_class: type) -> tuple[tuple[str, Any, Any], ...]:
+    """Return name, type and Literal of each field that has one."""
+    return tuple(
+        (name, hint, arm)
+        for name, hint in get_type_hints(config_class).items()
+        for arm in (hint, *get_args(hint))
+        if get_origin(arm) is Literal
+    )

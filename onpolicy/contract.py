@@ -13,12 +13,17 @@ import json
 from dataclasses import dataclass
 
 from onpolicy.errors import ContractError
+from onpolicy.system.records import Shape
 
 CONTRACT_VARIABLE = "ONPOLICY_CONTRACT"
 """Environment variable that carries the contract, as JSON, into an engine's processes."""
 
 THREADS_VARIABLE = "ONPOLICY_CPU_THREADS"
 """Environment variable with the number of threads of an engine's operators; changes no bits."""
+
+DIGESTS_VARIABLE = "ONPOLICY_ROW_DIGESTS"
+"""Environment variable that has an engine digest whole rows of log-probabilities, unless it is empty; it
+changes no bits."""
 
 EXTENSIONS_VARIABLE = "ONPOLICY_EXTENSIONS"
 """Environment variable with what a command adds to an engine beside its contract: a JSON object from a
@@ -190,23 +195,12 @@ class NumericsContract:
         """Read a contract from the JSON that `to_json` wrote. Raises ContractError for a record of
         another version."""
         try:
-            record = json.loads(text)
-            fields = {field.name for field in dataclasses.fields(NumericsContract)}
-            if missing := fields - record.keys():  # an older version: a default would be a guess
-                raise ValueError(f"without {', '.join(sorted(missing))}")
-            shapes = record.pop("shapes")
-            shapes["linear"] = tuple(map(tuple, shapes["linear"]))
-            shapes["attention"] = tuple(AttentionShape(**kind) for kind in shapes["attention"])
-            shapes["norm"] = tuple(shapes["norm"])
-            shapes["layer_norm"] = tuple(shapes["layer_norm"])
-            shapes["row_linear"] = tuple(map(tuple, shapes["row_linear"]))
-            shapes["experts"] = tuple(map(tuple, shapes["experts"]))
-            if record["adapter"]:
-                targets = tuple(record["adapter"].pop("targets"))
-                record["adapter"] = AdapterShape(**record["adapter"], targets=targets)
-            return NumericsContract(shapes=OperatorShapes(**shapes), **record)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            return _SHAPE.read(text)
+        except ValueError as error:
             raise ContractError(
                 f"{CONTRACT_VARIABLE}={text[:200]!r}: not a numerics contract of this version of "
                 f"onpolicy ({error}). Start both engines with the same version."
             ) from error
+
+
+_SHAPE = Shape(NumericsContract)

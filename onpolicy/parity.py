@@ -3,7 +3,7 @@ never match), and whether a sampled token is the one that its seed draws."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -12,29 +12,6 @@ from onpolicy.errors import ParityError
 
 NOT_FINITE_ULP = 1 << 31
 """ULP distance reported where a value is not finite."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mismatch:
-    """One token whose two log-probabilities differ."""
-
-    step: int
-    sample: str
-    """Name of the sample. Example: 'prompt 12, sample 3'"""
-
-    position: int
-    """Position of the token in the response, from 0."""
-
-    rollout_log_prob: float
-    train_log_prob: float
-    ulp: int
-    """Number of representable float32 values between the two."""
-
-    def __str__(self) -> str:
-        return (
-            f"step={self.step}, {self.sample}, response position={self.position}: "
-            f"rollout={self.rollout_log_prob!r}, train={self.train_log_prob!r}, ulp={self.ulp}"
-        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,28 +32,20 @@ class ParityCounts:
     num_drawn_otherwise: int = 0
     """Number of redrawn tokens for which the trainer drew another token."""
 
+    num_compared_rows: int = 0
+    """Number of sampled tokens whose distributions over the whole vocabulary were compared."""
+
+    num_mismatched_rows: int = 0
+
     def __add__(self, other: ParityCounts) -> ParityCounts:
-        return ParityCounts(
-            num_compared=self.num_compared + other.num_compared,
-            num_mismatched=self.num_mismatched + other.num_mismatched,
-            max_ulp=max(self.max_ulp, other.max_ulp),
-            max_abs_diff=max(self.max_abs_diff, other.max_abs_diff),
-            sum_abs_diff=self.sum_abs_diff + other.sum_abs_diff,
-            sum_k3=self.sum_k3 + other.sum_k3,
-            max_k3=max(self.max_k3, other.max_k3),
-            num_redrawn=self.num_redrawn + other.num_redrawn,
-            num_drawn_otherwise=self.num_drawn_otherwise + other.num_drawn_otherwise,
-        )
+        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
+        merged = {name: max(x) if name.startswith("max_") else sum(x) for name, x in pairs.items()}
+        return ParityCounts(**merged)
 
     @property
     def mean_k3(self) -> float:
         """Return the mean k3 estimate of a token; 0 if nothing was compared."""
         return self.sum_k3 / max(self.num_compared, 1)
-
-    @property
-    def mean_abs_diff(self) -> float:
-        """Return the mean absolute difference of a token, in nats; 0 if nothing was compared."""
-        return self.sum_abs_diff / max(self.num_compared, 1)
 
     def report(self) -> dict[str, float]:
         """Return the numbers that a command prints about a comparison."""
@@ -89,10 +58,16 @@ class ParityCounts:
         }
 
     def draws(self, before: str = "") -> dict[str, float]:
-        """Return the counts of redrawn tokens, under names with the prefix `before`."""
+        """Return the counts of redrawn tokens, and of rows if any were compared, under names with the
+        prefix `before`."""
+        rows = {
+            f"{before}num_compared_rows": self.num_compared_rows,
+            f"{before}num_mismatched_rows": self.num_mismatched_rows,
+        }
         return {
             f"{before}num_redrawn_tokens": self.num_redrawn,
             f"{before}num_drawn_otherwise_tokens": self.num_drawn_otherwise,
+            **(rows if self.num_compared_rows else {}),
         }
 
     def metrics(self) -> dict[str, float]:
@@ -101,18 +76,16 @@ class ParityCounts:
             "parity/num_compared_tokens": self.num_compared,
             "parity/num_mismatched_tokens": self.num_mismatched,
             "parity/max_ulp": self.max_ulp,
-            "train/train_rollout_logprob_abs_diff": self.mean_abs_diff,
+            "train/train_rollout_logprob_abs_diff": self.sum_abs_diff / max(self.num_compared, 1),
             "train/k3_kl": self.mean_k3,
         }
 
 
 def compare_log_probs(train: Tensor, rollout: Tensor) -> tuple[ParityCounts, int | None]:
-    """Compare two float32 tensors [R] as bits, so that -0.0 is not 0.0.
-
-    Returns the counts and the position of the first mismatch, None if there is none. A value that is
-    not finite is a mismatch even when both sides have it, and enters the averages unchanged. Raises
-    ParityError for tensors of different shapes and for empty ones, since neither was compared.
-    """
+    """Compare two float32 tensors [R] as bits, so that -0.0 is not 0.0. Returns the counts and the
+    position of the first mismatch, None if there is none. A value that is not finite is a mismatch
+    even when both sides have it, and enters the averages unchanged. Raises ParityError for tensors
+    of different shapes and for empty ones, since neither was compared."""
     if train.dtype != torch.float32 or rollout.dtype != torch.float32:
         raise TypeError(f"train {train.dtype}, rollout {rollout.dtype}: both must be float32")
     if train.shape != rollout.shape or train.dim() != 1 or not len(train):
@@ -137,10 +110,7 @@ def compare_log_probs(train: Tensor, rollout: Tensor) -> tuple[ParityCounts, int
 
 def k3(train: Tensor, rollout: Tensor) -> Tensor:
     """Return the k3 estimator of KL(rollout || train) of each token: exp(r) - r - 1, r = train -
-    rollout.
-
-    float32 [R], [R] -> float64 [R], in nats (http://joschu.net/blog/kl-approx.html).
-    """
+    rollout. float32 [R], [R] -> float64 [R], in nats (http://joschu.net/blog/kl-approx.html)."""
     diff = train.double() - rollout.double()
     return diff.exp() - diff - 1
 
@@ -154,11 +124,9 @@ def mismatches(train: Tensor, rollout: Tensor) -> Tensor:
 
 def compare_draws(drawn: Tensor, sampled: Tensor) -> tuple[ParityCounts, int | None]:
     """Compare sampled tokens, int64 [R], with the tokens that the trainer drew with their seeds.
-
-    drawn: float32 [R], NaN for tokens that were not redrawn, which are not counted. Returns the counts
-    and the position of the first token that was drawn differently, None if there is none. Raises
-    ParityError for tensors of different shapes.
-    """
+    drawn: float32 [R], NaN for tokens that were not redrawn, which are not counted. Returns the
+    counts and the position of the first token that was drawn differently, None if there is none.
+    Raises ParityError for tensors of different shapes."""
     if drawn.shape != sampled.shape:
         raise ParityError(
             f"drawn={list(drawn.shape)}, sampled={list(sampled.shape)} tokens: the trainer draws each "
@@ -168,6 +136,30 @@ def compare_draws(drawn: Tensor, sampled: Tensor) -> tuple[ParityCounts, int | N
     otherwise = redrawn & (drawn.double() != sampled)
     counts = ParityCounts(num_redrawn=int(redrawn.sum()), num_drawn_otherwise=int(otherwise.sum()))
     return counts, int(otherwise.nonzero()[0]) if counts.num_drawn_otherwise else None
+
+
+def compare_rows(train: Tensor, rollout: Tensor) -> tuple[ParityCounts, int | None]:
+    """Compare digests of rows of log-probabilities, int64 [R]; NO_DIGEST (`ops/row_digests.py`) equals
+    none.
+
+    Returns the counts and the position of the first mismatch, None if there is none. Raises ParityError
+    for tensors of different shapes.
+    """
+    if train.shape != rollout.shape:
+        raise ParityError(
+            f"train={list(train.shape)}, rollout={list(rollout.shape)} digests: both sides must have "
+            "one of each sampled token's row. An engine digested none, or the trainer lost some: "
+            "report it."
+        )
+    differ = (train != rollout) | (train == 0)
+    counts = ParityCounts(num_compared_rows=len(train), num_mismatched_rows=int(differ.sum()))
+    return counts, int(differ.nonzero()[0]) if counts.num_mismatched_rows else None
+
+
+def two_digests(token: int, train: int, rollout: int) -> str:
+    """Describe a token whose row differs, for messages."""
+    said = [f"{each % (1 << 64):016x}" if each else "none" for each in (rollout, train)]
+    return f"token={token}, rollout={said[0]}, train={said[1]} (none: nobody digested it, or NaN)"
 
 
 def ulp_distance(a: Tensor, b: Tensor) -> Tensor:

@@ -25,23 +25,14 @@ _HAS: Mapping[str, tuple[Callable[[TrainConfig], bool], str]] = {
         ),
         "a teacher and --opd-loss full or top-k",
     ),
-    "entropy": (
-        lambda config: (
-            config.algorithm.entropy_coef > 0 or config.algorithm.entropy_ctrl == "adaptive"
-        ),
-        "--entropy-coef",
-    ),
-    "log_ratio": (lambda config: config.algorithm.log_ratio_coef > 0, "--log-ratio-coef"),
-    "positive_nll": (lambda config: config.algorithm.positive_nll_coef > 0, "--positive-nll-coef"),
+    "entropy": (lambda config: config.algorithm.entropy_coef > 0, "--entropy-coef"),
 }
 """Whether a run's loss has each term, and the flag that adds the term."""
 
 
 def by_term(given: Any) -> dict[Term, Any]:
-    """Return weights by term; weights without a term's name belong to the objective.
-
-    Raises ValueError for the name of an unknown term.
-    """
+    """Return weights by term; weights without a term's name belong to the objective. Raises
+    ValueError for the name of an unknown term."""
     if given is None:
         return {}
     named: dict[Term, Any] = {**given} if isinstance(given, Mapping) else {"objective": given}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import compress, pairwise
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Ge, Gt
 from numpy.typing import NDArray
+from pydantic import model_validator
 
-from onpolicy.grammar import Grammar, GrammarSpan
+from onpolicy.system.records import Count, written_as
 
 
 class FinishReason(StrEnum):
@@ -34,14 +38,18 @@ UNPUSHED = -1
 class Span:
     """Tokens of a response that were sampled under the weights of one push."""
 
-    version: int
-    start: int
-    end: int
+    version: Annotated[int, Ge(UNPUSHED)]
+    start: Count
+    end: Count
+
+
+def _no_text() -> str:
+    raise ValueError("an engine's answer has tokens, and no text")
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Completion:
-    """An engine's answer to one request."""
+    """An engine's answer to one request, or the policy's to one call of `Turns.sample`."""
 
     response_ids: list[int]
     """The response's R sampled tokens. Example: [5, 11, 1]"""
@@ -65,13 +73,27 @@ class Completion:
     """The set that each token was drawn from, [R] (`ops/kept_tokens.py`); empty if all were drawn from
     the whole vocabulary."""
 
-    entropy: list[float] = field(default_factory=list)
-    """Entropy of the distribution that each token was drawn from, in nats, float32 values [R]; empty if
-    the engine does not report it."""
+    row_digests: list[int] = field(default_factory=list)
+    """Digest of each token's row of log-probabilities, [R] or empty (`ops/row_digests.py`)."""
 
     spans: tuple[Span, ...] = ()
     """Pushes that its tokens come from, in order and without gaps, as the engine reports them; empty if
     it does not. Example: (Span(version='2', start=0, end=8), Span(version='3', start=8, end=11))"""
+
+    read: Callable[[], str] = field(default=_no_text, repr=False, compare=False)
+    """Function that returns its text: special tokens included, without the stop token that ended it."""
+
+    @property
+    def text(self) -> str:
+        return self.read()
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.response_ids
+
+    @property
+    def log_probs(self) -> list[float]:
+        return self.rollout_log_probs
 
     def until(self, count: int, reason: FinishReason) -> Completion:
         """Return its first `count` tokens, with this finish reason."""
@@ -85,20 +107,84 @@ class Completion:
             finish_reason=reason,
             routed_experts=None if experts is None else experts[: len(experts) - cut],
             kept_tokens=self.kept_tokens[:count],
-            entropy=self.entropy[:count],
+            row_digests=self.row_digests[:count],
             spans=tuple(spans),
         )
 
 
-Forks = tuple[tuple[str, int], ...]
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Grammar:
+    """A grammar that an answer must follow as text."""
+
+    kind: Literal["regex", "json_schema", "structural_tag"]
+
+    text: str
+    """A regular expression that matches the whole answer, a JSON schema, or a structural tag in JSON,
+    which places texts and schemas in the answer
+    (https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html)."""
+
+    stop_token_ids: tuple[Count, ...]
+    """Tokens that end an answer once it is complete, and never earlier; at least one."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class GrammarSpan:
+    """Tokens of a trajectory that were sampled under a grammar, from the grammar's start on."""
+
+    grammar: Grammar
+    start: Count
+    """Index of the first such token among all tokens of the trajectory."""
+    end: Count
+
+
+Forks = tuple[tuple[str, Count], ...]
 """The forks that led to a branch of an episode, as `Trajectory.forks` has them."""
+
+
+def _write_experts(experts: NDArray[np.int32]) -> tuple[int, int, str]:
+    """Return the rows, the columns and all numbers in base64."""
+    rows, columns = experts.shape
+    return rows, columns, base64.b64encode(experts.tobytes()).decode()
+
+
+def _read_experts(written: tuple[int, int, str], _: Any) -> NDArray[np.int32]:
+    numbers = np.frombuffer(base64.b64decode(written[2], validate=True), dtype="<i4")
+    return numbers.reshape(written[:2])
+
+
+def _write_kept(kept: Sequence[bytes]) -> list[str | int]:
+    """Return each set in base64 where it comes first, and afterwards its index among those."""
+    known: dict[bytes, int] = {}
+    written: list[str | int] = []
+    for each in kept:
+        written.append(known[each] if each in known else base64.b64encode(each).decode())
+        known.setdefault(each, len(known))
+    return written
+
+
+def _read_kept(written: Sequence[str | int], _: Any) -> list[bytes]:
+    """Return the sets of kept tokens; equal ones are held once."""
+    known, kept = list[bytes](), list[bytes]()
+    for each in written:
+        if isinstance(each, str):
+            known.append(base64.b64decode(each, validate=True))
+        elif each >= len(known):
+            raise ValueError(f"kept_tokens={each}: {len(known)} sets come before it")
+        kept.append(known[-1] if isinstance(each, str) else known[each])
+    return kept
+
+
+RoutedExperts = Annotated[
+    NDArray[np.int32], written_as(tuple[Count, Count, str], _write_experts, _read_experts)
+]
+KeptSets = Annotated[list[bytes], written_as(list[str | Count], _write_kept, _read_kept)]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Trajectory:
     """One sequence of given and sampled tokens. T: its tokens; R: the sampled ones."""
 
-    token_ids: list[int]
+    token_ids: list[Count]
     """Tokens of the sequence, [T]. Example: [17, 4, 9, 5, 11, 1]"""
 
     sampled: list[bool]
@@ -107,38 +193,63 @@ class Trajectory:
     rollout_log_probs: list[float] = field(default_factory=list)
     """Log-probability of each sampled token when it was sampled, float32 values [R]."""
 
-    temperatures: list[float] = field(default_factory=list)
+    temperatures: list[Annotated[float, Gt(0)]] = field(default_factory=list)
     """Sampling temperature of each sampled token, [R]."""
 
     spans: tuple[Span, ...] = ()
     """Pushes that the sampled tokens come from, counted from 0 to R, as in `Completion`."""
 
-    routed_experts: NDArray[np.int32] | None = None
+    routed_experts: RoutedExperts | None = None
     """Experts of each token, int32 [T - 1, layers x k], as in `Completion`."""
 
-    kept_tokens: list[bytes] = field(default_factory=list)
+    kept_tokens: KeptSets = field(default_factory=list)
     """The set that each sampled token was drawn from, [R] or empty, as in `Completion`."""
 
-    entropy: list[float] = field(default_factory=list)
-    """Entropy of each sampled token, [R], as in `Completion`; empty if any is unknown."""
+    row_digests: list[int] = field(default_factory=list)
+    """Digest of each sampled token's row, [R] or empty, as in `Completion`; 0 where none was given."""
 
     grammars: tuple[GrammarSpan, ...] = ()
     """Spans of tokens that were sampled under grammars, in order; some may count as given since."""
 
     finish_reason: FinishReason = FinishReason.ABORT
 
-    weight_version: int = UNPUSHED
+    weight_version: Annotated[int, Ge(UNPUSHED)] = UNPUSHED
     """Push that the last sampled token comes from."""
 
-    num_cached_tokens: int = 0
+    num_cached_tokens: Count = 0
     """Number of tokens that all its requests found in the prefix cache."""
 
-    num_prefix_tokens: int = field(default=0, compare=False)
-    """Number of tokens that its requests began with; not compared, since it depends on the rounds."""
+    num_prefix_tokens: Count = field(default=0, compare=False)
+    """Number of tokens that its requests began with; not compared, since it depends on interruptions."""
 
     forks: Forks = ()
     """Forks that made it a branch of an episode, from the first branch on: (key of a fork, number of
     tokens at which it left the branch before). Example: (("0", 12), ("2", 40))"""
+
+    answers: tuple[tuple[Count, FinishReason], ...] = field(default=(), compare=False)
+    """Where each complete answer on its own branch ends, and why, in order; not compared, since it
+    depends on the calls that asked for the tokens."""
+
+    @model_validator(mode="after")
+    def _require_possible(self) -> Trajectory:
+        """Raise ValueError for a record of tokens that nobody can have sampled."""
+        length, count = len(self.token_ids), sum(self.sampled)
+        if len(self.sampled) != length or self.sampled[:1] == [True]:
+            raise ValueError(f"sampled={self.sampled!s:.60}: must be {length}, the first given")
+        for name in ("rollout_log_probs", "temperatures", "kept_tokens", "row_digests"):
+            found = len(getattr(self, name))
+            if found != count and (found or name in ("rollout_log_probs", "temperatures")):
+                raise ValueError(f"sampled tokens are {count} and {name} {found}: a token has one")
+        for span in self.spans:
+            if not span.start <= span.end <= count:
+                raise ValueError(f"spans={span}: must end after it starts, by {count}")
+        edges = [(span.start, span.end) for span in self.grammars]
+        if not all(0 < start < end <= length for start, end in edges):
+            raise ValueError(f"grammars={edges}: each must start after 0 and end by {length}")
+        ends = [end for end, _ in self.answers]
+        if sorted({*ends}) != ends or (ends and ends[-1] > length):
+            raise ValueError(f"answers={ends}: must be ends of answers in their order")
+        return self
 
     @staticmethod
     def begin(prompt_ids: Sequence[int]) -> Trajectory:
@@ -148,10 +259,13 @@ class Trajectory:
     def plus(
         self, answer: Completion, temperature: float, grammar: Grammar | None = None
     ) -> Trajectory:
-        """Return it with an engine's answer after all tokens so far.
-
-        A token keeps the experts of the answer that computed it first.
-        """
+        """Return it with an engine's answer after all tokens so far. A token keeps the experts of
+        the answer that computed it first."""
+        grammars, length = self.grammars, len(self.token_ids)
+        if grammar and answer.response_ids:
+            start, end = length - self.num_begun(grammar), length + len(answer.response_ids)
+            span = GrammarSpan(grammar=grammar, start=start, end=end)
+            grammars = (*(g for g in grammars if g.start < start), span)
         return replace(
             self,
             token_ids=self.token_ids + answer.response_ids,
@@ -160,14 +274,18 @@ class Trajectory:
             temperatures=self.temperatures + [temperature] * len(answer.response_ids),
             spans=_joined(self.spans, answer.spans, self.num_sampled),
             routed_experts=self._experts_with(answer.routed_experts),
-            kept_tokens=self._kept_with(answer),
-            entropy=self._entropy_with(answer),
-            grammars=self._grammars(answer, grammar),
+            kept_tokens=self._with(answer, "kept_tokens", b""),
+            row_digests=self._with(answer, "row_digests", 0),
+            grammars=grammars,
             finish_reason=answer.finish_reason,
             weight_version=answer.weight_version,
             num_cached_tokens=self.num_cached_tokens + answer.num_cached_tokens,
             num_prefix_tokens=self.num_prefix_tokens + len(self.token_ids),
         )
+
+    def answered(self) -> Trajectory:
+        """Return it with its last answer as a complete one."""
+        return replace(self, answers=(*self.answers, (len(self.token_ids), self.finish_reason)))
 
     def given(self, token_ids: Sequence[int]) -> Trajectory:
         """Return it with further given tokens."""
@@ -191,17 +309,20 @@ class Trajectory:
             spans=spans,
             routed_experts=None if experts is None else experts[: length - 1],
             kept_tokens=self.kept_tokens[:count],
-            entropy=self.entropy[:count],
+            row_digests=self.row_digests[:count],
             grammars=tuple(
                 replace(g, end=min(g.end, length)) for g in self.grammars if g.start < length
             ),
             weight_version=spans[-1].version if spans else self.weight_version,
+            answers=tuple(each for each in self.answers if each[0] <= length),
         )
 
     def forked(self, length: int, key: str) -> Trajectory:
         """Return a new branch that shares its first `length` tokens."""
-        anew = replace(self.until(length), num_cached_tokens=0, num_prefix_tokens=0)
-        return replace(anew, forks=(*self.forks, (key, length)))
+        forks = (*self.forks, (key, length))
+        return replace(
+            self.until(length), num_cached_tokens=0, num_prefix_tokens=0, forks=forks, answers=()
+        )
 
     def as_given(self, length: int) -> Trajectory:
         """Return the same tokens, of which the first `length` count as given."""
@@ -214,7 +335,7 @@ class Trajectory:
             rollout_log_probs=self.rollout_log_probs[count:],
             temperatures=self.temperatures[count:],
             kept_tokens=self.kept_tokens[count:],
-            entropy=self.entropy[count:],
+            row_digests=self.row_digests[count:],
             spans=tuple(
                 replace(s, start=max(s.start - count, 0), end=s.end - count)
                 for s in self.spans
@@ -230,30 +351,29 @@ class Trajectory:
             return None
         return np.concatenate([known, more[len(known) :]])
 
-    def _kept_with(self, answer: Completion) -> list[bytes]:
-        if not (self.kept_tokens or answer.kept_tokens):
+    def _with(self, answer: Completion, name: str, none: Any) -> list[Any]:
+        """Return what is told of each sampled token under that name, with `none` where nothing is."""
+        before, more = getattr(self, name), getattr(answer, name)
+        if not (before or more):
             return []
-        before = self.kept_tokens or [b""] * self.num_sampled
-        return before + (answer.kept_tokens or [b""] * len(answer.response_ids))
+        before = before or [none] * self.num_sampled
+        whole: list[Any] = before + (more or [none] * len(answer.response_ids))
+        return whole
 
-    def _entropy_with(self, answer: Completion) -> list[float]:
-        is_known = len(self.entropy) == self.num_sampled
-        is_told = len(answer.entropy) == len(answer.response_ids)
-        return self.entropy + answer.entropy if is_known and is_told else []
+    def num_begun(self, grammar: Grammar | None) -> int:
+        """Return the number of last tokens with which an answer within a grammar begins: those that
+        were sampled under the same one."""
+        last, length = self.grammar_at(len(self.token_ids) - 1), len(self.token_ids)
+        return length - last.start if last and last.grammar == grammar else 0
 
-    def _grammars(self, answer: Completion, grammar: Grammar | None) -> tuple[GrammarSpan, ...]:
-        if grammar is None or not answer.response_ids:
-            return self.grammars
-        start, end = self.start_within(grammar), len(self.token_ids) + len(answer.response_ids)
-        before = (span for span in self.grammars if span.start < start)
-        return (*before, GrammarSpan(grammar=grammar, start=start, end=end))
+    def grammar_at(self, place: int) -> GrammarSpan | None:
+        """Return the span of the grammar that the token at `place` was sampled under, if any."""
+        return next((g for g in self.grammars if g.start <= place < g.end), None)
 
-    def start_within(self, grammar: Grammar | None) -> int:
-        """Return the index at which the grammar of the next answer starts: the last span's start if the
-        last tokens were sampled under the same grammar, and the next token's otherwise."""
-        last, length = self.grammars[-1:], len(self.token_ids)
-        goes_on = last and last[0].end == length and last[0].grammar == grammar
-        return last[0].start if goes_on else length
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Return the keys of the forks that lead to its branch; empty for the first."""
+        return tuple(key for key, _ in self.forks)
 
     @property
     def stretches(self) -> list[tuple[Forks, int, int]]:

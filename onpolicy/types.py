@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from statistics import mean
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from onpolicy.grammar import Grammar
-from onpolicy.trajectory import FinishReason, Trajectory
+from annotated_types import Ge
+from pydantic import Field, model_validator
 
-Term = Literal["objective", "kl_loss", "opd_kl", "entropy", "log_ratio", "positive_nll"]
+from onpolicy.system.records import Count, written_as
+from onpolicy.trajectory import FinishReason, Grammar, Trajectory
+
+Term = Literal["objective", "kl_loss", "opd_kl", "entropy"]
 """A term of the policy's loss: the objective, or another with a coefficient flag of its own:
---kl-loss-coef, --opd-kl-coef, --entropy-coef, --log-ratio-coef or --positive-nll-coef."""
+--kl-loss-coef, --opd-kl-coef or --entropy-coef."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -50,6 +54,16 @@ class Prompt:
         return self.prompt_ids
 
 
+def _prompt_at(index: int, prompts: Sequence[Prompt]) -> Prompt:
+    if index >= len(prompts):
+        raise ValueError(f"prompt={index}: there are {len(prompts)}")
+    return prompts[index]
+
+
+ChosenPrompt = Annotated[Prompt, written_as(Count, lambda prompt: prompt.index, _prompt_at)]
+"""A prompt that records name by its index; they are read with the run's prompts as the context."""
+
+
 @dataclass(slots=True, kw_only=True, frozen=True)
 class SamplingParams:
     """Sampling settings of a response."""
@@ -67,10 +81,6 @@ class SamplingParams:
 
     return_routed_experts: bool = False
     """Whether the engine reports the experts that computed every token."""
-
-    return_entropy: bool = False
-    """Whether the engine reports the entropy of each token's distribution, which engines can under an
-    aligned contract."""
 
     grammar: Grammar | None = None
     """Grammar of the response; it is applied before all other filters."""
@@ -112,9 +122,9 @@ class LearntTokens:
 class Sample:
     """A prompt, a trajectory of an episode that answers it, and its results."""
 
-    prompt: Prompt
+    prompt: ChosenPrompt
 
-    sample_index: int
+    sample_index: Count
     """Index of the episode within its prompt, 0 .. n_samples_per_prompt - 1; shared by all its
     trajectories."""
 
@@ -123,12 +133,7 @@ class Sample:
     number: int = 0
     """Index among the trajectories of the episode."""
 
-    is_greedy: bool = False
-    """Whether it is the greedy answer that its group is compared with, which is not trained on."""
-
     response: str = ""
-    """Text of the sampled tokens."""
-
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Further numbers that a reward function returned; logged under their names."""
@@ -142,13 +147,13 @@ class Sample:
     is_rewarded: bool = False
     """Whether the episode gave its reward itself, so that no reward function is called."""
 
-    seeds: Sequence[tuple[int, int]] = ()
+    seeds: Sequence[tuple[Count, Count]] = ()
     """(seed of a request, number of its tokens) for its R tokens in order; empty if unknown."""
 
     token_rewards: list[float] | None = None
     """Rewards of its sampled tokens, [R], if the episode gave them; `reward` is their sum."""
 
-    token_weights: dict[Term, list[float]] = field(default_factory=dict)
+    token_weights: dict[Term, list[Annotated[float, Ge(0)]]] = field(default_factory=dict)
     """Weights of its sampled tokens by term of the loss, [R], if an episode or a reward gave them."""
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -164,7 +169,36 @@ class Sample:
     """Whether it is displayed, so that training reports on its tokens."""
 
     learnt: LearntTokens | None = None
-    """Part of its tokens in training, if it is shown and was trained on."""
+
+    # Its place in the rollout that is trained on, and what is known there alone.
+
+    group: Annotated[int, Field(exclude=True)] = 0
+    """Number of its prompt's group; samples of a group are adjacent."""
+
+    episode: Annotated[int, Field(exclude=True)] = 0
+    """Number of its episode in the rollout; trajectories of an episode are adjacent."""
+
+    policy_version: Annotated[int | None, Field(exclude=True)] = None
+    """Version of the policy that trains on it; None: the one that it was sampled from."""
+
+    teacher_log_probs: Annotated[list[float] | None, Field(exclude=True)] = None
+    """A teacher server's log-probabilities of its sampled tokens, [R]; None: not asked."""
+
+    teacher_top: Annotated[
+        tuple[list[list[int]], list[list[float]]] | None, Field(exclude=True)
+    ] = None
+    """The teacher's top-k tokens and their log-probabilities, [R, k] each, for a loss."""
+
+    @model_validator(mode="after")
+    def _require_possible(self) -> Sample:
+        """Raise ValueError for a record whose numbers do not belong to its tokens."""
+        count = self.trajectory.num_sampled
+        for name, numbers in [("token_rewards", self.token_rewards), *self.token_weights.items()]:
+            if numbers is not None and len(numbers) != count:
+                raise ValueError(f"{name}={len(numbers)} numbers: {count} tokens are sampled")
+        if math.isnan(self.reward) != self.has_failed:
+            raise ValueError(f"reward={self.reward}: only a sample that was not scored has NaN")
+        return self
 
     @property
     def name(self) -> str:
@@ -176,6 +210,15 @@ class Sample:
     def token_ids(self) -> list[int]:
         """Return all tokens, given and sampled."""
         return self.trajectory.token_ids
+
+    @property
+    def lags(self) -> list[int]:
+        """Return the staleness of each sampled token, [R]: the number of pushes between the policy that
+        it was sampled from and the one that trains on it."""
+        spans, version = self.trajectory.spans, self.policy_version
+        if version is None:
+            return [0] * self.trajectory.num_sampled
+        return [version - span.version for span in spans for _ in range(span.start, span.end)]
 
     # Fields of the trajectory that reward functions read (docs/rewards.md), as does other code.
 
@@ -211,17 +254,24 @@ Spans = list[tuple[int, int]]
 class SampleGroup:
     """The samples of one prompt in one rollout."""
 
-    prompt: Prompt
+    prompt: ChosenPrompt
     samples: list[Sample]
 
-    number: int = 0
+    number: Count = 0
     """Position of the prompt in the endless order of a run's prompts."""
 
-    greedy: Sample | None = None
-    """Greedy answer that they are compared with; None where the estimator needs none."""
-
-    branches: list[dict[BranchKey, Spans]] = field(default_factory=list)
+    branches: Annotated[list[dict[BranchKey, Spans]], Field(exclude=True)] = field(
+        default_factory=list
+    )
     """Versions that the branches of each episode sampled from; empty for a failed episode."""
+
+    @model_validator(mode="after")
+    def _require_one_prompt(self) -> SampleGroup:
+        """Raise ValueError for a record of samples of other prompts."""
+        for sample in self.samples:
+            if sample.prompt is not self.prompt:
+                raise ValueError(f"prompt={sample.prompt.index}: its group has {self.prompt.index}")
+        return self
 
     @property
     def episodes(self) -> list[list[Sample]]:
@@ -237,40 +287,6 @@ class SampleGroup:
     def rewards(self) -> list[float]:
         """Return each scored episode's reward: the mean of its trajectories' rewards, rounded once."""
         return [mean(sample.reward for sample in episode) for episode in self.scored_episodes]
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class TrainSample:
-    """A sample to train on."""
-
-    sample: Sample
-
-    group: int
-    """Number of its prompt's group; samples of a group are adjacent."""
-
-    episode: int
-    """Number of its episode in the rollout; trajectories of an episode are adjacent."""
-
-    policy_version: int | None = None
-    """Version of the policy that trains on it; None: the one that it was sampled from."""
-
-    baseline: float | None = None
-    """Reward of its group's greedy answer; None without one."""
-
-    teacher_log_probs: list[float] | None = None
-    """A teacher server's log-probabilities of its sampled tokens, [R]; None: not asked."""
-
-    teacher_top: tuple[list[list[int]], list[list[float]]] | None = None
-    """The teacher's top-k tokens and their log-probabilities, [R, k] each, for a loss."""
-
-    @property
-    def lags(self) -> list[int]:
-        """Return the staleness of each sampled token, [R]: the number of pushes between the policy that
-        it was sampled from and the one that trains on it."""
-        spans, version = self.sample.trajectory.spans, self.policy_version
-        if version is None:
-            return [0] * self.sample.trajectory.num_sampled
-        return [version - span.version for span in spans for _ in range(span.start, span.end)]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -19,8 +19,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from onpolicy.chat.bounded import bound_templates
-from onpolicy.chat.left_out import left_out
 from onpolicy.chat.messages import role_in
+from onpolicy.chat.rendering import left_out
 from onpolicy.chat.turn_ends import TurnEnds, turn_ends
 from sglang_patches import registry
 
@@ -47,10 +47,7 @@ def install() -> None:
 def _process(
     original: Callable[..., Any], handler: Any, request: Any, *args: Any, **kw: Any
 ) -> Any:
-    """Render the messages, converted into the form that templates know.
-
-    Raises ValueError for a message whose words the template leaves out.
-    """
+    """Render converted messages. Raises ValueError for one that the template leaves out."""
     if request.input_ids is not None or not _renders_by_jinja(handler):
         return original(handler, request, *args, **kw)
     roles = [message.role for message in request.messages]

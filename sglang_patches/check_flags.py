@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from onpolicy.errors import ConfigError, OnPolicyError, in_one_line
 from sglang_patches import registry
-from sglang_patches.serve import _require_known_flags, import_lightly
+from sglang_patches.server_process import _require_known_flags, import_lightly
 
 
 def main(argv: list[str]) -> None:

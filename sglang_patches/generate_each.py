@@ -1,10 +1,9 @@
 """`POST /generate_each`: requests in one call, each answered as soon as it is done. In every
 contract.
 
-A call to /generate costs this process and its client more than an answer of a few tokens does: a
-connection, a dozen layers of middleware, a line of the log, JSON with an array for each token. A
-prompt that comes in its own call often gets its own prefill too. /generate takes lists, but answers
-when the last of them is done, or with a chunk for every token.
+A call to /generate costs this process and its client more than an answer of a few tokens does, and
+often a prefill of its own. /generate takes lists, but answers when the last of them is done, or with
+a chunk for every token.
 
 Here the body is `{"requests": [...]}`, each as for /generate. The answer is lines of JSON, each a
 list of [index, HTTP status, answer] of requests that finished at about the same time. An answer is
@@ -117,8 +116,7 @@ async def _told(answers: AsyncIterator[Any], hear: Hear, place: int) -> AsyncIte
 
 
 def _packed(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return an answer of /generate with its tokens as bytes, without those that have no
-    log-probability."""
+    """Return an answer of /generate with its tokens, as far as scored, as bytes."""
     meta = answer["meta_info"]
     pairs = [p for p in meta.get("output_token_logprobs") or () if p[0] is not None]
     numbers = _base64("<f8", [p[0] for p in pairs]), _base64("<i4", [p[1] for p in pairs])

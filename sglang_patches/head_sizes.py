@@ -46,11 +46,9 @@ def install(contract: NumericsContract) -> None:
 
 
 def head_sizes(contract: NumericsContract) -> tuple[int, int]:
-    """Return (numbers of a query or key, numbers of a value) of a head of the cache: the largest of
-    all layers.
+    """Return the largest (numbers of a query or key, numbers of a value) of a head of the cache.
 
-    Raises ContractError if layers differ where SGLang's own attention reads the cache, whose heads
-    have one size.
+    Raises ContractError if layers differ where SGLang's own attention reads the cache.
     """
     kinds = contract.shapes.attention
     sizes = {(kind.head_dim, kind.value_dim) for kind in kinds}

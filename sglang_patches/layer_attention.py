@@ -19,9 +19,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from onpolicy.models.attention import scores_of
+from onpolicy.models.attention_function import scores_of
 from sglang_patches import registry
-from sglang_patches.tensor_parallel import own_part
+from sglang_patches.engine_ranks import own_part
 
 NAME = "sglang"
 """The name of the attention function of SGLang's transformers backend."""
@@ -51,8 +51,7 @@ def attention_forward(
     forward_batch: Any,
     **named: Any,
 ) -> tuple[Tensor, None]:
-    """Apply transformers' attention interface: [1, H, T, D] in, [T, H * D_v] of this rank's heads
-    out."""
+    """Apply transformers' attention: [1, H, T, D] in, [T, H * D_v] of this rank's heads out."""
     scores, sinks = scores_of(module, query, attention_mask, **named)
     layer = attention_instances[module.layer_idx]  # type: ignore[index]
     layer.scaling, layer.logit_cap = scores.scale, scores.softcap or 0.0
@@ -65,8 +64,7 @@ def attention_forward(
 
 
 def _set_sizes(layer: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Set the sizes of this layer, which may differ between layers; [1, H, T, D] of this rank's
-    heads or of all."""
+    """Set the sizes of this layer; [1, H, T, D] of this rank's heads or of all."""
     layer.head_dim = layer.qk_head_dim = query.shape[-1]
     layer.v_head_dim = value.shape[-1]
     kv_heads = key.shape[1] * layer.tp_q_head_num // query.shape[1]

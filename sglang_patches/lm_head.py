@@ -1,15 +1,16 @@
-"""Output projection by the aligned linear, and the model's own treatment of logits.
+"""Input embeddings and the output projection, computed and scaled as by the trainer.
 
-Diverges in stock SGLang: a plain `torch.matmul`. SGLang also pads the vocabulary to a multiple of
-64 rows and drops their logits afterwards, so on one rank only the model's own rows are multiplied.
-With tensor parallelism every rank multiplies its equal part, SGLang gathers the logits, and the
-padding is in the last parts; a logit does not depend on the others.
-
-SGLang scales and caps logits by some names in the configuration, not by all, and rounds in other
-places; here `onpolicy.models.logits` decides as for the trainer, and SGLang leaves them unchanged.
-
+Diverges in stock SGLang: logits are a plain `torch.matmul`, also of the rows that pad the vocabulary
+to a multiple of 64; here only the model's own rows are multiplied, or with tensor parallelism each
+rank's part. SGLang scales and caps logits by some names in the configuration, not by all, and rounds
+in other places; here `onpolicy.models.logits` decides as for the trainer.
 Source: LogitsProcessor._compute_lm_head, sglang/srt/layers/logits_processor.py. Can go with
-linear.py.
+engine_linears.py.
+
+It multiplies input embeddings with their factor in float32, where transformers rounds it to the
+dtype of the weights first. And it keeps the factor in no buffer, where model.py looks for it.
+Source: replace_vocab_embed_class, sglang/srt/models/transformers.py. Can go when it rounds there
+too.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import torch
 from transformers import PreTrainedModel
 
 from onpolicy.errors import ContractError
+from onpolicy.models.align import scaled
 from onpolicy.models.logits import logits_rule
 from onpolicy.models.lora.adapters import CHILD
 from onpolicy.ops import Operators
 from sglang_patches import registry
 
 TARGET = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
+EMBEDDING_TARGET = "sglang.srt.models.transformers.TransformersBase.replace_vocab_embed_class"
 
 
 def install(operators: Operators) -> None:
@@ -48,6 +51,7 @@ def install(operators: Operators) -> None:
         return finished
 
     registry.hook(TARGET, compute_lm_head, "replace")
+    registry.hook(EMBEDDING_TARGET, _after_replacement, "after")
 
 
 def use_logits_rule(processor: Any, trainers: PreTrainedModel) -> None:
@@ -60,3 +64,20 @@ def use_logits_rule(processor: Any, trainers: PreTrainedModel) -> None:
         )
     processor.logits_rule = rule
     processor.logit_scale = processor.final_logit_softcapping = None
+
+
+def _after_replacement(result: Any, model: Any, *_: Any, **__: Any) -> Any:
+    embedding = model.model.get_input_embeddings()
+    scale = getattr(embedding, "embed_scale", None)
+    if scale is None:
+        return result
+    unscaled: Any = type(embedding).__mro__[1]
+
+    class ScaledEmbedding(unscaled):
+        def forward(self, input_: torch.Tensor) -> torch.Tensor:
+            return scaled(super().forward(input_), self.embed_scale)
+
+    embedding.__class__ = ScaledEmbedding
+    del embedding.embed_scale
+    embedding.register_buffer("embed_scale", scale, persistent=False)
+    return result

@@ -1,11 +1,14 @@
-"""Acceptance of neutral values, and of a limit of no token, by OpenAI's endpoints. In every
-contract.
+"""Acceptance of what OpenAI's clients send: neutral values, a limit of no token, any model name.
 
-Stock SGLang refuses null where OpenAI allows it for the default, and `max_tokens` of 0 on
-/v1/completions, with which `echo` scores a text, as in lm-evaluation-harness.
-
+In every contract. Stock SGLang refuses null where OpenAI allows it for the default, and
+`max_tokens` of 0 on /v1/completions, with which `echo` scores a text, as in lm-evaluation-harness.
 Source: CompletionRequest and ChatCompletionRequest, sglang/srt/entrypoints/openai/protocol.py. Can
 go when SGLang takes both.
+
+Its /v1/responses refuses a name that is not the model's, unlike its other endpoints. A server has
+one model, and existing clients may use any name for it, such as "any".
+Source: OpenAIServingResponses._validate_model, sglang/srt/entrypoints/openai/serving_responses.py.
+Can go when all endpoints of SGLang treat a name alike.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ CONVERT = (
     "._convert_to_internal_request"
 )
 
+NAME = "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses._validate_model"
 LISTED = "sglang.srt.entrypoints.openai.utils.to_openai_style_logprobs"
 
 
@@ -29,6 +33,7 @@ def install() -> None:
     registry.hook(READ, _leave_out_neutral, "after")
     registry.hook(CONVERT, _sample_nothing, "after")
     registry.hook(LISTED, _of_tokens_alone, "after")
+    registry.hook(NAME, _accept, "replace")
 
 
 def _leave_out_neutral(fields: Any, *_: Any) -> Any:
@@ -54,3 +59,7 @@ def _of_tokens_alone(listed: Any, *_: Any, **__: Any) -> Any:
     """Drop the alternatives of tokens for which none were requested."""
     listed.top_logprobs = listed.top_logprobs[: len(listed.tokens)]
     return listed
+
+
+def _accept(_: Any, name: str | None) -> None:
+    """Return no error for any name."""

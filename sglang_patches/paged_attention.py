@@ -1,8 +1,14 @@
 """`Operators.paged_attention` in SGLang's `fa3` backend, on every GPU.
 
-The backend keeps its page tables and the metadata of CUDA graphs. The one function through which it
-attends, FlashAttention-3's, is replaced. Arguments that the operator does not support are refused
-by name, not ignored.
+Diverges in stock SGLang: the backend attends through one function, FlashAttention-3's, which is
+replaced. The backend keeps its page tables and the metadata of CUDA graphs. Arguments that the
+operator does not support are refused by name, not ignored.
+
+On Hopper GPUs the operator may call FlashAttention-3 itself, as this backend would
+(onpolicy/ops/hopper/flash_attention.py). Then settings that would make results depend on the batch
+are checked on the backend that SGLang built: splits of a sequence (SGLang's heuristic unless
+inference is deterministic), another version or another build of the kernels, page sizes with
+another tile, and other attention than multi-head.
 
 Source: sglang/srt/layers/attention/flashattention_backend.py. Can go when a backend can be given an
 attention function.
@@ -37,8 +43,7 @@ def install(operators: Operators) -> None:
 
 
 def install_triton(operators: Operators) -> None:
-    """Install without the precomputation for FlashAttention-3's scheduler, which does not support
-    float32."""
+    """Install without the precomputation for FlashAttention-3's scheduler: it has no float32."""
     install(operators)
     registry.hook(SCHEDULE_TARGET, _no_schedule, "replace")
 
@@ -66,8 +71,7 @@ def attend(
     out: Tensor | None = None,
     **others: Any,
 ) -> Tensor:
-    """Compute FlashAttention-3's function, as far as its backend calls it for a decoder's own
-    attention.
+    """Compute FlashAttention-3's function, as its backend calls it for a decoder's own attention.
 
     q: [T, H, D]; k_cache: [pages, page size, H_kv, D]; v_cache: likewise with D_v; window_size:
     visible keys before a query's own, and after it, or -1 and -1; sinks: [H]. Rows of the result
@@ -93,3 +97,37 @@ def attend(
     )
     scores = ScoreRule(softmax_scale, (before + 1) or None, softcap or None)
     return operators.paged_attention(q, k_cache, v_cache, layout, scores, sinks, out)
+
+
+FLASH_TARGET = f"{MODULE}.FlashAttentionBackend.__init__"
+
+KERNELS = "sgl_kernel.flash_attn"
+"""The module whose function the trainer calls; SGLang can also fetch a build from Hugging Face."""
+
+WANTED = {"fa_impl_ver": 3, "num_splits": 1, "page_size": 1, "use_mla": False}
+
+
+def install_flash(operators: Operators) -> None:
+    install(operators)
+    registry.hook(FLASH_TARGET, _require_exact, "after")
+
+
+def _require_exact(_: None, backend: Any, *__: Any, **___: Any) -> None:
+    for name, wanted in WANTED.items():
+        require(name, getattr(backend, name), wanted)
+    # From 0.5.21 on decoding has a number of its own.
+    require("decode_num_splits", getattr(backend, "decode_num_splits", 1), 1)
+    from sglang.kernels.ops.attention.flash_attention_v3 import _load_fa3_kernels
+
+    loaded = _load_fa3_kernels()["flash_attn_with_kvcache"]
+    require("kernels", loaded.__module__, KERNELS)
+
+
+def require(name: str, found: object, wanted: object) -> None:
+    """Raise ContractError unless SGLang's backend is set as the contract needs it."""
+    if found != wanted:
+        raise ContractError(
+            f"FlashAttentionBackend.{name}={found!r}: must be {wanted!r}, or attention depends on the "
+            "batch and is not the trainer's. Leave out the --sglang-* flags and SGLANG_* variables "
+            "that set it."
+        )

@@ -6,45 +6,32 @@ import os
 import pkgutil
 
 from onpolicy.compat.process import prepare_process
-from onpolicy.contract import (
-    CONTRACT_VARIABLE,
-    THREADS_VARIABLE,
-    NumericsContract,
-)
+from onpolicy.contract import CONTRACT_VARIABLE, THREADS_VARIABLE, NumericsContract
 from onpolicy.ops import Operators, make_operators
 from onpolicy.ops.backends import backend_of
 from sglang_patches import (
     chats,
     configurations,
-    cpu,
     determinism,
-    embedding,
-    experts,
+    engine_experts,
+    engine_grammars,
+    engine_linears,
+    engine_sampler,
     extensions,
     generate_each,
-    grammars,
-    harmful_requests,
     head_sizes,
     layer_attention,
-    linear,
     lm_head,
-    memory_release,
     model,
-    model_modules,
-    model_names,
     neutral_values,
+    platform,
     prefill_once,
-    prompt_answers,
     prompt_log_probs,
+    pushed_weights,
     registry,
-    request_seeds,
     requests,
-    sampler,
     shared_names,
     status,
-    trainers_model,
-    versions,
-    weights,
     who_may_ask,
 )
 
@@ -55,24 +42,23 @@ def load() -> None:
     if text is None:
         return
     prepare_process()  # not every server is started by `serve`
-    versions.sglang_version()
+    status.sglang_version()
     contract = NumericsContract.from_json(text)
     shared_names.install()
-    harmful_requests.install()
+    requests.refuse_harmful()
     who_may_ask.install()
     generate_each.install()
-    model_names.install()
     chats.install()
     neutral_values.install()
     status.install()
-    weights.install(contract)
+    pushed_weights.install(contract)
     if contract.device == "cpu":
-        cpu.install()
+        platform.correct_for_cpu()
     else:
-        memory_release.install()
+        platform.wait_before_release()
     asked = extensions.asked_for()
     if contract.is_aligned:
-        model_modules.install()
+        model.leave_out_models()
         operators = make_operators(contract, int(os.environ.get(THREADS_VARIABLE, "1")))
         for extension in asked:
             operators = extension.around(operators)
@@ -87,23 +73,19 @@ def _share_model(contract: NumericsContract, operators: Operators, *, fuses: boo
 
     `model` comes last, since it aligns modules that the other patches have put in place.
     """
-    linear.install(operators, contract)
+    engine_linears.install(operators, contract)
     layer_attention.install()
     configurations.install(contract)
-    embedding.install()
     head_sizes.install(contract)
     lm_head.install(operators)
     pkgutil.resolve_name(backend_of(contract.backend).engine_attention)(operators)
     prefill_once.install()
     if contract.device == "cpu":
-        cpu.accept_attention()
-    experts.install()
+        platform.accept_attention()
+    engine_experts.install()
     determinism.install(contract)
-    sampler.install(operators, contract)
-    grammars.install()
+    engine_sampler.install(operators, contract)
+    engine_grammars.install()
     prompt_log_probs.install(operators, contract)
-    requests.install()
-    prompt_answers.install()
-    request_seeds.install()
-    trainers_model.install()
+    requests.keep_true()
     model.install(operators, contract, fuses=fuses)

@@ -29,8 +29,7 @@ WORD = 4
 """Bytes of a token in `words_of`."""
 
 LEAST = 32
-"""The number of tokens from which a prefill costs more than a pass of waiting; SGLang's `lpm`
-threshold."""
+"""The tokens from which a prefill costs more than a pass of waiting, as in SGLang's `lpm`."""
 
 
 def install() -> None:

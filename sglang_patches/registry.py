@@ -18,8 +18,7 @@ from onpolicy.errors import ContractError
 _requested: list[str] = []
 _installed: list[str] = []
 report: dict[str, Any] = {}
-"""This process's report to the trainer through /server_info (see status.py); functions in it are
-called for their values."""
+"""This process's report to the trainer (status.py); functions in it are called for values."""
 
 
 def told() -> dict[str, Any]:

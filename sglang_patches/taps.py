@@ -1,7 +1,7 @@
 """Extension of a server that records an engine's computation, row by row, for `onpolicy explain`.
 
 Every forward pass leaves a file of each tensor-parallel rank in a directory
-(`onpolicy.explain.taps.recording`), before any rank answers. While the file `suspect` is there,
+(`onpolicy.explain.taps.recorder`), before any rank answers. While the file `suspect` is there,
 which names one call, its tensors are written beside them. The key of a row is its token prefix,
 whichever request computed it.
 
@@ -26,24 +26,19 @@ import torch
 from torch import Tensor, nn
 
 from onpolicy.contract import NumericsContract
-from onpolicy.explain.taps.evidence import write_evidence
-from onpolicy.explain.taps.policy import scopes, tapped
-from onpolicy.explain.taps.recorder import HEAD, Recorder
-from onpolicy.explain.taps.recording import SUSPECT, write_calls
-from onpolicy.explain.taps.rows import prefix_keys
-from onpolicy.explain.taps.scope import Scope
+from onpolicy.explain.taps.attachment import scopes, tapped
+from onpolicy.explain.taps.evidence import Scope, write_evidence
+from onpolicy.explain.taps.recorder import HEAD, SUSPECT, Recorder, write_calls
+from onpolicy.explain.taps.row_keys import prefix_keys
 from onpolicy.ops import Operators
 from sglang_patches import registry
+from sglang_patches.engine_ranks import rank, summed, wait_for_all_ranks
 from sglang_patches.extensions import Extension
-from sglang_patches.tensor_parallel import rank, summed, wait_for_all_ranks
 
 LOAD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 FORWARD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 
-FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """SGLang's names of fused layers, and Hugging Face's names of their parts."""
 
 MIXTRAL = "block_sparse_moe"
@@ -69,8 +64,7 @@ class Taps(Extension):
         return tapped(operators, self.recorder)
 
     def install(self, contract: NumericsContract) -> None:
-        """Have the recorder follow the running modules; without our operators record the engine's
-        own modules."""
+        """Have the recorder follow the running modules: ours, or the engine's own."""
 
         def after_load(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
             self.recorder.rank = rank()
@@ -115,8 +109,7 @@ class Taps(Extension):
 
 
 class Prefixes:
-    """The map from each row of a process's batches to the key of its token prefix; it must see
-    every batch.
+    """The map from each row of a process's batches, all of which it sees, to its prefix's key.
 
     A prefix may come from the cache, so the key of every cache slot's token is remembered, and a
     sequence goes on from the key of its last cached slot.
@@ -190,10 +183,7 @@ def _norm(name: str, args: Any, out: Any) -> Record:
 
 
 def _on_output(module: nn.Module, recorder: Recorder, describe: Describe) -> None:
-    """Record the descriptions of each pass of a module.
-
-    Arguments are copied before the pass, too: a kernel may write its result over them.
-    """
+    """Record each pass of a module; a kernel may write over its arguments, so copy them before."""
     before: list[Any] = []
 
     def keep(_: nn.Module, args: Any) -> None:
@@ -210,8 +200,7 @@ def _on_output(module: nn.Module, recorder: Recorder, describe: Describe) -> Non
 
 
 def _watch_head(model: Any, recorder: Recorder) -> None:
-    """Record the head: the logits processor selects the rows that need logits itself, and projects
-    them."""
+    """Record the head: the logits processor selects rows and projects them itself."""
     processor = model.logits_processor
     compute = processor._compute_lm_head
 

@@ -162,8 +162,7 @@ def _key(scope: Any) -> str:
 
 
 def _path(scope: Any) -> str:
-    """Return a call's path in the server, from its request line alone: Starlette's URL depends on
-    the `Host` header."""
+    """Return a call's path from its request line: Starlette's URL depends on `Host`."""
     root, path = scope.get("root_path", "").rstrip("/"), str(scope["path"])
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
 

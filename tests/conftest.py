@@ -1,8 +1,6 @@
 """Fixtures shared by all tests."""
 
 # ruff: noqa: E402
-from __future__ import annotations
-
 from onpolicy.compat.process import prepare_process
 
 prepare_process()  # before torch is imported
@@ -17,8 +15,6 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -26,8 +22,8 @@ from hypothesis import settings
 import tests.support.quick_disk
 import tests.support.quick_parsing
 import tests.support.triton_interpreter  # noqa: F401 (before anything imports Triton)
+from onpolicy.compat.process import collect_rarely
 from onpolicy.contract import PORTABLE_KERNELS
-from onpolicy.system.garbage import collect_rarely
 
 collect_rarely()  # thousands of tests are objects that stay
 
@@ -40,7 +36,7 @@ settings.register_profile("few", settings.get_profile("onpolicy"), max_examples=
 settings.load_profile("onpolicy")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Give all processes of a session a temporary directory that goes with it, whatever they leave.
 
     Its path is short, since sockets stand there. What `tmp_path` keeps for a look stays outside.
@@ -55,20 +51,20 @@ def pytest_configure(config: pytest.Config) -> None:
         atexit.register(multiprocessing.util._exit_function)
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+def pytest_ignore_collect(collection_path, config):
     """`-m runs` and `-m kernels` import the files that have such tests, and no other."""
     marker = config.option.markexpr
     is_left_out = marker in ("runs", "kernels") and collection_path.suffix == ".py"
     return True if is_left_out and f"mark.{marker}" not in collection_path.read_text() else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """What takes long, as servers do, comes first, so that all workers end together."""
     longest = ("engine", "long", "runs")
     items.sort(key=lambda item: not any(map(item.get_closest_marker, longest)))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """Tests that make trainers check operators once. What has been imported and collected stays: no
     search for garbage walks through it again."""
     if "onpolicy.train.policy_trainer" in sys.modules:
@@ -77,14 +73,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _log_levels_of_a_fresh_process() -> None:
+def _log_levels_of_a_fresh_process():
     """Ray sets them, and so do commands that tests and fixtures call in their own process."""
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("onpolicy").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)
-def _kernels_as_before() -> Iterator[None]:
+def _kernels_as_before():
     """A command with `--operators portable` asks for its own in this process's environment."""
     before = {name: os.environ.get(name) for name in PORTABLE_KERNELS}
     yield
@@ -95,7 +91,7 @@ def _kernels_as_before() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     """A tiny untied Qwen3."""
     from tests.support.tiny import make_checkpoint
 

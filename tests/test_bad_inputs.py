@@ -7,8 +7,6 @@ arguments follow, and win over, those of a good run.
 
 # ruff: noqa: E501 (a table)
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -47,7 +45,6 @@ NOTHING = None
 
 
 def write(name, content):
-    """Make a file of text or of bytes."""
     data = content.encode() if isinstance(content, str) else content
     return lambda d: (d / name).write_bytes(data)
 
@@ -86,8 +83,6 @@ def remove(*names):
 
 
 def directory(name):
-    """A directory where a file should be."""
-
     def make(d):
         (d / name).unlink(missing_ok=True)
         (d / name).mkdir()
@@ -154,53 +149,34 @@ def runs(**files):
 YAML = "--custom-config-path {d}/c.yaml"
 OWN = "--rm-type '' --custom-rm-path"
 CHAT = "--apply-chat-template"
-GOVERNOR = "--mismatch-governor"
-DECAY = "--lr-schedule length-decay"
 
 # fmt: off
 TRAIN = [
     # Numbers beyond their range
     ("seed-31-digits", NOTHING, f"--seed {'9' * 31}", "--seed=9+: must be at most 4294967295"),
-    ("seed-2**63", NOTHING, f"--seed {2**63}", "--seed=9223372036854775808: must be at most"),
     ("seed-negative", NOTHING, "--seed -1", "--seed=-1: must be at least 0"),
     ("seed-5000-digits", NOTHING, f"--seed {'9' * 5000}", "Error parsing --seed"),
     ("seed-float", NOTHING, "--seed 1.5", "Error parsing --seed: invalid literal for int"),
     ("port-70000", NOTHING, "--rollout-base-port 70000", "--rollout-base-port=70000: must be at most 65535"),
     ("port-negative", NOTHING, "--rollout-base-port -1", "--rollout-base-port=-1: must be at least 0"),
     ("port-of-the-second-server", NOTHING, "--rollout-base-port 65535 --rollout-num-engines 2", "65536, beyond 65535"),
-    ("port-1e30", NOTHING, f"--rollout-base-port {10**30}", "--rollout-base-port=.*must be at most 65535"),
-    ("lr-inf", NOTHING, "--lr inf", "--lr=inf: must be a finite number"),
     ("lr-nan", NOTHING, "--lr nan", "--lr=nan: must be at least 0"),
-    ("lr-negative", NOTHING, "--lr=-1e-3", "--lr=-0.001: must be at least 0"),
-    ("lr-beyond-float32", NOTHING, "--lr 1e39", "--lr=1e[+]39: must be a finite number of at most 3.4e[+]38"),
     ("lr-text", NOTHING, "--lr fast", "Error parsing --lr: could not convert"),
-    ("temperature-inf", NOTHING, "--rollout-temperature inf", "--rollout-temperature=inf: must be a finite"),
-    ("temperature-nan", NOTHING, "--rollout-temperature nan", "--rollout-temperature=nan: must be a finite"),
     ("temperature-1e-30", NOTHING, "--rollout-temperature 1e-30", "--rollout-temperature=1e-30: .*SGLang samples greedily"),
-    ("temperature-0", NOTHING, "--rollout-temperature 0", "--rollout-temperature=0.0: .*greedy"),
     ("eval-temperature-1e-9", NOTHING, "--eval-temperature 1e-9 --eval-interval 1 --eval-prompt-data {d}/data.jsonl", "--eval-temperature=1e-09: SGLang samples greedily"),
     ("top-p-0", NOTHING, "--rollout-top-p 0", "--rollout-top-p=0.0: must be greater than 0"),
     ("top-p-2", NOTHING, "--rollout-top-p 2", "--rollout-top-p=2.0: must be at most 1"),
     ("top-k-0", NOTHING, "--rollout-top-k 0", r"--rollout-top-k=0: must be -1 \(no limit\) or at least 1"),
     ("min-p-nan", NOTHING, "--rollout-min-p nan", "--rollout-min-p=nan: must be at least 0"),
-    ("batch-1e12", NOTHING, f"--rollout-batch-size {10**12}", "--rollout-batch-size=1000000000000: must fit 32 bits"),
     ("batch-1e9", NOTHING, f"--rollout-batch-size {10**9}", "= 2000000000 samples, and a rollout.* may have 10000000"),
-    ("batch-0", NOTHING, "--rollout-batch-size 0", "--rollout-batch-size=0: must be at least 1"),
     ("global-batch", NOTHING, "--global-batch-size 3", "--global-batch-size=3: .*Divisors of 4: 1, 2, 4"),
     ("response-len", NOTHING, "--rollout-max-response-len 255", "--rollout-max-response-len=255: .*context of 256"),
     ("eval-response-len", NOTHING, "--eval-max-response-len 999 --eval-interval 1 --eval-prompt-data {d}/data.jsonl", "--eval-max-response-len=999: .*context of 256"),
-    ("rollouts-1e30", NOTHING, f"--num-rollout {10**30}", "--num-rollout=1000.*must fit 32 bits"),
     ("threads", NOTHING, "--cpu-threads 1000000", "--cpu-threads=1000000: must be at most 4096"),
     ("timeout-inf", NOTHING, "--rollout-start-timeout inf", "--rollout-start-timeout=inf: must be at most 1000000000"),
-    ("timeout-nan", NOTHING, "--rm-time-limit nan", "--rm-time-limit=nan: must be greater than 0"),
     ("error-rate", NOTHING, "--rm-max-error-rate 1.5", "--rm-max-error-rate=1.5: must be at most 1"),
     ("clip-grad-nan", NOTHING, "--clip-grad nan", "--clip-grad=nan: must be at least 0"),
-    ("beta-1", NOTHING, "--adam-beta1 1", r"--adam-beta1=1.0: must be in \[0, 1\)"),
-    ("governor-share", NOTHING, f"{GOVERNOR} --governor-ess 1.5", "--governor-ess=1.5: must be less than 1"),
-    ("decay-floor-0", NOTHING, f"{DECAY} --length-decay-floor 0", "--length-decay-floor=0.0: must be greater than 0"),
-    ("decay-rise", NOTHING, f"{DECAY} --length-decay-rise-ratio 0.5", "--length-decay-rise-ratio=0.5: must be greater than 1"),
     ("dc-lambda", NOTHING, "--dc-mode fixed --dc-lambda=-1", "--dc-lambda=-1.0: must be at least 0"),
-    ("dc-order", NOTHING, "--dc-mode lagrangian --dc-lambda-min 2", "--dc-lambda-min=2.0: must not exceed --dc-lambda-max 1.0"),
     ("tis-order", NOTHING, "--use-tis --tis-lower-bound 3", "--tis-lower-bound=3.0: must not exceed --tis-upper-bound 2.0"),
     ("rs-order", NOTHING, "--use-rs --rs-lower-bound 3 --rs-upper-bound 2", "--rs-lower-bound=3.0: must not exceed --rs-upper-bound 2.0"),
     ("veto-nan", NOTHING, "--rs-veto-threshold nan", "--rs-veto-threshold=nan: must be at least 0"),
@@ -209,20 +185,11 @@ TRAIN = [
     ("megatron-tp-0", NOTHING, "--train-backend megatron --megatron-tp 0", "--megatron-tp=0: must be at least 1"),
     # What nothing would read
     ("unread-megatron", NOTHING, "--megatron-tp 2", "--megatron-tp=2: only --train-backend megatron reads it"),
-    ("unread-dispatcher", NOTHING, "--megatron-moe-dispatcher allgather", "--megatron-moe-dispatcher=allgather: only --train-backend megatron"),
-    ("unread-dc-eta", NOTHING, "--dc-eta 2", "--dc-eta=2.0: only --dc-mode lagrangian reads it"),
     ("unread-dc-eta-in-fixed", NOTHING, "--dc-mode fixed --dc-eta 2", "--dc-eta=2.0: only --dc-mode lagrangian"),
-    ("unread-dc-measure", NOTHING, "--dc-measure log", "--dc-measure=log: only --dc-mode reads it"),
     ("unread-governor", NOTHING, "--governor-k3 0.1", "--governor-k3=0.1: only --mismatch-governor reads it"),
     ("unread-decay", NOTHING, "--length-decay-period 5", "--length-decay-period=5: only --lr-schedule length-decay"),
     ("unread-kl", NOTHING, "--kl-loss-coef 0.1", "--kl-loss-coef=0.1: only --use-kl-loss reads it"),
-    ("unread-reference", NOTHING, "--ref-checkpoint {d}/model", "--ref-checkpoint=.*model: only --use-kl-loss or --kl-coef reads it"),
-    ("unread-opsm", NOTHING, "--opsm-delta 0.1", "--opsm-delta=0.1: only --use-opsm reads it"),
-    ("unread-tis", NOTHING, "--tis-mode clip", "--tis-mode=clip: only --use-tis reads it"),
-    ("unread-tis-bound", NOTHING, "--tis-upper-bound 3", "--tis-upper-bound=3.0: only --use-tis, --use-rs"),
-    ("unread-rs", NOTHING, "--use-tis --rs-level sequence", "--rs-level=sequence: only --use-rs reads it"),
     ("unread-eval", NOTHING, "--eval-temperature 0.5", "--eval-temperature=0.5: only --eval-interval reads it"),
-    ("unread-wandb", NOTHING, "--wandb-project mine", "--wandb-project=mine: only --use-wandb reads it"),
     ("unread-clip", NOTHING, "--policy-loss reinforce --eps-clip-high 0.3", "--eps-clip-high=0.3: only --policy-loss ppo"),
     ("unread-host", NOTHING, "--rollout-server-url http://127.0.0.1:1 --rollout-base-port 3", "--rollout-base-port=3: only a run without --rollout-server-url"),
     # Addresses
@@ -230,7 +197,6 @@ TRAIN = [
     ("host-malformed", NOTHING, "--rollout-host a..b --rollout-api-key k", "--rollout-host=a..b: no server can listen there"),
     ("host-empty", NOTHING, "--rollout-host '' --rollout-api-key k", "--rollout-host=: no server can listen there"),
     ("host-elsewhere", NOTHING, "--rollout-host 192.0.2.1 --rollout-api-key k", "--rollout-host=192.0.2.1: no server can listen there"),
-    ("host-without-key", NOTHING, "--rollout-host 0.0.0.0", "--rollout-host=0.0.0.0: .*needs a key"),
     ("key-with-newline", NOTHING, "--rollout-api-key 'a\nb'", "--rollout-api-key=[.]{3}: .*printable ASCII"),
     ("url-without-scheme", NOTHING, "--rollout-server-url localhost:30000", "--rollout-server-url=localhost:30000: does not begin with http://"),
     ("url-ftp", NOTHING, "--rollout-server-url ftp://localhost", "--rollout-server-url=ftp://localhost: does not begin with http://"),
@@ -252,6 +218,7 @@ TRAIN = [
     ("ipc-on-a-cpu", NOTHING, "--weight-sync ipc", "--weight-sync=ipc: engines open the memory of the trainer's GPUs, and this machine has none"),
     # Command line
     ("flag-unknown", NOTHING, "--rollout-batchsize 3", "--rollout-batchsize: unknown flag. Did you mean --rollout-batch-size"),
+    ("flag-unknown-switch", NOTHING, "--no-shufle", "--no-shufle: unknown flag. Did you mean --no-shuffle"),
     ("flag-of-another-command", NOTHING, "--num-prompts 3", "--num-prompts: unknown flag"),
     ("switch-with-value", NOTHING, "--shuffle no", "'no' after --shuffle: is no flag"),
     ("switch-with-equals", NOTHING, "--shuffle=no", "'no': is no flag"),
@@ -259,10 +226,7 @@ TRAIN = [
     ("value-missing", NOTHING, "--lr", "Missing value for argument '--lr'"),
     ("choice-unknown", NOTHING, "--dtype float16", "invalid choice 'float16' for argument '--dtype'"),
     ("run-dir-empty", NOTHING, "--run-dir ''", "--run-dir='': is empty"),
-    ("both-rules", NOTHING, "--custom-rm-path a.b", "a run needs exactly one of them"),
     ("no-prompts", NOTHING, "--prompt-data ''", "--prompt-data is missing"),
-    ("no-checkpoint", NOTHING, "--hf-checkpoint ''", "--hf-checkpoint is missing"),
-    ("interval-without-save", NOTHING, "--save-interval 2", "--save-interval=2, --save='': the one does nothing"),
     # YAML
     ("yaml-missing", NOTHING, YAML, "--custom-config-path=.*c.yaml: cannot be read .No such file"),
     ("yaml-underscores", NOTHING, "--custom_config_path {d}/c.yaml", "--custom-config-path=.*c.yaml: cannot be read"),
@@ -306,11 +270,9 @@ TRAIN = [
     ("yaml-nul-escape", yaml('input_key: "a\\0b"'), YAML, "--input-key=.*NUL character"),
     ("yaml-sglang-null", yaml("sglang_tp_size:"), YAML, "sglang_tp_size=None: must be text, a number, true"),
     # SGLang's flags
-    ("sglang-ours", NOTHING, "--sglang-dtype float16", "--sglang-dtype: .*Use --dtype"),
     ("sglang-config", NOTHING, "--sglang-config x.yaml", "--sglang-config: .*Use --custom-config-path"),
     ("sglang-tp-text", NOTHING, "--sglang-tp-size two", "--sglang-tp-size: invalid int value: 'two'"),
     ("sglang-tp-missing", NOTHING, "--sglang-tp-size", "--sglang-tp-size: expected one argument"),
-    ("sglang-tp-0", NOTHING, "--sglang-tp-size 0", "--sglang-tp-size=0: must be at least 1"),
     ("sglang-underscores", NOTHING, "--true-on-policy-mode --sglang_attention_backend triton", "--sglang-attention-backend: not with --true-on-policy-mode"),
     ("sglang-unknown", NOTHING, "--sglang-chunked-prefil-size 48", "--sglang-chunked-prefil-size: SGLang has no flag.*Did you mean --sglang-chunked-prefill-size"),
     ("sglang-value", NOTHING, "--sglang-chunked-prefill-size many", "--sglang-chunked-prefill-size: invalid int value: 'many'"),
@@ -431,6 +393,7 @@ TRAIN = [
     ("rm-of-trl", write("r.py", "def f(completions, ground_truth, **more): return [1]"), f"{OWN} {{d}}/r.py:f", r"for one of TRL's, def score\(sample\): return f\(\[sample\.response\], ground_truth=\[sample\.prompt\.label\]\)\[0\]"),
     ("rm-two-arguments", write("r.py", "def f(s, t): return 1"), f"{OWN} {{d}}/r.py:f", "missing 1 required positional argument: 't'.*must take one Sample"),
     ("rm-huge", write("r.py", "def f(s): return 10**400"), f"{OWN} {{d}}/r.py:f", "it returned 1000.*int too large to convert to float"),
+    ("rm-weighs-what-the-loss-lacks", write("r.py", "def f(s): return {'score': 1, 'token_weights': {'kl_loss': [1] * len(s.response_ids)}}"), f"{OWN} {{d}}/r.py:f", r"token_weights\['kl_loss'\]: the loss of this run has no such term.*--use-kl-loss"),
     ("rm-nan", write("r.py", "def f(s): return float('nan')"), f"{OWN} {{d}}/r.py:f", "it returned nan: a reward must be finite"),
     ("rm-none", write("r.py", "def f(s): pass"), f"{OWN} {{d}}/r.py:f", "it returned None: it must be a number"),
     ("rm-hangs", write("r.py", "def f(s):\n while True: pass"), f"{OWN} {{d}}/r.py:f --rm-time-limit 1", "gave no result within --rm-time-limit=1 seconds"),
@@ -466,7 +429,7 @@ OTHERS = [
     ("verify-blocks", NOTHING, "verify --row-parallel-blocks 3", "--row-parallel-blocks=3: must be a power of two"),
     ("verify-operators", NOTHING, "verify --no-true-on-policy-mode --operators triton", "--operators=triton: without --true-on-policy-mode"),
     ("verify-sglang", NOTHING, "verify --sglang-model-path x", "--sglang-model-path: .*Use --hf-checkpoint"),
-    ("verify-ranks-twice", NOTHING, "verify --actor-num-gpus-per-node 1 --actor-num-ranks-per-node 2", "--actor-num-ranks-per-node=2: with --actor-num-gpus-per-node=1"),
+    ("verify-ranks-twice", NOTHING, "verify --actor-num-gpus-per-node 1 --actor-num-ranks-per-node 2", "--actor-num-gpus-per-node=1: there are no GPUs here"),
     ("verify-json-nowhere", NOTHING, "verify --json {d}/none/r.json", "--json=.*none/r.json: cannot be written .No such file"),
     ("verify-json-directory", NOTHING, "verify --json {d}", "--json=.*: cannot be written .Is a directory"),
     ("verify-run-dir-file", NOTHING, "verify --run-dir {d}/data.jsonl", "--run-dir=.*data.jsonl: cannot be written"),
@@ -487,16 +450,12 @@ OTHERS = [
     ("bench-unread-cluster", NOTHING, "bench step --ray-address auto", "--ray-address=auto: only bench rollout or agents or loop reads it"),
     ("bench-unread-engines", NOTHING, "bench step --rollout-num-engines 2", "--rollout-num-engines=2: only bench rollout or agents or loop reads it"),
     ("bench-unread-ranks", NOTHING, "bench rollout --actor-num-ranks-per-node 2", "--actor-num-ranks-per-node=2: only bench loop reads it"),
-    ("bench-unread-timeout", NOTHING, "bench rollout --placement-timeout 3", "--placement-timeout=3.0: only --ray-address reads it"),
     ("bench-client", NOTHING, "bench rollout --ray-address ray://h:1", "--ray-address=ray://h:1: is no host:port"),
-    ("bench-gpus", NOTHING, "bench rollout --rollout-num-gpus 2", "--rollout-num-gpus, --rollout-num-gpus-per-engine: there are no GPUs here"),
     ("bench-sglang", NOTHING, "bench rollout --sglang-port 3", "--sglang-port: .*Use --rollout-base-port"),
     ("bench-json", NOTHING, "bench rollout --json /proc/none", "--json=/proc/none: cannot be written"),
     ("serve-missing", NOTHING, "serve --hf-checkpoint ''", "--hf-checkpoint is missing"),
     ("serve-ranks", NOTHING, "serve --actor-num-nodes 2", "--actor-num-nodes: unknown flag"),
-    ("serve-unread-timeout", NOTHING, "serve --placement-timeout 3", "--placement-timeout=3.0: only --ray-address reads it"),
     ("serve-client", NOTHING, "serve --ray-address ray://h:1", "--ray-address=ray://h:1: is no host:port"),
-    ("serve-gpus", NOTHING, "serve --rollout-num-gpus 2", "--rollout-num-gpus, --rollout-num-gpus-per-engine: there are no GPUs here"),
     ("serve-ports", NOTHING, "serve --rollout-base-port 65535 --rollout-num-engines 2", "65536, beyond 65535"),
     ("serve-no-model", NOTHING, "serve --hf-checkpoint {d}/none", "--hf-checkpoint=.*none: no config.json there"),
     ("serve-port", NOTHING, "serve --rollout-base-port 70000", "--rollout-base-port=70000: must be at most 65535"),
@@ -513,8 +472,8 @@ OTHERS = [
     ("report-not-json", runs(metrics_jsonl="{\n{}\n"), "report {d}/old", "metrics.jsonl:1: not JSON"),
     ("report-binary", runs(metrics_jsonl=b"\xff\xfe\n\n"), "report {d}/old", "metrics.jsonl:1: not JSON"),
     ("report-step", runs(metrics_jsonl='{"a": 1}\n'), "report {d}/old", 'metrics.jsonl:1: .*"step"'),
-    ("report-config", runs(metrics_jsonl='{"step": 1}\n', config_json="[]"), "report {d}/old", "config.json: must be a JSON object"),
-    ("report-config-binary", runs(metrics_jsonl='{"step": 1}\n', config_json=b"\xff"), "report {d}/old", "config.json: not JSON"),
+    ("report-config", runs(metrics_jsonl='{"step": 1}\n', config_json="[]"), "report {d}/old", "config.json: holds a list, and must hold a JSON object"),
+    ("report-config-binary", runs(metrics_jsonl='{"step": 1}\n', config_json=b"\xff"), "report {d}/old", "config.json: byte 0xff in line 1 is not UTF-8"),
     ("report-output", runs(metrics_jsonl='{"step": 1, "a": 1}\n'), "report {d}/old --output {d}/none/r.html", "--output=.*: cannot be written"),
     ("report-output-directory", runs(metrics_jsonl='{"step": 1, "a": 1}\n'), "report {d}/old --output {d}", "--output=.*: cannot be written"),
     ("report-sglang", NOTHING, "report {d} --sglang-tp-size 2", "starts no server"),
@@ -534,7 +493,6 @@ def good(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def web_server():
-    """A server of something else."""
     server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server.server_port

@@ -8,6 +8,8 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
@@ -16,9 +18,11 @@ from onpolicy.contract import AttentionShape, NumericsContract, OperatorShapes
 from onpolicy.rollout.engine_args import EngineSpec, engine_environment, engine_flags
 from tests.examples.test_launchers import EXAMPLES, write_problems
 from tests.gpu import engines
+from tests.support.forked_commands import forked_commands
+from tests.support.forked_processes import forked_in, forked_processes
 from tests.support.gpu.fake_gpus import seeing_gpus
 from tests.support.tiny import make_checkpoint
-from tests.support.train_runs import ROOT
+from tests.support.train_runs import ROOT, onpolicy
 
 pytestmark = pytest.mark.runs
 
@@ -43,20 +47,25 @@ def checkpoints(tmp_path_factory):
     return made
 
 
-def onpolicy(count, *argv, cwd):
-    return subprocess.run(
-        [sys.executable, "-m", "onpolicy.cli", *argv],
-        env=seeing_gpus(count), cwd=cwd, capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
+@pytest.fixture(scope="module")
+def forked():
+    """Where `onpolicy` is whose processes need not import everything anew before they see GPUs."""
+    with (
+        TemporaryDirectory() as directory,
+        forked_in(seeing_gpus(8)),
+        forked_commands(Path(directory)),
+    ):
+        yield directory
 
 
-def launch(script, count, checkpoint, cwd):
+def launch(script, count, checkpoint, cwd, forked):
     write_problems(cwd / "data.jsonl")
     return subprocess.run(
         [str(EXAMPLES / "true_on_policy" / script), "--dry-run"],
         env={
             **seeing_gpus(count),
-            "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}",
+            "PATH": f"{forked}:{os.environ['PATH']}",
+            "BASH_FUNC_onpolicy%%": f'() {{ "{forked}/onpolicy" "$@"; }}',
             "HF_CHECKPOINT": str(checkpoint),
             "PROMPT_DATA": str(cwd / "data.jsonl"),
         },
@@ -69,20 +78,21 @@ def launch(script, count, checkpoint, cwd):
     [
         ("run_qwen3_4b.sh", "qwen3", 4),
         ("run_qwen3_32b_lora.sh", "qwen3", 2),
-        ("run_qwen3_30b_a3b.sh", "qwen3-moe", 2),
         ("run_qwen3_30b_a3b_megatron.sh", "qwen3-moe", 2),
     ],
 )
-def test_a_launcher_is_a_valid_run_on_8_gpus(tmp_path, checkpoints, script, model, engines):
-    done = launch(script, 8, checkpoints[model], tmp_path)
+def test_a_launcher_is_a_valid_run_on_8_gpus(tmp_path, checkpoints, forked, script, model, engines):
+    done = launch(script, 8, checkpoints[model], tmp_path, forked)
     assert done.returncode == 0, done.stderr
     assert "aligned operators: hopper, bfloat16" in done.stderr
     assert "the fullest GPU has 78.23 GiB free" in done.stderr
     assert f'"rollout_num_engines": {engines}' in done.stdout
+    assert "1024 samples = global_batch_size 1024 x 1 optimizer steps" in done.stdout
+    assert '"true_on_policy_mode": true' in done.stdout
 
 
-def test_the_launcher_of_one_gpu_is_a_valid_run_on_it(tmp_path, checkpoints):
-    done = launch("run_qwen3_4b_lora.sh", 1, checkpoints["qwen3"], tmp_path)
+def test_the_launcher_of_one_gpu_is_a_valid_run_on_it(tmp_path, checkpoints, forked):
+    done = launch("run_qwen3_4b_lora.sh", 1, checkpoints["qwen3"], tmp_path, forked)
     assert done.returncode == 0, done.stderr
     assert "memory of a shared GPU while servers sample" in done.stderr
     assert '"lora_rank": 32' in done.stdout and '"colocate": true' in done.stdout
@@ -93,9 +103,9 @@ import sys
 from pathlib import Path
 from onpolicy.cli.command import begin
 from onpolicy.cli.main import main
-from onpolicy.config.tools import VerifyConfig
-from onpolicy.run.commands.verify_inputs import check_inputs
-from onpolicy.run.launch.lengths import fit_verify
+from onpolicy.config.tool_flags import VerifyConfig
+from onpolicy.run.commands.verification import check_inputs
+from onpolicy.run.launch.input_checks import fit_verify
 from tests.gpu.engines import commands
 here, *names = map(Path, sys.argv[1:])
 for name in map(str, names):
@@ -108,7 +118,7 @@ for name in map(str, names):
 """
 
 
-def test_commands_of_the_engines_suite_are_valid_on_one_gpu(tmp_path, checkpoints):
+def test_commands_of_the_engines_suite_are_valid_on_one_gpu(tmp_path, checkpoints, forked):
     """One of each sort; SGLang reads the flags of each for seconds."""
     names = ["train_hopper", "verify_fp8", "lora_hopper", "train_again"]
     (tmp_path / "quickstart").mkdir()
@@ -116,9 +126,12 @@ def test_commands_of_the_engines_suite_are_valid_on_one_gpu(tmp_path, checkpoint
         (tmp_path / link).symlink_to(checkpoints["qwen3"])
     for name in ("data.jsonl", "eval.jsonl"):
         write_problems(tmp_path / "quickstart" / name)
+    (tmp_path / "check.py").write_text(CHECK)
+    seeing = seeing_gpus(1)
     done = subprocess.run(
-        [sys.executable, "-c", CHECK, str(tmp_path), *names],
-        env=seeing_gpus(1), cwd=ROOT, capture_output=True, text=True, timeout=500,
+        [sys.executable, str(tmp_path / "check.py"), str(tmp_path), *names],
+        env={**seeing, "PYTHONPATH": f"{seeing['PYTHONPATH']}:{ROOT}"}, cwd=ROOT,
+        capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     valid = [line for line in done.stdout.splitlines() if line.startswith("VALID")]
@@ -159,7 +172,7 @@ def test_the_engines_suite_reads_what_commands_leave_behind(tmp_path, capsys):
 
 RESOLVE = """
 import json, sys
-from sglang_patches.serve import import_lightly
+from sglang_patches.server_process import import_lightly
 import_lightly()
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.plugins import load_plugins
@@ -218,9 +231,9 @@ def test_verify_on_one_gpu_goes_as_far_as_the_engines_scheduler(tmp_path, checkp
     """Places both sides on the GPU, starts the server, and says that it cannot compute; none is left."""
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     argv = ["--hf-checkpoint", str(checkpoints["qwen3"]), "--colocate", "--operators", "triton"]
-    done = onpolicy(1, "verify", *argv, "--max-prompt-len", "64", cwd=tmp_path)
-    said = done.stderr
-    assert done.returncode == 1, said
+    seeing = {"env": seeing_gpus(1), "cwd": tmp_path}
+    with forked_processes(False):
+        said = onpolicy("verify", *argv, "--max-prompt-len", "64", code=1, **seeing).stderr
     steps = [
         "aligned operators: triton, bfloat16",
         "memory of trainer rank",
@@ -235,9 +248,12 @@ def test_verify_on_one_gpu_goes_as_far_as_the_engines_scheduler(tmp_path, checkp
     assert {process.pid for process in psutil.Process().children(recursive=True)} == before
 
 
-def test_a_run_asks_for_no_more_gpus_than_there_are(tmp_path, checkpoints):
+def test_a_run_asks_for_no_more_gpus_than_there_are(tmp_path, checkpoints, forked):
     write_problems(tmp_path / "data.jsonl")
     given = ["--hf-checkpoint", str(checkpoints["qwen3"]), "--prompt-data", "data.jsonl"]
-    asked = ["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "2", "--true-on-policy-mode"]
-    done = onpolicy(3, "train", "--rm-type", "math", *given, *asked, cwd=tmp_path)
-    assert done.returncode == 2 and "there are 3 GPUs" in done.stderr
+    asked = ["--actor-num-gpus-per-node", "2", "--rollout-num-engines", "2"]
+    seeing = {"env": seeing_gpus(3), "cwd": tmp_path}
+    done = onpolicy(
+        "train", "--rm-type", "math", "--true-on-policy-mode", *given, *asked, code=2, **seeing
+    )
+    assert "there are 3 GPUs" in done.stderr

@@ -22,14 +22,13 @@ from benchmarks.bench.requests import random_prompts, random_requests
 from benchmarks.bench.rollout import servers
 from benchmarks.bench.setting import settings
 from benchmarks.bench.turns import take_turns
-from onpolicy.agents.worker_link import AgentFunction
-from onpolicy.agents.workers import WorkerRollouter, default_workers
-from onpolicy.config.tools import BenchConfig
+from onpolicy.agents.agent_workers import AgentFunction, WorkerRollouter, default_workers
+from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.models.hf_config import load_config
 from onpolicy.rollout.base import RolloutGroup, SamplingJob
-from onpolicy.rollout.episodes import Episode, Rollouter, Turns
+from onpolicy.rollout.episode_jobs import EpisodesJob
 from onpolicy.rollout.open_episode import OpenEpisode
-from onpolicy.rollout.rounds import Round
+from onpolicy.rollout.rollouter import Episode, Rollouter, Turns
 from onpolicy.trajectory import UNPUSHED, Trajectory
 from onpolicy.types import Prompt, Request
 
@@ -124,7 +123,9 @@ def draw_freely(group: RolloutGroup, work: Work, rollouter: Rollouter) -> Measur
     _flush(group)
     started = time.perf_counter()
     episodes = [OpenEpisode(rollouter, prompt, request) for prompt, request in work]
-    group.generate(Round(episodes, None, UNPUSHED))
+    job = EpisodesJob(UNPUSHED)
+    job.begin(episodes)
+    group.generate(job)
     return Measured(time.perf_counter() - started, [each.trajectories[0] for each in episodes])
 
 

@@ -9,10 +9,9 @@ from transformers import PretrainedConfig
 
 from benchmarks.bench.work import fit_bench
 from onpolicy.config.sglang_flags import max_total_tokens
-from onpolicy.config.tools import BenchConfig
+from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.errors import ConfigError
 from onpolicy.rollout.engine_args import CACHE_MARGIN, CONTEXT_MARGIN
-from onpolicy.run.launch.duration import Work
 
 CONTEXT_LENS = (1024, 8192, 32768)
 
@@ -72,15 +71,3 @@ def require_cells(config: BenchConfig, context: int, cache_tokens: int) -> list[
             f"--max-new-tokens {config.max_new_tokens} come on top. Give shorter or smaller ones."
         )
     return fitting
-
-
-def decode_work(config: BenchConfig, fitting: list[Cell], num_measured: int) -> Work:
-    """Return the work of all repetitions of all cells on `num_measured` servers, and one more of
-    each."""
-    times = num_measured * (1 + config.repetitions)
-    return Work(
-        scored=times * sum(cell.batch_size * cell.context_len for cell in fitting),
-        trained=0,
-        decode_steps=times * len(fitting) * config.max_new_tokens,
-        sampled=times * sum(cell.batch_size for cell in fitting) * config.max_new_tokens,
-    )

@@ -17,7 +17,7 @@ from benchmarks.bench.requests import random_requests
 from benchmarks.bench.rollout import servers
 from benchmarks.bench.setting import settings
 from benchmarks.bench.turns import compare, take_turns
-from onpolicy.config.tools import BenchConfig
+from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.models.hf_config import load_config
 from onpolicy.rollout.base import RolloutGroup, SamplingJob
 

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
-
-from benchmarks.bench.cells import decode_work, fit_decode, require_cells
+from benchmarks.bench.cells import UNLIMITED, fit_decode, require_cells
 from benchmarks.bench.schedules import schedules
 from benchmarks.bench.setting import backends, kinds, make_train_config, setting
-from benchmarks.bench.work import bench_work, fit_bench
-from onpolicy.config.tools import BenchConfig
+from benchmarks.bench.work import fit_bench
+from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.size import ModelSize
 from onpolicy.models.weight_files import require_fit
-from onpolicy.rollout.engine_args import CONTEXT_MARGIN, MAX_CONCURRENCY, EngineSpec
-from onpolicy.rollout.flag_check import FlagCheck
-from onpolicy.run.launch.duration import Work, say_how_long
+from onpolicy.rollout.engine_args import CONTEXT_MARGIN, FlagCheck, require_cache
 from onpolicy.run.launch.engine_specs import rollout_spec
 from onpolicy.run.launch.input_checks import check_layout
-from onpolicy.run.launch.memory_checks import require_cache, require_memory
-from onpolicy.run.launch.memory_model import RunMemory
-from onpolicy.run.launch.process_memory import ProcessMemory
+from onpolicy.run.launch.memory import ProcessMemory, RunMemory, require_memory
 
 
 def check_inputs(config: BenchConfig) -> BenchConfig:
@@ -66,23 +60,17 @@ def check_inputs(config: BenchConfig) -> BenchConfig:
         require_fit(config.model.hf_checkpoint, hf_config)
         if config.what != "step":
             require_cache(spec)
+        if config.what == "decode":
+            context = hf_config.max_position_embeddings
+            require_cells(config, context, spec.cache_tokens or UNLIMITED)
         ranks = 0 if config.what in ("rollout", "decode", "agents") else config.cluster.num_ranks
         servers = 0 if config.what == "step" else config.engines.rollout_num_engines
         size = ModelSize.of(hf_config)
         memory = RunMemory(train_config, hf_config, spec, size)
         held = processes(config, memory, ranks, servers)
         require_memory(held, contract.device, ray_address=config.cluster.ray_address)
-        say_how_long(_work(config, hf_config, spec), size, contract.device)
         flags.require_passed()
     return config
-
-
-def _work(config: BenchConfig, hf_config: PretrainedConfig, spec: EngineSpec) -> Work:
-    count, context = num_measured(config, spec.contract.device), hf_config.max_position_embeddings
-    if config.what == "decode":
-        return decode_work(config, require_cells(config, context, spec.cache_tokens), count)
-    room = spec.cache_tokens or MAX_CONCURRENCY * spec.longest_sequence
-    return bench_work(config, count, room // spec.needed_tokens)
 
 
 def num_measured(config: BenchConfig, device: str) -> int:

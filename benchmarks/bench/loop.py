@@ -10,9 +10,10 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from benchmarks.bench.measured_run import ForcedLengths, MeasuredRun, measured_run
+from benchmarks.bench.own_process import as_users_start_it
 from benchmarks.bench.setting import KINDS, backends, setting, settings
 from benchmarks.bench.turns import compare_in_turns
-from onpolicy.config.tools import BenchConfig
+from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.models.hf_config import load_config
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.cluster_engines import MakeEngines, on_cluster
@@ -34,10 +35,11 @@ def bench_loop(config: BenchConfig) -> dict[str, Any]:
         on_cluster(*setting(config, hf_config, "aligned", backend)) as cluster,
         ExitStack() as on_exit,
     ):
-        runs = {
-            kind: on_exit.enter_context(started_run(config, hf_config, kind, cluster.make_engines))
-            for kind in KINDS
-        }
+        runs = {}
+        for kind in KINDS:
+            started = started_run(config, hf_config, kind, cluster.make_engines)
+            with as_users_start_it(kind):
+                runs[kind] = on_exit.enter_context(started)
         result = compare_in_turns(
             {kind: run.step for kind, run in runs.items()}, config.repetitions
         )

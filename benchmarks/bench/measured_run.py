@@ -14,13 +14,13 @@ from transformers import PretrainedConfig
 
 from benchmarks.bench.requests import random_prompts
 from onpolicy.config import TrainConfig
-from onpolicy.config.tools import BenchConfig
+from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.rewards.scorer import Scorer
-from onpolicy.rollout.episodes import Episode, Rollouter, Turns
 from onpolicy.rollout.prompt_order import PromptSource
+from onpolicy.rollout.rollouter import Episode, Rollouter, Turns
 from onpolicy.run.launch.cluster_engines import MakeEngines
-from onpolicy.run.launch.inputs import Inputs, make_ladder
+from onpolicy.run.launch.inputs import Inputs, make_contract
 from onpolicy.run.loop import begin, take_step
 from onpolicy.run.run import Run
 from onpolicy.types import Prompt, Sample, SampleGroup
@@ -82,6 +82,9 @@ class EvenTokens(Scorer):
             sample.reward = sum(evens) / len(evens)
         return {}
 
+    def start(self) -> None:
+        """Start nothing."""
+
 
 @contextmanager
 def measured_run(
@@ -102,7 +105,7 @@ def measured_run(
     )
     inputs = Inputs(
         hf_config=hf_config,
-        ladder=make_ladder(made, hf_config),
+        contract=make_contract(made, hf_config)[0],
         tokenizer=load_tokenizer(config.model.hf_checkpoint, False),
         prompts=PromptSource(random_prompts(config, hf_config.vocab_size), 0, shuffle=False),
         eval_sets={},

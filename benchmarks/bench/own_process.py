@@ -1,5 +1,5 @@
-"""Trainer in a process of its own, on libraries with their defaults: `onpolicy` sets MKL's mode,
-and users of stock PyTorch do not."""
+"""Processes on libraries with their defaults: `onpolicy` sets MKL's mode, and users of stock PyTorch
+and SGLang do not."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from onpolicy.compat.process import STRICT_SUMS
 from onpolicy.train.policy_trainer import PolicyTrainer
 
 T = TypeVar("T")
+
+USUAL_SUMS = ""
+"""The value of MKL's variable that is no mode: it counts as unset for MKL, and as set for
+`prepare_process` in a process that is started. `OFF` is none: MKL then takes `AUTO`."""
 
 MakeTrainer = Callable[[], PolicyTrainer]
 
@@ -48,9 +52,7 @@ def trainer_apart(make: MakeTrainer) -> Iterator[Ask]:
 
 def _serve(pipe: Connection, make: MakeTrainer) -> None:
     """Answer until the other end is closed."""
-    name, strict = STRICT_SUMS
-    if os.environ.get(name) == strict:
-        del os.environ[name]  # MKL reads it before its first product
+    _take_usual_sums()  # MKL reads it before its first product
     trainer = None
     while True:
         try:
@@ -62,6 +64,28 @@ def _serve(pipe: Connection, make: MakeTrainer) -> None:
             pipe.send((function(trainer), None))
         except Exception as error:
             pipe.send((None, error))
+
+
+@contextmanager
+def as_users_start_it(kind: str) -> Iterator[None]:
+    """Within the context start servers and ranks of this kind of operators in the mode of MKL in which
+    their users start them: a stock one without onpolicy's."""
+    name, _ = STRICT_SUMS
+    before = os.environ.get(name)
+    if kind != "aligned":
+        _take_usual_sums()
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[name] = before
+
+
+def _take_usual_sums() -> None:
+    """Take onpolicy's mode of MKL out of the environment; a mode that the user chose stays."""
+    name, strict = STRICT_SUMS
+    if os.environ.get(name) == strict:
+        os.environ[name] = USUAL_SUMS
 
 
 def mkl_mode(_: PolicyTrainer) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from onpolicy.config.tools import BenchConfig
+from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.rollout.seeds import sampling_seed
 from onpolicy.types import Prompt, Request, SamplingParams
 

@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench.input_checks import processes
+from benchmarks.bench.own_process import as_users_start_it
 from benchmarks.bench.requests import random_requests
 from benchmarks.bench.setting import kinds, setting, settings
 from benchmarks.bench.turns import Measure, compare_in_turns
+from onpolicy.cluster.placement import placement_of_servers
 from onpolicy.config.sglang_flags import tensor_parallel_size
-from onpolicy.config.tools import BenchConfig
+from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.size import ModelSize
 from onpolicy.rollout.base import RolloutGroup, SamplingJob
-from onpolicy.run.launch.cluster_engines import places_on_cluster
+from onpolicy.run.launch.cluster_engines import Needs, places_on_cluster
 from onpolicy.run.launch.engine_specs import make_rollout_group, rollout_spec
-from onpolicy.run.launch.host_shares import placement_of_servers
-from onpolicy.run.launch.memory_checks import Needs
-from onpolicy.run.launch.memory_model import RunMemory
+from onpolicy.run.launch.memory import RunMemory
 from onpolicy.types import Request
 
 
@@ -64,7 +64,8 @@ def servers(config: BenchConfig) -> Iterator[tuple[dict[str, RolloutGroup], int]
             logs = Path(config.run_dir) / kind
             group = make_rollout_group(of_kind, hf_config, contract, logs, longest, places)
             on_exit.callback(group.stop)
-            group.launch()
+            with as_users_start_it(kind):
+                group.launch()
             groups[kind] = group
         for group in groups.values():
             group.connect({})

@@ -19,7 +19,7 @@ from benchmarks.bench.measured_run import ForcedLengths, MeasuredRun, measured_r
 from benchmarks.bench.setting import backends, make_train_config, setting, settings
 from benchmarks.bench.turns import take_turns
 from onpolicy.config import TrainConfig
-from onpolicy.config.tools import BenchConfig
+from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.models.hf_config import load_config
 from onpolicy.run.launch.cluster_engines import MakeEngines, on_cluster
 
@@ -31,13 +31,10 @@ WARM_UP = 3
 
 
 def schedules(config: BenchConfig) -> dict[str, dict[str, Any]]:
-    """Return the flags of each schedule; a round is as long as the median response."""
-    segment = {"rollout_segment_tokens": config.max_new_tokens}
+    """Return the flags of each schedule."""
     return {
         "lag 0": {},
         "lag 1": {"rollout_lag": 1},
-        "segments": segment,
-        "lag 1, segments": {"rollout_lag": 1, **segment},
         "free": {"rollout_schedule": "free"},
     }
 

@@ -9,15 +9,15 @@ from typing import Any, cast
 import torch
 from transformers import PretrainedConfig
 
+from onpolicy.cluster.placement import share_of_cores
 from onpolicy.config import TrainConfig, groups
 from onpolicy.config.sglang_flags import max_total_tokens
-from onpolicy.config.tools import BenchConfig
+from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.models.size import token_bytes
 from onpolicy.outputs.directory import versions
 from onpolicy.rollout.engine_args import CACHE_MARGIN, MAX_CONCURRENCY
 from onpolicy.run.launch.contracts import contract_for
-from onpolicy.run.launch.host_shares import share_of_cores
 
 KINDS = ("aligned", "stock")
 

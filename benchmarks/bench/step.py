@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from resource import RUSAGE_CHILDREN, RUSAGE_SELF
 from typing import Any
@@ -17,14 +18,14 @@ from benchmarks.bench.profile import Seconds, profile, table
 from benchmarks.bench.setting import KINDS, Backend, backends, setting, settings
 from benchmarks.bench.stopwatch import watching
 from benchmarks.bench.turns import Measure, compare_in_turns
-from onpolicy.config.tools import BenchConfig
+from onpolicy.cluster.placement import share_of_cores
+from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.models.hf_config import load_config
-from onpolicy.run.launch.host_shares import share_of_cores
 from onpolicy.train import make_trainer
 from onpolicy.train.advantages import RewardEstimator
 from onpolicy.train.policy_trainer import PolicyTrainer
 from onpolicy.trajectory import Completion, FinishReason, Span, Trajectory
-from onpolicy.types import Prompt, Sample, TrainSample
+from onpolicy.types import Prompt, Sample
 
 
 def bench_step(config: BenchConfig) -> dict[str, Any]:
@@ -120,23 +121,19 @@ def step_measure(
     config: BenchConfig,
     torch_threads: int,
     rate: float = 0.0,
-    told: bool = True,
-    lag: int = 0,
 ) -> Measure:
     """Return a function that takes one optimizer step on made-up samples, at a negligible learning
-    rate; told: use the entropies that the engine reported; lag: pushes since the samples were
-    drawn."""
+    rate."""
     import torch
 
     rng = random.Random(0)
     length = config.prompt_len + config.max_new_tokens
     vocab_size = load_config(config.model.hf_checkpoint).vocab_size
     samples = [
-        TrainSample(
-            sample=_made_up([rng.randrange(vocab_size) for _ in range(length)], config, rng, told),
+        replace(
+            _made_up([rng.randrange(vocab_size) for _ in range(length)], config, rng),
             group=number,
             episode=number,
-            policy_version=lag or None,
         )
         for number in range(num_tokens // length)
     ]
@@ -151,7 +148,7 @@ def step_measure(
     return measure
 
 
-def _made_up(token_ids: list[int], config: BenchConfig, rng: random.Random, told: bool) -> Sample:
+def _made_up(token_ids: list[int], config: BenchConfig, rng: random.Random) -> Sample:
     completion = Completion(
         response_ids=token_ids[config.prompt_len :],
         rollout_log_probs=[-1.0] * config.max_new_tokens,
@@ -159,7 +156,6 @@ def _made_up(token_ids: list[int], config: BenchConfig, rng: random.Random, told
         weight_version=0,
         num_cached_tokens=0,
         spans=(Span(version=0, start=0, end=config.max_new_tokens),),
-        entropy=[float(i) for i in token_ids[config.prompt_len :]] if told else [],
     )
     prompt = Prompt(index=0, prompt_ids=token_ids[: config.prompt_len], label="", text="")
     trajectory = Trajectory.begin(prompt.prompt_ids).plus(completion, temperature=1.0)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # An agent that searches, or one that runs Python, on one host with 8 GPUs: FSDP2 on the first 4, SGLang on
-# the others. Runs from any directory. More flags may follow: run.sh code --num-rollout 5
+# the others. It runs from any directory. More flags may follow: run.sh code --num-rollout 5
 #
 #   HF_CHECKPOINT=/models/Qwen3-4B PROMPT_DATA=/data/nq.jsonl SEARCH_URL=http://host:8000/retrieve run.sh search
 #   HF_CHECKPOINT=/models/Qwen3-4B PROMPT_DATA=/data/dapo-math-17k.jsonl run.sh code

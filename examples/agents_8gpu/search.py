@@ -44,6 +44,6 @@ def _between(text: str, tag: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """As SQuAD compares answers: without case, punctuation and articles."""
+    """Returns an answer without case, punctuation and articles, as SQuAD compares it."""
     kept = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())

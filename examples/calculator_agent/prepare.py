@@ -35,7 +35,7 @@ def problem(rng: random.Random) -> tuple[str, str]:
 
 
 def problems(rng: random.Random) -> list[dict[str, str]]:
-    """All products of one digit, and as many of the others: a run drops what is there twice."""
+    """Returns all products of one digit, and as many others: a run drops duplicates."""
     pairs = [*product(ONE_DIGIT, repeat=2)]
     pairs += rng.sample([*product(TWO_DIGITS, repeat=2)], len(pairs))
     return [{"prompt": f"{a}*{b}=", "label": str(a * b)} for a, b in pairs]

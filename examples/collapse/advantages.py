@@ -1,4 +1,4 @@
-"""Rewards that are advantages, so that those of unsolvable prompts can be given as they are wanted.
+"""Rewards that are advantages, so that a run can set the advantage of unsolvable prompts.
 
     --advantage-estimator reinforce --rm-type= --group-rm --rewards exact=0 \
         examples/collapse/advantages.py:compared examples/collapse/advantages.py:unsolvable=-0.5

@@ -1,4 +1,4 @@
-"""Makes what the collapse needs: prefix sums, every second one unsolvable, and a small Qwen3.
+"""The inputs of the study: prefix sums, every second one unsolvable, and a small Qwen3.
 
     python examples/collapse/make_inputs.py OUT_DIR [DIGITS [EXPERTS [SEED]]]
 

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from statistics import fmean
 
 import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
-from matplotlib.axes import Axes
 from records import read_curves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
-from curves import smooth
+from curves import draw
 
 SMOOTH = 8
 """Rollouts that a point of a curve is the mean of."""
@@ -30,7 +28,7 @@ CORRECTIONS = {"nothing": "nothing corrected", "tis_token": "token TIS"}
 
 
 def title(name: str) -> str:
-    """What the legend says of a run: aligned, or an engine's format and an arm, as in int3-nothing."""
+    """Returns a run's legend: aligned, or an engine's format and an arm, as in int3-nothing."""
     if name == "aligned":
         return "aligned: equal to the last bit (k3 is 0)"
     weight_format, _, arm = name.partition("-")
@@ -38,21 +36,13 @@ def title(name: str) -> str:
     return f"{weights} rollout weights, {CORRECTIONS.get(arm, arm)}"
 
 
-def draw(axis: Axes, seeds: list[list[float]], label: str, color: str) -> None:
-    """The curves of a case's seeds, and their mean where there are several."""
-    curves = [smooth(values, SMOOTH) for values in seeds]
-    for curve in curves if len(curves) > 1 else []:
-        axis.plot(curve, color=color, alpha=0.35, linewidth=0.8)
-    axis.plot([fmean(each) for each in zip(*curves, strict=True)], color=color, label=label)
-
-
 def main(image: str, *named: str) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6))
     for number, (name, paths) in enumerate(pair.split("=", 1) for pair in named):
         seeds = [read_curves(Path(path)) for path in paths.split(",")]
-        draw(left, [curves["reward"] for curves in seeds], title(name), f"C{number}")
+        draw(left, [curves["reward"] for curves in seeds], title(name), f"C{number}", SMOOTH)
         if any(seeds[0]["k3"]):
-            draw(right, [curves["k3"] for curves in seeds], title(name), f"C{number}")
+            draw(right, [curves["k3"] for curves in seeds], title(name), f"C{number}", SMOOTH)
     right.set_yscale("log")
     left.set_title("reward on solvable problems")
     left.set_ylim(0, 1.02)

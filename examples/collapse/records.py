@@ -1,14 +1,13 @@
-"""What a run of the study leaves: its curves; and the few numbers by which they are judged."""
+"""The curves that a run of the study leaves, and the numbers that judge them."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
-from curves import REWARD, read_rollouts, short, windows
+from curves import REWARD, Curves, Summary, named_curves, read_rollouts, short, summarise
 
 WINDOW = 20
 """Rollouts over which a reward is averaged before it is compared with another."""
@@ -32,8 +31,6 @@ CURVES = {
 }
 """{name in a record: metric of the run}"""
 
-Curves = dict[str, list[float]]
-
 
 def read_curves(path: Path) -> Curves:
     """The curves of a record, or of a run's directory; those that its arm does not have are left out."""
@@ -41,22 +38,11 @@ def read_curves(path: Path) -> Curves:
         return json.loads(path.read_text())["curves"]
     steps = read_rollouts(path)
     named = CURVES | ({"reward": EXACT} if EXACT in steps[0] else {})
-    found = {name: key for name, key in named.items() if key in steps[0]}
-    curves = {name: [short(step[key]) for step in steps] for name, key in found.items()}
+    curves = named_curves(steps, named)
     # Half of every batch is unsolvable and has the reward 0.
     return {**curves, "reward": [short(2 * value) for value in curves["reward"]]}
 
 
-def summary(curves: Curves) -> dict[str, Any]:
+def summary(curves: Curves) -> Summary:
     """The reward at the end and at its peak, whether the run collapsed, and what led there."""
-    rewards = windows(curves["reward"], WINDOW)
-    last, peak = rewards[-1], max(rewards)
-    k3 = windows(curves["k3"], WINDOW)
-    return {
-        "reward": last,
-        "peak": peak,
-        "collapsed": last < peak / 2,
-        "k3_first": k3[0],
-        "k3_last": k3[-1],
-        "largest_gradient_norm": max(curves["gradient_norm"]),
-    }
+    return summarise(curves, WINDOW)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Mismatch makes training collapse, on a CPU: the same run aligned, with an engine of 3-bit weights, and
-# with that engine and a correction. Runs from any directory; takes 10 to 20 minutes on 2 cores.
+# with that engine and a correction. It runs from any directory; takes 10 to 20 minutes on 2 cores.
 #
 #   run.sh                            aligned, nothing, tis_token; seed 0; int3
 #   SEED=1 FORMAT=int4 run.sh nothing tis_token

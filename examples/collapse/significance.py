@@ -1,4 +1,4 @@
-"""Which differences of the study are more than chance, and what counts as a collapse: two more tables.
+"""Tables of differences beyond chance, and of other definitions of a collapse.
 
 Rewards at the end of two arms are compared by an exact permutation test: of all ways to share out their
 runs between the arms, the share whose means are at least as far apart, in either direction. Several
@@ -7,12 +7,17 @@ tests of one question are adjusted by Holm's method.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from itertools import combinations
+from pathlib import Path
 from statistics import fmean
 
-from records import WINDOW, Curves, windows
+from records import WINDOW
 from study import CORRECTIONS
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from chance import exact_p, holm
+from curves import Curves, windows
 
 Case = tuple[str, str]
 """(engine, arm), as in the table of the study."""
@@ -31,27 +36,6 @@ QUESTIONS: dict[str, list[tuple[Case, Case]]] = {
 """Each with its comparisons, all of which count when it is adjusted."""
 
 COLUMNS = ("question", "difference of", "mean", "p", "Holm", "Holm without seed 0")
-
-
-def exact_p(a: Sequence[float], b: Sequence[float]) -> float:
-    """Two-sided p of the difference of means, over all ways to draw len(a) of the values of both."""
-    values, found = [*a, *b], abs(fmean(a) - fmean(b))
-
-    def apart(chosen: tuple[int, ...]) -> float:
-        rest = [x for i, x in enumerate(values) if i not in chosen]
-        return abs(fmean(values[i] for i in chosen) - fmean(rest))
-
-    ways = list(combinations(range(len(values)), len(a)))
-    return sum(apart(way) >= found - 1e-12 for way in ways) / len(ways)
-
-
-def holm(ps: Sequence[float]) -> list[float]:
-    """Holm's adjusted p, in the order given (Scandinavian Journal of Statistics 6, 1979)."""
-    adjusted, largest = [0.0] * len(ps), 0.0
-    for rank, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
-        largest = max(largest, min(1.0, (len(ps) - rank) * ps[i]))
-        adjusted[i] = largest
-    return adjusted
 
 
 def differences(ends: Mapping[Case, Sequence[float]]) -> list[list[str]]:
@@ -86,11 +70,11 @@ DEFINITIONS: dict[str, Callable[[Curves, float], bool]] = {
     "below its own first 20 rollouts": below_start,
     "below half of the aligned runs": half_of_aligned,
 }
-"""What a run's last 20 rollouts are then; given its curves, and the aligned runs' mean at the end."""
+"""Judgements of a run's last 20 rollouts, from its curves and the aligned runs' mean at the end."""
 
 
 def collapses(curves: Mapping[Case, Sequence[Curves]]) -> list[list[str]]:
-    """A row for each case of five seeds: its collapses by each definition."""
+    """Returns a row for each case of five seeds: its collapses by each definition."""
     aligned = fmean(windows(each["reward"], WINDOW)[-1] for each in curves[ALIGNED])
     return [
         [

@@ -1,4 +1,4 @@
-"""The runs of docs/collapse.md, one record each; what is recorded is not run again.
+"""The runs of docs/collapse.md, one record each; a recorded run is not repeated.
 
     python examples/collapse/study.py [--only 'int3-*' ...] [--list]
 
@@ -12,21 +12,18 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
-from shutil import which
 
 from records import read_curves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
-from driver import drive, write_whole
+from driver import drive, surroundings, write_whole
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -44,7 +41,7 @@ CORRECTIONS = (
 
 ADVANTAGES = "examples/collapse/advantages.py"
 AS_ADVANTAGES = ("--rm-type=", "--group-rm", "--rewards", "exact=0", f"{ADVANTAGES}:compared")
-"""Flags of a run whose rewards are advantages, which lack that of unsolvable prompts."""
+"""Flags of a run whose rewards are advantages, without the advantage of unsolvable prompts."""
 
 CHANGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "": ({}, ()),
@@ -98,7 +95,7 @@ class Run:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Of train.sh."""
+        """Returns the arguments of train.sh."""
         return (self.arm, *CHANGES[self.change][1])
 
 
@@ -172,20 +169,6 @@ def carry_out(run: Run) -> None:
     environment = {**os.environ, **run.variables, "WORK_DIR": str(WORK), "RUN_DIR": str(directory)}
     subprocess.run([HERE / "train.sh", *run.arguments], env=environment, check=True)
     write_record(run, directory, about, time.time() - start)
-
-
-def surroundings(start: float) -> dict[str, str]:
-    """When a run began, on which processor, and from which revision of the sources."""
-    root, cpus = HERE.parents[1], Path("/proc/cpuinfo")
-    lines = cpus.read_text().splitlines() if cpus.exists() else []
-    named = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
-    describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
-    done = subprocess.run(describe, capture_output=True, text=True) if which("git") else None
-    return {
-        "started": datetime.fromtimestamp(start, UTC).isoformat(timespec="seconds"),
-        "machine": next(named, platform.processor()),
-        "revision": done.stdout.strip() if done else "",
-    }
 
 
 def write_record(run: Run, directory: Path, about: dict[str, str], seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Writes the tables of the study into docs/collapse.md, from the records that there are."""
+"""Writes the tables of the study into its results and docs/collapse.md, from the records."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from study import RESULTS, Run, plan, record_of
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 from page_tables import between, interval, table
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "collapse.md"
+PAGES = (RESULTS / "README.md", Path(__file__).resolve().parents[2] / "docs" / "collapse.md")
 
 COLUMNS = (
     "engine", "arm", "reward at the end: each; mean +- 95 %", "peak", "collapsed",
     "k3: first 20 / last 20", "gradient norm",
 )  # fmt: skip
+
+SUMMARY = ("engine", "arm", "reward at the end", "collapsed")
+"""Columns of the table of docs/collapse.md, which has the arms of five seeds."""
 
 K3 = ("k3_first", "k3_last")
 
@@ -56,6 +59,12 @@ def row(engine: str, arm: str, runs: list[Run]) -> list[str]:
     ]
 
 
+def short_row(engine: str, arm: str, runs: list[Run]) -> list[str]:
+    """Returns the cells of a case for the table of docs/collapse.md."""
+    _, _, reward, _, collapsed, *_ = row(engine, arm, runs)
+    return [engine, arm, reward.partition("; ")[2], collapsed]
+
+
 def with_tables(page: str) -> str:
     """The page with the tables of the records that there are now."""
     rows = [row(*case, runs) for case, runs in cases().items()]
@@ -68,14 +77,18 @@ def with_tables(page: str) -> str:
             ("engine", "arm", *significance.DEFINITIONS), significance.collapses(curves)
         ),
     }
+    seeds = [(case, runs) for case, runs in cases().items() if len(runs) == 5]
+    tables["summary"] = table(SUMMARY, [short_row(*case, runs) for case, runs in seeds])
     for mark, text in tables.items():
-        page = between(page, mark, text)
+        if f"<!-- {mark}: begin -->" in page:
+            page = between(page, mark, text)
     return page
 
 
 def main() -> None:
-    PAGE.write_text(with_tables(PAGE.read_text()))
-    print(f"{PAGE}: {len(list(RESULTS.glob('*.json')))} records of {len(list(plan()))} runs")
+    for page in PAGES:
+        page.write_text(with_tables(page.read_text()))
+    print(f"{RESULTS}: {len(list(RESULTS.glob('*.json')))} records of {len(list(plan()))} runs")
 
 
 if __name__ == "__main__":

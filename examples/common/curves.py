@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 REWARD = "rollout/raw_reward"
-"""What every rollout's record has, and that of an evaluation has not."""
+"""A metric that every rollout's record has, and no evaluation's."""
+
+Curves = dict[str, list[float]]
+Summary = dict[str, Any]
+
+
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """The records of a run's rollouts and evaluations, as they stand in its metrics.jsonl."""
+    return [*map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())]
 
 
 def read_rollouts(directory: Path) -> list[dict[str, Any]]:
-    """The records of a run's rollouts, as they stand in its metrics.jsonl."""
-    records = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
-    return [record for record in records if REWARD in record]
+    """The records of a run's rollouts alone."""
+    return [record for record in read_metrics(directory) if REWARD in record]
 
 
 def short(value: float) -> float:
@@ -32,3 +40,34 @@ def smooth(values: list[float], length: int) -> list[float]:
     """Means over the last `length` values, each point's own included."""
     parts = [values[max(0, i + 1 - length) : i + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in parts]
+
+
+def named_curves(rollouts: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> Curves:
+    """The curves of {name: metric}; those of metrics that the run does not have are left out."""
+    found = {name: key for name, key in names.items() if key in rollouts[0]}
+    return {name: [short(each[key]) for each in rollouts] for name, key in found.items()}
+
+
+def summarise(curves: Curves, window: int) -> Summary:
+    """The reward at the end and at its peak over `window` rollouts, and whether the run collapsed.
+
+    It has if it ends below half of its peak. k3 and the gradient norm say what led there.
+    """
+    rewards, k3 = windows(curves["reward"], window), windows(curves["k3"], window)
+    last, peak = rewards[-1], max(rewards)
+    return {
+        "reward": last,
+        "peak": peak,
+        "collapsed": last < peak / 2,
+        "k3_first": k3[0],
+        "k3_last": k3[-1],
+        "largest_gradient_norm": max(curves["gradient_norm"]),
+    }
+
+
+def draw(axis: Any, seeds: list[list[float]], label: str, color: str, length: int) -> None:
+    """Draws the smoothed curves of a case's seeds, and their mean where there are several."""
+    curves = [smooth(values, length) for values in seeds]
+    for curve in curves if len(curves) > 1 else []:
+        axis.plot(curve, color=color, alpha=0.35, linewidth=0.8)
+    axis.plot([fmean(each) for each in zip(*curves, strict=True)], color=color, label=label)

@@ -1,4 +1,4 @@
-"""Tables of records in a page of docs/, between two marks."""
+"""Tables of records in a page, between two marks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The warm start of an agent's example: a small Qwen3 that has seen all of what it may do.
+"""The warm start of an agent's example: a small Qwen3 that has seen all allowed actions.
 
 Rows are `{"prompt": text, "response": text}`: what the model reads, and what it is to write then, the
 token that ends it left out. They are written beside the model, as any supervised training takes them.

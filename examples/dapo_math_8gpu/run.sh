@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO on DAPO-Math-17k with Qwen3-4B on one host with 8 GPUs: FSDP2 on the first 4, SGLang on the
-# others. Runs from any directory. More flags may follow: run.sh --num-rollout 5
+# others. It runs from any directory. More flags may follow: run.sh --num-rollout 5
 #
 #   HF_CHECKPOINT=/models/Qwen3-4B PROMPT_DATA=/data/dapo-math-17k.jsonl examples/dapo_math_8gpu/run.sh
 set -euo pipefail

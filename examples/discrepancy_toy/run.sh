@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The one-state experiment of DC-GRPO, in seconds on a CPU: writes toy.png and toy.json.
-# Runs from any directory. More flags may follow: run.sh --reading weighted
+# It runs from any directory. More flags may follow: run.sh --reading weighted
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 repo=$(cd "$here/../.." && pwd)

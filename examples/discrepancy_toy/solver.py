@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import lambertw
 
-from fallback_correction.choices import require_choice
+from fallback_correction.ranges import require_choice
 
 Vector = NDArray[np.float64]
 Measure = Literal["difference", "ratio", "log"]
@@ -146,7 +146,7 @@ def _policy(
 
 
 def _last_true(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """Where a condition that holds at the low end stops holding, to the last bit; the failing side."""
+    """Returns where a condition that holds at the low end first fails, to the last bit."""
     while True:
         middle = _middle(low, high)
         if middle in (low, high):

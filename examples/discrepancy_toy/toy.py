@@ -24,7 +24,7 @@ LUCKY = 36
 """A tail action with the best advantage of all."""
 
 FLOOR = 0.02
-"""Where the picture puts a factor of 0."""
+"""The place of a factor of 0 in the picture."""
 
 BUDGETS = {
     "moved": "the same probability moved, ½ Σ|π - μ| = {:g}",

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # On-policy distillation on a CPU: a teacher that adds right, made by `onpolicy sft`, and a smaller student.
-# Runs from any directory. More flags of `onpolicy train` may follow: run.sh --num-rollout 5
+# It runs from any directory. More flags of `onpolicy train` may follow: run.sh --num-rollout 5
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 repo=$(cd "$here/../.." && pwd)

@@ -1,4 +1,4 @@
-"""Quickstart's run with samples of earlier weights, and what is done about them; one record a run.
+"""The quickstart's run with samples of earlier weights and each correction; one record a run.
 
     python examples/lag/learning.py [--only 'lag-4-*' ...] [--list]
 
@@ -9,7 +9,6 @@ command, how it ended, and the curves. Run directories are in WORK_DIR (runs/lag
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -21,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
-from curves import read_rollouts, short
-from driver import drive, write_whole
+from curves import read_metrics, read_rollouts, short
+from driver import add_record, drive_into
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "benchmarks" / "results" / "lag_learning.json"
@@ -35,14 +34,14 @@ ARMS = {
     "uncorrected": ["--no-correct-lag"],
     "bypass": ["--use-rollout-logprobs"],
 }
-"""What is done about samples of earlier weights, and its flags. When the runs were made the first was
+"""Corrections of samples of earlier weights, and their flags. When the runs were made the first was
 the default, and its flags were none; `bypass` is by now."""
 
 CURVES = (
     "rollout/raw_reward", "rollout/response_length", "train/grad_norm", "train/entropy",
     "train/pg_clipfrac", "lag/*",
 )  # fmt: skip
-"""Metrics of the run; those of a lag are absent (null) where no token has it."""
+"""Metrics of the run; a lag's metrics are null where no token has that lag."""
 
 MISMATCHED = ("parity/num_mismatched_tokens", "probe/num_mismatched_tokens")
 
@@ -57,7 +56,7 @@ class Run:
 
     @property
     def case(self) -> str:
-        """What runs with other seeds share. Example: lag-2-bypass"""
+        """Returns the name that runs with other seeds share. Example: lag-2-bypass"""
         return f"lag-{self.lag}-{self.arm}" if self.arm else f"lag-{self.lag}"
 
     @property
@@ -66,18 +65,18 @@ class Run:
 
     @property
     def flags(self) -> list[str]:
-        """In addition to those of the quickstart."""
+        """Returns the flags beside the quickstart's."""
         lag = ["--rollout-lag", str(self.lag), *ARMS[self.arm]] if self.lag else []
         return ["--seed", str(self.seed), *lag]
 
     @property
     def command(self) -> list[str]:
-        """From the repository."""
+        """Returns the command, to be called from the repository."""
         return ["examples/quickstart/run.sh", *self.flags]
 
 
 def plan() -> Iterator[Run]:
-    """Every run of the protocol, in the order in which they are to be made."""
+    """Yields every run of the protocol, in its order."""
     for arms in (("corrected", "uncorrected"), ("bypass",)):
         for seed in SEEDS:
             if "bypass" not in arms:
@@ -85,11 +84,6 @@ def plan() -> Iterator[Run]:
             for arm in arms:
                 for lag in LAGS:
                     yield Run(seed=seed, lag=lag, arm=arm)
-
-
-def read_records() -> dict[str, dict[str, Any]]:
-    """{name of a run: its record}, in the order of the plan."""
-    return json.loads(RECORDS.read_text()) if RECORDS.exists() else {}
 
 
 def carry_out(run: Run) -> None:
@@ -101,15 +95,12 @@ def carry_out(run: Run) -> None:
         env={**os.environ, "WORK_DIR": str(WORK)},
         check=True,
     )
-    records = read_records() | {run.name: record(run, directory)}
-    ordered = [name for name in (run.name for run in plan()) if name in records]
-    lines = [f"  {json.dumps(name)}: {json.dumps(records[name])}" for name in ordered]
-    write_whole(RECORDS, "{\n" + ",\n".join(lines) + "\n}\n")
+    add_record(RECORDS, plan(), run, record(run, directory))
 
 
 def record(run: Run, directory: Path) -> dict[str, Any]:
-    """What is kept of a run that has ended."""
-    records = [*map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())]
+    """Returns the record of a run that has ended."""
+    records = read_metrics(directory)
     (run_hash,) = re.findall(r"run hash (\w+)", (directory / "logs" / "train.log").read_text())
     return {
         "command": " ".join(run.command),
@@ -132,6 +123,4 @@ def read_curves(directory: Path) -> dict[str, list[float | None]]:
 
 
 if __name__ == "__main__":
-    drive(
-        str(__doc__).partition("\n")[0], plan(), lambda run: run.name in read_records(), carry_out
-    )
+    drive_into(RECORDS, str(__doc__).partition("\n")[0], plan(), carry_out)

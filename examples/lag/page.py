@@ -1,4 +1,4 @@
-"""Writes the table of docs/async.md and lag.png, from the records that there are.
+"""Writes the table of README.md beside it and lag.png, from the records that there are.
 
 python examples/lag/page.py
 """
@@ -13,18 +13,19 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-from learning import LAGS, ROOT, Run, plan, read_records
+from learning import LAGS, RECORDS, Run, plan
 from matplotlib import pyplot
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 from curves import REWARD, smooth
+from driver import read_records
 from page_tables import between, interval, table
 
-PAGE = ROOT / "docs" / "async.md"
+PAGE = Path(__file__).resolve().parent / "README.md"
 PICTURE = Path(__file__).resolve().parent / "lag.png"
 
 END = 5
-"""Rollouts whose mean reward is that of the end, and that a point of a curve is the mean of."""
+"""Number of last rollouts that make the reward at the end, and of rollouts in a point of a curve."""
 
 COLUMNS = (
     "lag", "what is done", "reward at the end", "reward over the run", "evaluation",
@@ -36,7 +37,7 @@ Record = dict[str, Any]
 
 def cases() -> dict[Run, list[Record]]:
     """{the first of its runs: the records of a case}, in the order of lags and arms."""
-    records, found = read_records(), dict[str, list[Record]]()
+    records, found = read_records(RECORDS), dict[str, list[Record]]()
     runs = sorted((run for run in plan() if run.name in records), key=lambda r: r.lag)
     firsts = {run.case: run for run in reversed(runs)}
     for run in runs:
@@ -103,4 +104,4 @@ def draw() -> None:
 if __name__ == "__main__":
     PAGE.write_text(with_table(PAGE.read_text()))
     draw()
-    print(f"{PAGE}, {PICTURE}: {len(read_records())} records of {len(list(plan()))} runs")
+    print(f"{PAGE}, {PICTURE}: {len(read_records(RECORDS))} records of {len(list(plan()))} runs")

@@ -9,7 +9,7 @@ LUCK = 4.0
 
 
 class Market:
-    """Two turns of one token each, in a year that the policy is told nothing of.
+    """Two turns of one token each, in a year that the policy cannot see.
 
     The first is a choice: in a wild year investing pays 2, in a calm one saving pays 1, and all else
     nothing. The second is a lot, a digit: in a wild year it pays `luck` or costs it, as the prompt's row

@@ -26,7 +26,7 @@ WILD_SHARE, NUM_LUCKY = 0.6, 5
 
 
 def years(rng: random.Random) -> list[dict[str, Any]]:
-    """As many wild ones as WILD_SHARE says, in any order."""
+    """Returns years in random order, WILD_SHARE of them wild."""
     num_wild = round(WILD_SHARE * NUM_YEARS)
     kinds = ["wild"] * num_wild + ["calm"] * (NUM_YEARS - num_wild)
     rng.shuffle(kinds)

@@ -20,7 +20,7 @@ from minisweagent.agents.default import DefaultAgent
 from minisweagent.environments.local import LocalEnvironment
 from minisweagent.models.litellm_textbased_model import LitellmTextbasedModel
 
-from onpolicy.rollout.episodes import Episode
+from onpolicy.rollout.rollouter import Episode
 
 REPOSITORY = Path(__file__).parent / "repository"
 SYSTEM = "Answer with one command in ```mswea_bash_command\n...\n```."

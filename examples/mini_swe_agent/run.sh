@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # mini-swe-agent on a toy repository, its loop unchanged, a random model: every token is compared.
-# Runs from any directory. More flags may follow: run.sh --num-rollout 5
+# It runs from any directory. More flags may follow: run.sh --num-rollout 5
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 repo=$(cd "$here/../.." && pwd)

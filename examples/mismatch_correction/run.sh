@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The corrections side by side on the quickstart's sums, with a mismatch that is real on a CPU: the
-# engine's weights are rounded to FP8. Runs from any directory; takes about 25 minutes on 2 cores.
+# engine's weights are rounded to FP8. It runs from any directory; takes about 25 minutes on 2 cores.
 #
 #   run.sh                         all configurations, seeds 0 1 2
 #   SEEDS="0" run.sh mis tis       some of them

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The quickstart's sums with Megatron-core as the trainer: two tensor-parallel ranks, an engine whose
-# weights are rounded to FP8, and the mismatch between them corrected by MIS. Runs from any directory, on
+# weights are rounded to FP8, and the mismatch between them corrected by MIS. It runs from any directory, on
 # a CPU; more flags may follow: run_megatron.sh --num-rollout 5
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

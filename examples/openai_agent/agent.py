@@ -20,7 +20,7 @@ MOST_TURNS = 3
 
 
 def solve(client: OpenAI, model: str, question: str) -> str:
-    """What the model answers in the end, after the calls that it makes."""
+    """Returns the model's last answer, after its calls."""
     messages: list[Any] = [{"role": "user", "content": question}]
     for _ in range(MOST_TURNS):
         answer = client.chat.completions.create(model=model, messages=messages, tools=[MULTIPLY])
@@ -35,13 +35,13 @@ def solve(client: OpenAI, model: str, question: str) -> str:
 
 
 def run(arguments: str) -> str:
-    """The product, or 0 for what is none."""
+    """Returns the product, or 0 for invalid arguments."""
     numbers = json.loads(arguments)
     a, b = numbers.get("a"), numbers.get("b")
     return str(a * b) if isinstance(a, int) and isinstance(b, int) else "0"
 
 
 def act(base_url: str, api_key: str, prompt: Any) -> float:
-    """What `--custom-agent-function-path` calls: the agent at a problem, and its reward."""
+    """Runs the agent on a problem and returns its reward; `--custom-agent-function-path` calls it."""
     with OpenAI(base_url=base_url, api_key=api_key) as client:
         return float(solve(client, "policy", prompt.text) == prompt.label)

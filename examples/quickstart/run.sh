@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO on small sums, on a CPU: the real SGLang server and FSDP2, with 0 mismatched tokens.
-# Runs from any directory. More flags may follow: run.sh --num-rollout 5
+# It runs from any directory. More flags may follow: run.sh --num-rollout 5
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 repo=$(cd "$here/../.." && pwd)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Qwen3-32B with low-rank adapters beside every linear of its layers on DAPO-Math-17k, true on-policy, on
 # one host with 8 H100 or H200: FSDP2 on the first 4 GPUs, which share the frozen base out, and 2 SGLang
-# servers, two GPUs each. Runs from any directory. More flags may follow: run_qwen3_32b_lora.sh --num-rollout 5
+# servers, two GPUs each. It runs from any directory. More flags may follow: run_qwen3_32b_lora.sh --num-rollout 5
 #
 #   HF_CHECKPOINT=/models/Qwen3-32B PROMPT_DATA=/data/dapo-math-17k.jsonl run_qwen3_32b_lora.sh
 set -euo pipefail

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Qwen3-4B on DAPO-Math-17k, true on-policy, on one host with 8 H100 or H200: FSDP2 on the first 4 GPUs,
-# SGLang on the others. Runs from any directory. More flags may follow: run_qwen3_4b.sh --num-rollout 5
+# SGLang on the others. It runs from any directory. More flags may follow: run_qwen3_4b.sh --num-rollout 5
 #
 #   HF_CHECKPOINT=/models/Qwen3-4B PROMPT_DATA=/data/dapo-math-17k.jsonl run_qwen3_4b.sh
 set -euo pipefail

@@ -28,7 +28,7 @@ def found(completion, answer) -> float:
 
 
 def load_environment(max_turns: int = 3) -> vf.Environment:
-    """Of six letters, three guesses are enough for who halves what the hints leave."""
+    """Returns the environment; who halves the letters finds one of six in three guesses."""
     return FindLetter(
         dataset=Dataset.from_list([{"question": "?", "answer": letter} for letter in LETTERS]),
         rubric=vf.Rubric(funcs=[found]),

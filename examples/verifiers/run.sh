@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # An environment of the verifiers package, as it is, trained on through the gateway, on a CPU. Once:
 #   pip install 'onpolicy[agents]'
-# Runs from any directory. More flags may follow: run.sh --num-rollout 5
+# It runs from any directory. More flags may follow: run.sh --num-rollout 5
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 repo=$(cd "$here/../.." && pwd)

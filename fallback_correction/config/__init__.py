@@ -6,9 +6,10 @@ holds importance sampling and rejection as a user sets them; its `correction()` 
 records.
 """
 
-from fallback_correction.config.correction import (
+from fallback_correction.config.correction_settings import (
     Aggregation,
     CorrectionConfig,
+    CorrectionSettings,
     Level,
     Mode,
     RejectionRule,
@@ -16,10 +17,9 @@ from fallback_correction.config.correction import (
     Veto,
     WeightLevel,
 )
-from fallback_correction.config.discrepancy import DiscrepancyConfig
-from fallback_correction.config.governor import GovernorConfig
-from fallback_correction.config.length_decay import LengthDecayConfig, SurgeDetectorConfig
-from fallback_correction.config.settings import CorrectionSettings
+from fallback_correction.config.discrepancy_settings import DiscrepancyConfig
+from fallback_correction.config.governor_settings import GovernorConfig
+from fallback_correction.config.length_decay_settings import LengthDecayConfig, SurgeDetectorConfig
 
 __all__ = [
     "Aggregation",

@@ -10,7 +10,7 @@ from typing import Any
 
 from onpolicy.agents.tools.observation import counting
 from onpolicy.errors import AgentError, ConfigError
-from onpolicy.rollout.episodes import Episode, Rollouter, Turns
+from onpolicy.rollout.rollouter import Episode, Rollouter, Turns
 from onpolicy.system.user_functions import describe, load_function
 from onpolicy.types import Prompt
 
@@ -20,8 +20,7 @@ Function = Callable[[Any, Prompt], Awaitable[Any]]
 
 
 def load_agent(path: str, flag: str, arguments: Mapping[str, Any]) -> Function:
-    """Return the function at `path` with its further arguments. Raises ConfigError if it cannot be
-    used."""
+    """Return the function at `path` with its arguments. Raises ConfigError if it is unusable."""
     function = load_function(path, flag)
     if not inspect.iscoroutinefunction(function):
         raise ConfigError(
@@ -40,10 +39,7 @@ def load_agent(path: str, flag: str, arguments: Mapping[str, Any]) -> Function:
 
 
 async def run_function(function: Function, turns: Any, prompt: Prompt) -> Episode:
-    """Return the episode of a function, with the counts of its tools among the metrics.
-
-    Raises AgentError for any error in it.
-    """
+    """Return the episode of a function, with its tools' counts. Raises AgentError for any error."""
     with counting() as counts:
         try:
             found = await function(turns, prompt)
@@ -54,8 +50,7 @@ async def run_function(function: Function, turns: Any, prompt: Prompt) -> Episod
 
 
 class FunctionRollouter(Rollouter):
-    """A rollouter that calls the function in the run's own process, where computing blocks all
-    others."""
+    """A rollouter that calls the function in the run's own process, where it may block all."""
 
     def __init__(self, function: Function):
         self._function = function

@@ -14,7 +14,7 @@ from onpolicy.system import guard
 
 
 def _serve(socket: int, hang_limit: float, directory: Path) -> None:
-    from onpolicy.agents.worker import serve
+    from onpolicy.agents.agent_worker import serve
 
     serve(socket, hang_limit)
 

@@ -1,29 +1,77 @@
-"""Policy-gradient objectives as a loss per token, before weights, masks and aggregation.
+"""Policy-gradient objectives as a loss per token, KL penalties, and each token's share of a loss.
 
-An objective is a ratio and a bound (`registry.py`). The caller chooses the policy in the ratio's
-denominator, which gives the variants of arXiv 1707.06347 that handle a mismatch: the trainer's
-recomputed log-probabilities (PPO, or with importance weights the decoupled three-policy PPO, arXiv
-2110.00641 eq. 2), or the rollout's (bypass).
+An objective is a ratio and a bound (`catalogue.py`), before weights, masks and aggregation. The caller
+chooses the policy in the ratio's denominator, which gives the variants of arXiv 1707.06347 that handle
+a mismatch: the trainer's recomputed log-probabilities (PPO, or with importance weights the decoupled
+three-policy PPO, arXiv 2110.00641 eq. 2), or the rollout's (bypass).
+
+`kl_estimate` gives penalties towards a reference model, from the log-probabilities of sampled tokens,
+and `token_shares` aggregates token losses over a global batch.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from fallback_correction.choices import require_choices
-from fallback_correction.ratios import clamped
-from fallback_correction.tokens import TokenBatch
-from onpolicy.algorithm.registry import OBJECTIVES, Bound, Level, Objective, Ratio
+from fallback_correction.ranges import require_choice, require_choices
+from fallback_correction.tokens import Gather, TokenBatch, alone, clamped, exact_sum
+from onpolicy.algorithm.catalogue import (
+    OBJECTIVES,
+    Bound,
+    KlType,
+    LossAggregation,
+    Objective,
+    Ratio,
+)
 
-LOG_RATIO_CLAMP = 20.0
+CustomLoss = Callable[[Tensor, Tensor, Tensor, TokenBatch], Tensor]
+"""(log_probs, old_log_probs, advantages, float32 [N] each and 0 outside the mask, batch) -> loss [N]."""
 
-SMALLEST_LOG_WEIGHT = math.log(1e-8)
-"""Lower limit of VESPO's log w, as in TRL."""
+
+def token_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    batch: TokenBatch,
+    config: ObjectiveConfig,
+) -> TokenLoss:
+    """Return the objective of every token from three float32 [N]; `batch` holds the sequence lengths.
+
+    Raises ValueError if the user's own objective returns no loss for every token.
+    """
+    # NaN times 0 is NaN, in the gradient too: masked values must not enter.
+    log_probs, old_log_probs, advantages = (
+        torch.where(batch.mask, values, 0)
+        for values in (log_probs, old_log_probs.detach(), advantages)
+    )
+    if config.custom is not None:
+        loss = config.custom(log_probs, old_log_probs, advantages, batch)
+        if loss.shape != log_probs.shape:
+            raise ValueError(
+                f"--custom-loss-path: shape={tuple(loss.shape)} is the loss of {len(log_probs)} tokens. "
+                "Return a tensor with a number for each."
+            )
+        loss = torch.where(batch.mask, loss, 0)
+        return TokenLoss(loss=loss, clipped=torch.zeros_like(batch.mask))
+    entry = OBJECTIVES[config.kind]
+    step = _Step(log_probs, old_log_probs, log_probs - old_log_probs, advantages, batch, config)
+    log_ratio = RATIOS[entry.ratio](step)
+    return BOUNDS[entry.bound](replace(step, log_ratio=log_ratio))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLoss:
+    """The loss of every token under an objective."""
+
+    loss: Tensor
+    """Loss to minimise, float32 [N], with gradient; 0 outside the mask."""
+
+    clipped: Tensor
+    """Tokens without a gradient because of the bound (CISPO: with a bounded ratio), bool [N]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,21 +86,10 @@ class ObjectiveConfig:
     2503.14476 eq. 10)."""
 
     eps_clip_c: float | None = None
-    """Dual clip: the loss of a negative advantage is at most -c A (arXiv 1912.09729, eq. 5). For a
-    bound that is a mask: the largest ratio (arXiv 2602.04879, section 5.4)."""
+    """Dual clip: the loss of a negative advantage is at most -c A (arXiv 1912.09729, eq. 5)."""
 
-    importance_sampling_level: Level | None = None
-    """Ratio that replaces the objective's own."""
-
-    force_on_policy_ratio: bool = False
-    """Whether the current policy replaces the old one: the ratio is 1, with its gradient."""
-
-    sapo_tau_pos: float = 1.0
-    sapo_tau_neg: float = 1.05
-    vespo_k_pos: float = 2.0
-    vespo_lambda_pos: float = 3.0
-    vespo_k_neg: float = 3.0
-    vespo_lambda_neg: float = 2.0
+    custom: CustomLoss | None = None
+    """The user's own objective, which replaces `kind`."""
 
     def __post_init__(self) -> None:
         require_choices(self)
@@ -62,15 +99,7 @@ class ObjectiveConfig:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLoss:
-    """The loss of every token under an objective."""
-
-    loss: Tensor
-    """Loss to minimise, float32 [N], with gradient; 0 outside the mask."""
-
-    clipped: Tensor
-    """Tokens without a gradient because of the bound (CISPO: with a bounded ratio), bool [N]."""
+LOG_RATIO_CLAMP = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,31 +117,6 @@ class _Step:
     def ratio(self) -> Tensor:
         return torch.exp(clamped(self.log_ratio, LOG_RATIO_CLAMP))
 
-    def by_sign(self, positive: float, negative: float) -> Tensor:
-        """Return `positive` for tokens with a positive advantage and `negative` for the rest."""
-        return torch.where(self.advantages > 0, positive, negative)
-
-
-def token_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    batch: TokenBatch,
-    config: ObjectiveConfig,
-) -> TokenLoss:
-    """Return the objective of every token from three float32 [N]; `batch` holds the sequence lengths."""
-    if config.force_on_policy_ratio:
-        old_log_probs = log_probs
-    # NaN times 0 is NaN, in the gradient too: masked values must not enter.
-    log_probs, old_log_probs, advantages = (
-        torch.where(batch.mask, values, 0)
-        for values in (log_probs, old_log_probs.detach(), advantages)
-    )
-    entry = OBJECTIVES[config.kind]
-    step = _Step(log_probs, old_log_probs, log_probs - old_log_probs, advantages, batch, config)
-    log_ratio = RATIOS[config.importance_sampling_level or entry.ratio](step)
-    return BOUNDS[entry.bound](replace(step, log_ratio=log_ratio))
-
 
 # Ratios: from log-ratios of tokens to the log-ratios that are bounded
 
@@ -123,23 +127,10 @@ def _sequence(step: _Step) -> Tensor:
     return step.batch.spread(step.batch.means(step.log_ratio).float())
 
 
-def _sequence_token(step: _Step) -> Tensor:
-    """Return the value of GSPO's log-ratio with the gradient of each token's own (eq. 14)."""
-    return step.log_probs - step.log_probs.detach() + _sequence(step).detach()
-
-
-def _product(step: _Step) -> Tensor:
-    """Return the log-ratio of the whole sequence, not normalised by its length."""
-    clipped = clamped(step.log_ratio, LOG_RATIO_CLAMP)
-    return step.batch.spread(step.batch.sums(clipped).float())
-
-
 RATIOS: dict[Ratio, Callable[[_Step], Tensor]] = {
     "none": lambda step: step.log_ratio,
     "token": lambda step: step.log_ratio,
     "sequence": _sequence,
-    "sequence-token": _sequence_token,
-    "product": _product,
 }
 
 
@@ -174,115 +165,87 @@ def _weight(step: _Step) -> TokenLoss:
     return TokenLoss(loss=-bounded * step.advantages * step.log_probs, clipped=bounded != ratio)
 
 
-def _gate(step: _Step) -> TokenLoss:
-    """Return the loss of SAPO's soft gate (arXiv 2511.20347): no clipping, less weight for far
-    ratios."""
-    tau = step.by_sign(step.config.sapo_tau_pos, step.config.sapo_tau_neg)
-    gate = torch.sigmoid(tau * (step.ratio - 1)) * (4 / tau)
-    return TokenLoss(loss=-gate * step.advantages, clipped=torch.zeros_like(step.batch.mask))
-
-
-def _gamma(step: _Step) -> TokenLoss:
-    """Return VESPO's loss (arXiv 2602.10693), with sequence weights that are 1 at w = 1, computed in
-    logs as in TRL."""
-    config = step.config
-    log_w = step.log_ratio.detach().clamp(SMALLEST_LOG_WEIGHT, LOG_RATIO_CLAMP)
-    no_worse = step.advantages >= 0
-    k = torch.where(no_worse, config.vespo_k_pos, config.vespo_k_neg)
-    rate = torch.where(no_worse, config.vespo_lambda_pos, config.vespo_lambda_neg)
-    weight = torch.exp(rate + k * log_w - rate * log_w.exp())
-    loss = -weight * step.advantages * step.log_probs
-    return TokenLoss(loss=loss, clipped=torch.zeros_like(step.batch.mask))
-
-
-def _clip_then_mean(step: _Step) -> TokenLoss:
-    """Return the loss of GMPO (arXiv 2507.20673): clip log-ratios by token, then average over the
-    sequence."""
-    r, sign, config = step.log_ratio, step.advantages.sign(), step.config
-    bounded = r.clamp(-config.eps_clip, config.eps_clip_high)
-    smaller = sign * torch.minimum(sign * r, sign * bounded)
-    ratio = torch.exp(step.batch.spread(step.batch.means(smaller).float()))
-    return TokenLoss(loss=-step.advantages * ratio, clipped=sign * bounded < sign * r)
-
-
-def _masked(dropped: Callable[[_Step], Tensor]) -> Callable[[_Step], TokenLoss]:
-    """Make a bound that drops tokens, value and gradient; the others have the loss -rho A, with its
-    gradient.
-
-    The ratio is capped at `eps_clip_c` and keeps its gradient there, as in verl's dppo.
-    """
-
-    def bound(step: _Step) -> TokenLoss:
-        largest = step.config.eps_clip_c
-        ratio = step.ratio.detach().clamp(max=math.inf if largest is None else largest)
-        own = torch.exp(step.log_probs - step.log_probs.detach())
-        left_out = step.batch.mask & dropped(step)
-        loss = torch.where(left_out, 0, -ratio * step.advantages * own)
-        return TokenLoss(loss=loss, clipped=left_out)
-
-    return bound
-
-
-def _moved(step: _Step) -> Tensor:
-    """Return pi - pi_old of the sampled token."""
-    return (step.log_probs.exp() - step.old_log_probs.exp()).detach()
-
-
-def _tv(step: _Step) -> Tensor:
-    """Return which tokens DPPO-Binary-TV drops (arXiv 2602.04879): those that moved far enough in the
-    direction of their advantage."""
-    moved, config = _moved(step), step.config
-    return torch.where(step.advantages > 0, moved > config.eps_clip_high, moved < -config.eps_clip)
-
-
-def _tv_both(step: _Step) -> Tensor:
-    moved = _moved(step)
-    return (moved > step.config.eps_clip_high) | (moved < -step.config.eps_clip)
-
-
-def _binary_kl(step: _Step) -> Tensor:
-    """Return which tokens DPPO-Binary-KL drops, by the KL of (token, any other) between the two
-    policies; 1e-8 as in verl."""
-    new, old, moved = step.log_probs.detach().exp(), step.old_log_probs.exp(), _moved(step)
-    others = torch.log((1 - old + 1e-8) / (1 - new + 1e-8))
-    kl = old * (step.old_log_probs - step.log_probs.detach()) + (1 - old) * others
-    up = (kl > step.config.eps_clip_high) & (moved > 0)
-    down = (kl > step.config.eps_clip) & (moved < 0)
-    return torch.where(step.advantages > 0, up, down)
-
-
-def _band(step: _Step) -> Tensor:
-    ratio, config = step.ratio.detach(), step.config
-    return (ratio < 1 - config.eps_clip) | (ratio > 1 + config.eps_clip_high)
-
-
 BOUNDS: dict[Bound, Callable[[_Step], TokenLoss]] = {
     "none": _unbounded,
     "clip": _clip,
     "weight": _weight,
-    "gate": _gate,
-    "gamma": _gamma,
-    "clip-then-mean": _clip_then_mean,
-    "tv": _masked(_tv),
-    "tv-both": _masked(_tv_both),
-    "binary-kl": _masked(_binary_kl),
-    "band": _masked(_band),
 }
+
+LOW_VAR_LIMIT = 10.0
+"""Upper limit of low_var_kl in nats, as in verl, Miles and slime."""
+
+
+def kl_estimate(
+    log_probs: Tensor, ref_log_probs: Tensor, kind: KlType, log_ratio_clamp: float | None = 20.0
+) -> Tensor:
+    """Estimate KL(policy || reference) of each token (http://joschu.net/blog/kl-approx.html).
+
+    With x = ref - policy: k1 = -x, k2 = x^2 / 2, k3 = exp(x) - x - 1, low_var_kl = min(k3, 10). The
+    last two cut x to +- log_ratio_clamp, since k3 would overflow; a cut value has no gradient. The
+    gradient of k3 reaches 4.9e8 (1 - e^20). All [N], in nats.
+    """
+    require_choice("kind", kind, KlType)
+    x = ref_log_probs - log_probs
+    if kind == "k1":
+        return -x
+    if kind == "k2":
+        return x.square() / 2
+    x = clamped(x, log_ratio_clamp)
+    k3 = torch.expm1(x) - x
+    return k3.clamp(max=LOW_VAR_LIMIT) if kind == "low_var_kl" else k3
 
 
 @torch.no_grad()
-def opsm_mask(
-    log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    advantages: Tensor,
+def token_shares(
     batch: TokenBatch,
-    delta: float,
+    aggregation: LossAggregation,
+    gather: Gather = alone,
+    *,
+    scale_length: float | None = None,
+    episodes: Tensor | None = None,
 ) -> Tensor:
-    """Compute off-policy sequence masking (DeepSeek-V3.2, eq. 9): bool [N], false for dropped tokens.
+    """Return the factor of each token's loss such that the sum over all ranks is the aggregate: [N].
 
-    It drops tokens of negative advantage in sequences whose mean log(pi_rollout / pi) exceeds `delta`.
-    The paper calls the rollout's policy pi_old: "the sampling probability directly returned by the
-    inference framework", so that both sources of off-policyness count.
+    token-mean: mean over the tokens of the global batch. seq-mean-token-{mean, sum}: mean over its
+    sequences of their token mean or sum. seq-mean-token-sum-norm: the mean of token sums, divided by
+    the constant `scale_length`, as in Dr. GRPO (arXiv 2503.20783). Sequences without a counting token
+    are left out. float32, 0 outside the mask.
+
+    episodes: int64 [S], the number of each sequence's episode. All trajectories of an episode count as
+    one sequence, whichever ranks hold them, so that branching gives an episode no more weight. None:
+    every sequence is an episode.
     """
-    drift = batch.spread(batch.means(rollout_log_probs - log_probs))
-    return batch.mask & ~((advantages < 0) & (drift > delta))
+    require_choice("aggregation", aggregation, LossAggregation)
+    counts = batch.counts
+    if aggregation == "token-mean":
+        share = torch.full_like(counts, 1 / max(exact_sum(gather(counts)), 1))
+    else:
+        if episodes is None:
+            num_sequences = exact_sum(gather((counts > 0).double()))
+        else:
+            counts, num_sequences = _tokens_of_episodes(counts, episodes, gather)
+        share = torch.full_like(counts, 1 / max(num_sequences, 1))
+        if aggregation == "seq-mean-token-mean":
+            share = share / counts.clamp(min=1)
+        elif aggregation == "seq-mean-token-sum-norm":
+            share = share / _require_length(scale_length)
+    return torch.where(batch.mask, batch.spread(share.float()), 0)
+
+
+def _tokens_of_episodes(counts: Tensor, episodes: Tensor, gather: Gather) -> tuple[Tensor, float]:
+    """Return the number of counting tokens of each sequence's episode, float64 [S], and the number of
+    episodes with any."""
+    numbers, places = gather(episodes.double()).unique(return_inverse=True)
+    everyones = gather(counts)
+    totals = torch.zeros_like(numbers).index_add_(0, places, everyones)
+    ours = totals[torch.searchsorted(numbers, episodes.to(numbers))]
+    return ours.to(counts.device), float((totals > 0).sum())
+
+
+def _require_length(scale_length: float | None) -> float:
+    if scale_length is None or not scale_length > 0:
+        raise ValueError(
+            f"scale_length={scale_length}: seq-mean-token-sum-norm divides by it. Give the longest "
+            "response there can be."
+        )
+    return scale_length

@@ -117,18 +117,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             return _counted(left + right)
         if isinstance(left, int) and isinstance(right, int):
             size = (abs(left).bit_length(), abs(right).bit_length())
-            _require_small(sum(size) if operator_ == "*" else size[0] * right)
+            bits = sum(size) if operator_ == "*" else size[0] * right
+            if bits > LARGEST_NUMBER:
+                raise TemplateWorkError(
+                    f"chat_template: computes a number of {bits:,} bits, and it may have "
+                    f"{LARGEST_NUMBER:,}. Mend the checkpoint's chat_template.jinja, or take another's"
+                )
         else:
             _spend(max(_repeated(left, right), _repeated(right, left)))
         return left * right if operator_ == "*" else left**right
-
-
-def _require_small(bits: int) -> None:
-    if bits > LARGEST_NUMBER:
-        raise TemplateWorkError(
-            f"chat_template: computes a number of {bits:,} bits, and it may have {LARGEST_NUMBER:,}. "
-            "Mend the checkpoint's chat_template.jinja, or take another's"
-        )
 
 
 def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,11 +181,9 @@ def bound_templates() -> None:
 
     compile_ = transformers_templates._cached_compile_jinja_template
     if not hasattr(compile_, "unbounded"):
-        bounded = functools.lru_cache(lambda source: _compiled(compile_, source))
+        # Compiling folds constants, so the source is only ever compiled with a bound.
+        bounded = functools.lru_cache(
+            lambda source: BoundedEnvironment(compile_("").environment).from_string(source)
+        )
         bounded.unbounded = compile_  # type: ignore[attr-defined]
         transformers_templates._cached_compile_jinja_template = bounded
-
-
-def _compiled(unbounded: Callable[[str], Template], source: str) -> Template:
-    # Compiling folds constants, so the source is only ever compiled with a bound.
-    return BoundedEnvironment(unbounded("").environment).from_string(source)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from onpolicy.system.reading import parse_json
+from onpolicy.system.files import parse_json
 
 Message = Mapping[str, Any]
 """A message in OpenAI's form: role, content (text, or a list of text parts), and maybe
@@ -18,10 +18,8 @@ _TEXT_PARTS = (None, "text", "input_text", "output_text")
 
 class Arguments(dict[str, Any]):
     """The arguments of a tool call as most templates want them: an object, whose text is its JSON.
-
     Some templates write `arguments | tojson`, some iterate over the items, and some write
-    `arguments` as it is, for which Python would write `{'a': 1}`.
-    """
+    `arguments` as it is, for which Python would write `{'a': 1}`."""
 
     def __init__(self, values: Mapping[str, Any], text: str):
         super().__init__(values)
@@ -33,12 +31,9 @@ class Arguments(dict[str, Any]):
 
 def read_chat(value: Any) -> list[dict[str, Any]]:
     """Return the messages of a prompt: a text is one user message, and the JSON text of a chat is a
-    chat.
-
-    Fields that are null and empty lists of calls are left out, and parts of text are joined. An
-    assistant message that only calls tools has the content None. Raises ValueError with the message
-    and the rule for anything that would not reach the policy unchanged.
-    """
+    chat. Fields that are null and empty lists of calls are left out, and parts of text are joined.
+    An assistant message that only calls tools has the content None. Raises ValueError with the
+    message and the rule for anything that would not reach the policy unchanged."""
     if isinstance(value, str):
         messages = _chat_in(value)
         value = [{"role": "user", "content": value}] if messages is None else messages
@@ -48,10 +43,8 @@ def read_chat(value: Any) -> list[dict[str, Any]]:
 
 
 def read_tools(value: Any) -> list[dict[str, Any]]:
-    """Return the tools of a row: none, JSON schemas of functions, or their JSON as text.
-
-    Raises ValueError for anything else.
-    """
+    """Return the tools of a row: none, JSON schemas of functions, or their JSON as text. Raises
+    ValueError for anything else."""
     try:
         tools = parse_json(value) if isinstance(value, str) and value.strip() else value or []
         if isinstance(tools, list):
@@ -120,10 +113,8 @@ def _read_calls(value: Any, number: int) -> list[dict[str, Any]]:
 
 
 def text_of(content: Any) -> Any:
-    """Return the content of a message with its text parts joined; other content unchanged.
-
-    Raises ValueError for a part that is not text.
-    """
+    """Return the content of a message with its text parts joined; other content unchanged. Raises
+    ValueError for a part that is not text."""
     if not isinstance(content, (list, tuple)):
         return content
     texts = []

@@ -1,14 +1,18 @@
-"""Rendering of a chat as text by its template, with checks that nothing is left out."""
+"""Rendering of a chat as text by its template, with checks that nothing is left out.
+
+Templates that know four roles write nothing for a fifth, and raise no error: the policy never sees
+the instruction (sgl-project/sglang#40082 and ollama/ollama#18305). `left_out` finds such messages by
+rendering marks in the places of their words.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from onpolicy.chat.bounded import bound_templates
-from onpolicy.chat.left_out import left_out
 from onpolicy.chat.messages import (
     FORMS,
     CallForm,
@@ -32,21 +36,10 @@ OURS = {
 """The arguments of `apply_chat_template` that are no variables of a template."""
 
 
-class ChatRefusedError(ValueError):
-    """Messages that a chat template refuses; `reason` is the template's message."""
-
-    def __init__(self, reason: str):
-        super().__init__(f"the chat template refuses the messages: {reason}")
-        self.reason = reason
-
-
 class ChatRenderer:
-    """The template of a tokenizer, applied as SGLang's chat endpoint does.
-
-    options: variables of the template beside its messages and tools, such as enable_thinking.
-    Raises ValueError for one that the template does not read; all methods raise it for messages
-    that the template refuses.
-    """
+    """The template of a tokenizer, applied as SGLang's chat endpoint does. options: variables of
+    the template beside its messages and tools, such as enable_thinking. Raises ValueError for one
+    that the template does not read; all methods raise it for messages that the template refuses."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None
@@ -61,11 +54,8 @@ class ChatRenderer:
         return str(self._tokenizer.chat_template or "")
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Return the text of a chat that the policy continues.
-
-        Raises ValueError where the template leaves out tools, a call, or the words of anybody but
-        the assistant.
-        """
+        """Return the text of a chat that the policy continues. Raises ValueError where the template
+        leaves out tools, a call, or the words of anybody but the assistant."""
         text = self._render(messages, tools, begins=True)
         if tools and text == self._render(messages, (), begins=True):
             raise ValueError("has tools, and the chat template writes none of them")
@@ -102,10 +92,8 @@ class ChatRenderer:
         begins: bool = False,
     ) -> str:
         """Return the template's text for messages, in the first form of calls that it writes.
-
         goes_on: whether an answer is to follow. begins: whether a last message by the assistant is
-        the beginning of that answer.
-        """
+        the beginning of that answer."""
         if not self._source:
             raise ValueError(NO_TEMPLATE)
         last = messages[-1] if messages else {}
@@ -157,3 +145,41 @@ class ChatRenderer:
                 f"--chat-template-kwargs: the chat template reads no variable {name!r}. Correct the "
                 "name, or leave it out"
             )
+
+
+class ChatRefusedError(ValueError):
+    """Messages that a chat template refuses; `reason` is the template's message."""
+
+    def __init__(self, reason: str):
+        super().__init__(f"the chat template refuses the messages: {reason}")
+        self.reason = reason
+
+
+def left_out(
+    messages: Sequence[Message], render: Callable[[list[dict[str, Any]]], str]
+) -> list[int]:
+    """Return the indices of the messages whose words a chat template leaves out.
+
+    render: renders messages to text. Words are searched by a mark in their place, since templates
+    trim them, or write them as JSON. Messages without words are skipped, and so are the
+    assistant's, whose earlier thinking and words beside a call templates drop on purpose. A
+    template that takes the words and not the marks (it may want JSON there) is assumed to write
+    them."""
+    asked = [i for i, message in enumerate(messages) if _has_words(message)]
+    marked: list[dict[str, Any]] = [dict(message) for message in messages]
+    for i in asked:
+        marked[i]["content"] = _mark(i)
+    try:
+        text = render(marked).upper()
+    except Exception:  # a template is a program of the checkpoint's
+        return []
+    return [i for i in asked if _mark(i) not in text]
+
+
+def _has_words(message: Message) -> bool:
+    content = message.get("content")
+    return message.get("role") != "assistant" and isinstance(content, str) and bool(content.strip())
+
+
+def _mark(number: int) -> str:
+    return f"WORDSOFMESSAGE{number}END"

@@ -48,7 +48,6 @@ class Drift:
     """The text of the tokens from there on, at most 40 characters."""
 
     wants: str
-    """The template's text from there on."""
 
     def __str__(self) -> str:
         return (
@@ -65,18 +64,14 @@ class Continuation:
     """
 
     token_ids: list[int]
-    """The tokens that follow them."""
-
     drift: Drift | None = None
 
 
 class ChatTemplate(ChatRenderer):
-    """The template of a tokenizer, applied as SGLang's chat endpoint does.
-
-    stop_token_ids: the tokens that end an answer. options: further variables of the template, such
-    as enable_thinking. Raises ValueError for an option that the template does not read; all methods
-    raise it for messages that the template refuses.
-    """
+    """The template of a tokenizer, applied as SGLang's chat endpoint does. stop_token_ids: the
+    tokens that end an answer. options: further variables of the template, such as enable_thinking.
+    Raises ValueError for an option that the template does not read; all methods raise it for
+    messages that the template refuses."""
 
     def __init__(
         self,
@@ -112,8 +107,9 @@ class ChatTemplate(ChatRenderer):
         """Return the tokens of an answer as a policy would have sampled it: from the end of `begin`
         to its stop token. The text of a stop token within the answer is ordinary text."""
         before, marked, marks = self._render(known, tools), answer, dict[str, str]()
-        if self._is_in(answer):
-            marks = {stop: _mark_of(i) for i, stop in enumerate(sorted(self._stops))}
+        if any(stop in text for text in _texts(answer) for stop in self._stops):
+            # Characters of the last private-use plane, which no text has.
+            marks = {stop: chr(0x10FF00 + i) for i, stop in enumerate(sorted(self._stops))}
             marked = _replaced(answer, marks)
         text = self._render([*known, marked], tools, goes_on=False)
         said = text.removeprefix(before)
@@ -135,10 +131,6 @@ class ChatTemplate(ChatRenderer):
             )
         return token_ids
 
-    def _is_in(self, answer: Message) -> bool:
-        """Return whether an answer holds the text of a stop token."""
-        return any(stop in text for text in _texts(answer) for stop in self._stops)
-
     def _encode_marked(self, text: str, stops: Mapping[str, str]) -> list[int]:
         """Return the tokens of text in which marks stand for the texts of stop tokens, which become
         ordinary tokens."""
@@ -157,11 +149,9 @@ class ChatTemplate(ChatRenderer):
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Continuation:
-        """Return the continuation of a chat after an answer.
-
-        token_ids: the chat so far, which ends with the answer as it was sampled. known: its
-        messages, the last one being the answer. messages: the new ones.
-        """
+        """Return the continuation of a chat after an answer. token_ids: the chat so far, which ends
+        with the answer as it was sampled. known: its messages, the last one being the answer.
+        messages: the new ones."""
         have = self._text(token_ids)
         wanted = self._normal(self._render([*known, *messages], tools))
         if wanted.startswith(have):
@@ -182,11 +172,8 @@ class ChatTemplate(ChatRenderer):
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         """Return the tokens that the template adds for messages after an answer, whatever came
-        before it.
-
-        They begin with the end of the answer, unless the last of `token_ids` has ended it: a stop
-        token that the template also writes there occurs once.
-        """
+        before it. They begin with the end of the answer, unless the last of `token_ids` has ended
+        it: a stop token that the template also writes there occurs once."""
         rest = self._after_mark(messages, tools)
         if self._decode(token_ids[-1:]) in self._stops:
             ends = [text for text in self._special if rest.startswith(text)]
@@ -251,17 +238,10 @@ def make_template(
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the tokens of text that begins a sequence, including the tokenizer's beginning token.
-
-    Text from a template may hold that token already, which then occurs once.
-    """
+    Text from a template may hold that token already, which then occurs once."""
     begin = str(getattr(tokenizer, "bos_token", None) or "")
     has_begun = bool(begin) and text.startswith(begin)
     return list(tokenizer.encode(text, add_special_tokens=not has_begun))
-
-
-def _mark_of(number: int) -> str:
-    """Return a character of the last private-use plane, which no text has."""
-    return chr(0x10FF00 + number)
 
 
 def _replaced(value: Any, texts: Mapping[str, str]) -> Any:

@@ -44,8 +44,7 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> TurnEnds | None:
     answer out. A marker that occurs only where a chat is over is skipped if another one occurs also
     where it goes on: Phi-3 writes `<|end|>` after each answer and `<|endoftext|>` after the last
     message. A marker that occurs only where a chat goes on is no end: GPT-OSS ends an answer with
-    `<|return|>`, and writes `<|end|>` in its place afterwards.
-    """
+    `<|return|>`, and writes `<|end|>` in its place afterwards."""
     bound_templates()
     closing = _after_mark(tokenizer, [([*chat], ()) for chat in _answered()])
     if closing is None:
@@ -63,11 +62,9 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> TurnEnds | None:
 
 
 def _call_end(tokenizer: PreTrainedTokenizerBase, end: int, is_special: set[int]) -> Iterator[int]:
-    """Yield the token that ends a call, if it differs from the token that ends an answer.
-
-    It is a special token: `</tool_call>`, which may be an added token too, can be followed by
-    further calls.
-    """
+    """Yield the token that ends a call, if it differs from the token that ends an answer. It is a
+    special token: `</tool_call>`, which may be an added token too, can be followed by further
+    calls."""
     closing = _after_mark(tokenizer, [(chat, [_TOOL]) for chat in _calling()])
     if closing is None or end in (closes := _markers(tokenizer, closing)):
         return

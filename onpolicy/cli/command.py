@@ -21,10 +21,7 @@ Config = TypeVar("Config")
 
 
 def begin(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
-    """Return the configuration, checked as far as flags alone allow; heavy imports come after that.
-
-    Raises ConfigError, also if the logs or the result could not be written.
-    """
+    """Return the checked configuration, before heavy imports. Raises ConfigError."""
     config = parse(config_class, argv, prog)
     validate(config)
     begin_with(config)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onpolicy.cli.parse import parse
-from onpolicy.config.look import LookConfig
 from onpolicy.config.rules import require_ranges
+from onpolicy.config.tool_flags import LookConfig
 from onpolicy.errors import ConfigError, visible
 
 
@@ -16,12 +16,12 @@ def main(argv: Sequence[str]) -> int:
     require_ranges(config)
     if not config.file:
         raise ConfigError("FILE is missing. Give the path of prompts.")
-    if config.apply_chat_template and not config.hf_checkpoint:
+    if config.rows.apply_chat_template and not config.hf_checkpoint:
         raise ConfigError(
             "--apply-chat-template: the template is the tokenizer's. Add --hf-checkpoint DIR."
         )
 
-    from onpolicy.run.commands.data import look
+    from onpolicy.run.commands.prompt_statistics import look
 
     found = look(config)
     print(visible(found.told()))

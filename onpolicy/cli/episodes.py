@@ -17,29 +17,25 @@ from onpolicy.outputs.destinations import require_writable, write_output
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodesConfig:
-    """Write one HTML page with the episodes that a run has written down, or serve it while the run goes
-    on.
+    """Write one HTML page with the episodes of a run, or serve it while the run goes on.
 
-    It shows turns, tool calls, and tokens coloured by probability, advantage and weight.
-    """
+    The page shows turns, tool calls, and tokens coloured by probability, advantage and weight."""
 
-    run: Annotated[
-        str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help_behavior_hint="")
-    ] = ""
+    run: Annotated[str, tyro.conf.Positional] = ""
     """Run directory of `onpolicy train`."""
 
     output: str = "episodes.html"
-    """File to write. It needs nothing beside it and no network to be opened."""
+    """File to write. The page works offline."""
 
     port: Annotated[int | None, at_least(0), at_most(LAST_PORT)] = None
-    """Serve the page on this host instead, as the run goes on; 0: at any free port. Its URL, which is
-    printed, has a token, and is for you alone."""
+    """Serve the page on this port of this host instead, as the run goes on; 0 takes a free port. The
+    printed URL holds a token and is for you alone."""
 
     page_host: Annotated[tuple[str, ...], ReadBy("--port", lambda run: run.port is not None)] = ()
-    """Further names under which that page may be asked for, such as a proxy's."""
+    """Further host names under which the page may be requested, such as a proxy's."""
 
     rollouts: Count = 20
-    """Rollouts and evaluations to show, the last ones that have samples."""
+    """Number of last rollouts and evaluations with samples to show."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     if not config.run:
         raise ConfigError("RUN is missing. Give a run's directory.")
 
-    from onpolicy.report.episodes import read_episodes, render
+    from onpolicy.report.episode_page import read_episodes, render
 
     read = partial(read_episodes, config.run, config.rollouts)
     if config.port is not None:
@@ -62,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve(config: EpisodesConfig, read: Callable[[], Any], render: Callable[[Any], str]) -> int:
-    from onpolicy.report.serve import make_server
+    from onpolicy.report.episode_page import make_server
 
     assert config.port is not None
     read()

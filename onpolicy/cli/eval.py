@@ -9,10 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from onpolicy.cli.command import begin_with, put_out
-from onpolicy.cli.parse import parse
-from onpolicy.cli.yaml_file import as_argument
+from onpolicy.cli.parse import as_argument, parse
 from onpolicy.config import TrainConfig
-from onpolicy.config.evaluate import EvaluateConfig
 from onpolicy.config.flags import (
     SGLANG_ARGS,
     Flag,
@@ -25,6 +23,7 @@ from onpolicy.config.flags import (
 from onpolicy.config.rules import decides_results, require_ranges, require_sense
 from onpolicy.config.secrets import HIDDEN, is_secret
 from onpolicy.config.sglang_flags import PREFIX
+from onpolicy.config.tool_flags import EvaluateConfig
 from onpolicy.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     if not given.checkpoint:
         raise ConfigError("CHECKPOINT is missing. Give a Hugging Face checkpoint, or one of a run.")
 
-    from onpolicy.run.saving.published import find_published
+    from onpolicy.run.saving.checkpoint import find_published
 
     found = find_published(given.checkpoint)
     taken = [*_of_the_run(found.config, given)]
@@ -55,8 +54,8 @@ def main(argv: Sequence[str]) -> int:
 
     from onpolicy.rewards.scorer import Scorer
     from onpolicy.run.commands.evaluate import evaluate
-    from onpolicy.run.commands.evaluate_inputs import read_inputs
-    from onpolicy.run.launch.lengths import fit_run
+    from onpolicy.run.launch.input_checks import fit_run
+    from onpolicy.run.launch.inputs import read_inputs
 
     train_config = fit_run(train_config)
     inputs = read_inputs(train_config, Scorer(train_config.reward))
@@ -66,11 +65,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _of_the_run(recorded: Mapping[str, Any], given: EvaluateConfig) -> Iterator[str]:
-    """Yield a run's flags that decide an evaluation, as arguments to put before the user's.
-
-    The user's own reward, agent or evaluation sets replace the run's, with all flags of their group.
-    Raises ConfigError for an API key that the run had, since no record holds it.
-    """
+    """Yield a run's flags that decide an evaluation, as arguments to put before the user's. The
+    user's own reward, agent or evaluation sets replace the run's, with all flags of their group.
+    Raises ConfigError for an API key that the run had, since no record holds it."""
     if not given.sglang_args:
         for argument in recorded.get(SGLANG_ARGS, ()):
             if not is_secret(argument):

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 from onpolicy.cli.command import begin
 from onpolicy.config import validate
-from onpolicy.config.explain import ExplainConfig
+from onpolicy.config.tool_flags import ExplainConfig
 from onpolicy.errors import visible
 from onpolicy.outputs.destinations import write_output
 from onpolicy.system.json_values import finite
@@ -18,13 +18,13 @@ def main(argv: Sequence[str]) -> int:
     """Record both engines, print where they differ, and return 1 if they do."""
     config = begin(ExplainConfig, argv, "onpolicy explain")
 
+    from onpolicy.explain.explain_inputs import with_case
     from onpolicy.explain.findings import render, told
-    from onpolicy.explain.inputs import with_case
     from onpolicy.explain.microscope import explain
-    from onpolicy.run.commands.verify_inputs import check_inputs
+    from onpolicy.run.commands.verification import check_inputs
     from onpolicy.run.engines import EnginePair
     from onpolicy.run.launch.cluster_engines import MakeEngines, on_cluster
-    from onpolicy.run.launch.lengths import fit_verify
+    from onpolicy.run.launch.input_checks import fit_verify
 
     config = fit_verify(with_case(config))
     validate(config)  # a case has a contract of its own

@@ -15,23 +15,21 @@ from onpolicy.outputs.destinations import require_directory
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """Write a checkpoint that an adapter was merged into, for what loads no adapters.
+    """Write a checkpoint with an adapter merged into it, for programs that load no adapters.
 
-    In bfloat16 much of an update may be rounded away; how much is said.
-    """
+    In bfloat16 much of an update may be rounded away. The command prints how much."""
 
     hf_checkpoint: str = ""
-    """Local directory with the Hugging Face checkpoint of the base. Required."""
+    """Local directory with the Hugging Face checkpoint of the base model. Required."""
 
     merge: str = ""
-    """Directory of an adapter in PEFT's format, such as step_N/hf of a run with --lora-rank, which is
-    merged into --hf-checkpoint. Required."""
+    """Directory of a PEFT adapter to merge, such as step_N/hf of a run with --lora-rank. Required."""
 
     dtype: Literal["", "bfloat16", "float16", "float32"] = ""
     """Dtype of the merged checkpoint. Required."""
 
     output: str = ""
-    """Directory to write, which is not there yet. Required."""
+    """New directory to write. Required."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -8,10 +8,9 @@ import sys
 from collections.abc import Sequence
 
 from onpolicy.cli.gone_flags import GONE
-from onpolicy.compat.process import prepare_process
+from onpolicy.compat.process import collect_rarely, prepare_process
 from onpolicy.errors import ConfigError, OnPolicyError, visible
 from onpolicy.system import ending
-from onpolicy.system.garbage import collect_rarely
 
 COMMANDS = {
     "train": "reinforcement learning with rollout and training engines that agree bit for bit",

@@ -1,7 +1,8 @@
-"""The parser: from arguments and a YAML file to a typed configuration. The command line wins.
+"""Parser of the command line: from arguments and a YAML file to a typed configuration.
 
-It also sets environment variables that the configuration needs and that libraries read on import, since
-imports come next.
+The file of --custom-config-path is turned into arguments; the command line wins over it. The parser
+also sets environment variables that the configuration needs and that libraries read on import,
+since imports come next.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import difflib
 import io
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,9 +25,8 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-from onpolicy.cli import yaml_file
-from onpolicy.cli.gone_flags import require_not_gone
-from onpolicy.cli.other_names import ours_for, override_in
+from onpolicy.cli.gone_flags import ours_for, override_in, require_not_gone
+from onpolicy.cli.help import help_asked, show_help
 from onpolicy.compat.process import use_portable_kernels
 from onpolicy.config import sglang_flags
 from onpolicy.config.flags import (
@@ -39,35 +39,35 @@ from onpolicy.config.flags import (
     with_flags,
 )
 from onpolicy.config.groups import AlgorithmConfig, OperatorsConfig
-from onpolicy.config.groups.recipes import RECIPES
-from onpolicy.config.rules import require_ranges
+from onpolicy.config.groups.algorithm_flags import RECIPES
+from onpolicy.config.strict_yaml import broken_kind, read_mapping, require_known
 from onpolicy.errors import ConfigError
-from onpolicy.models.lora.peft_adapter import read_peft_adapter
+
+CONFIG_KEY = "custom_config_path"
+SGLANG = "sglang_"
 
 Config = TypeVar("Config")
 
 
 def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
-    """Parse flags of `config_class`, a dataclass of flags or of groups of flags.
-
-    Raises ConfigError for a bad YAML file, for a value that is not of its flag's type, and for arguments
-    that are no flags, with the nearest name.
-    """
+    """Parse flags of `config_class`, a dataclass of flags or of groups of flags. Raises ConfigError
+    for a bad YAML file, for a value that is not of its flag's type, and for arguments that are no
+    flags, with the nearest name."""
+    if (asked := help_asked(argv)) is not None:
+        show_help(config_class, prog, asked)
     rest, sglang_args = sglang_flags.split(argv)
     require_not_gone(rest)
     _require_no_override(rest, [*flag_types(config_class)])
-    path = _config_path(rest) if yaml_file.CONFIG_KEY in flag_types(config_class) else ""
+    path = _config_path(rest) if CONFIG_KEY in flag_types(config_class) else ""
     from_file: tuple[list[str], list[str]] = ([], [])
     if path:
-        from_file = yaml_file.read_arguments(path, flag_types(config_class))
+        from_file = read_arguments(path, flag_types(config_class))
     arguments = [*from_file[0], *rest]
     config, unknown = _parsed(config_class, arguments, prog)
     recipe = RECIPES.get(getattr(config, "algorithm", AlgorithmConfig()).recipe, {})
     adapter = _adapter_flags(flag_values(config).get("lora_adapter", ""))
     if told := {**recipe, **adapter}:
-        arguments = [
-            x for key, value in told.items() for x in yaml_file.as_argument(key, value)
-        ] + arguments
+        arguments = [x for key, value in told.items() for x in as_argument(key, value)] + arguments
         config, unknown = _parsed(config_class, arguments, prog)
         _require_as_told(config, adapter)
     if unknown:
@@ -78,11 +78,72 @@ def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
         config = dataclasses.replace(config, sglang_args=sglang)  # type: ignore[type-var]
     if getattr(config, "operators", OperatorsConfig()).is_portable:
         use_portable_kernels()
-    return counted_as_engines(config)
+    return config
+
+
+def _config_path(argv: Sequence[str]) -> str:
+    """Return the value of --custom-config-path, which tyro accepts with underscores, too."""
+    found: list[str] = []
+    for i, arg in enumerate(argv):
+        name, equals, value = arg.partition("=")
+        if name.replace("_", "-") == spelled(CONFIG_KEY):
+            found.append(value if equals else "".join(argv[i + 1 : i + 2]))
+    if len(found) > 1:
+        raise ConfigError(
+            f"{spelled(CONFIG_KEY)}={found[1]}: given twice, and one file is read. Put both "
+            "into one."
+        )
+    return found[0] if found else ""
+
+
+def read_arguments(path: str, kinds: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the arguments of the file, and its arguments for SGLang; `kinds` holds the type of
+    every flag. Raises ConfigError for a file, a key or a value that is no part of a
+    configuration."""
+    ours: list[str] = []
+    sglang: list[str] = []
+    name = f"{spelled(CONFIG_KEY)}={path}"
+    for key, value in read_mapping(path, name).items():
+        if isinstance(key, str) and key.startswith(SGLANG):
+            sglang += _sglang_argument(key, value, name)
+            continue
+        if key == CONFIG_KEY:
+            raise ConfigError(f"{name}: {key} does nothing inside the file. Leave it out.")
+        require_not_gone([f"{spelled(str(key))}={value}"])
+        require_known(key, kinds, name)
+        if rule := broken_kind(value, kinds[key]):
+            raise ConfigError(f"{name}: {key}={value!r}: {rule}.")
+        ours += as_argument(key, value)
+    return ours, sglang
+
+
+def as_argument(key: str, value: object) -> list[str]:
+    """Return a flag, named with _ for -, and its value as arguments of the command line."""
+    flag = spelled(key)
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    return [f"{flag}={value}"]
+
+
+def _sglang_argument(key: str, value: object, name: str) -> list[str]:
+    """Return a flag for SGLang, which alone knows its type: true sets a switch, false leaves it out."""
+    items = value if isinstance(value, list) else [value]
+    if not all(isinstance(item, (str, int, float)) for item in items):
+        raise ConfigError(
+            f"{name}: {key}={value!r}: must be text, a number, true or a list of them."
+        )
+    flag = spelled(key.removeprefix(SGLANG))
+    if isinstance(value, bool):
+        return [flag] if value else []
+    return [flag, *map(str, items)]
 
 
 def _adapter_flags(directory: str) -> dict[str, Any]:
     """Return the flags that the adapter of --lora-adapter implies."""
+    from onpolicy.models.lora.peft_adapter import read_peft_adapter
+
     return read_peft_adapter(directory, "--lora-adapter").flags if directory else {}
 
 
@@ -114,7 +175,14 @@ def _parsed(
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return _ask_tyro(config_class, arguments, prog, registry)
+            return tyro.cli(
+                config_class,
+                args=arguments,
+                prog=prog,
+                return_unknown_args=True,
+                registry=registry,
+                config=(tyro.conf.OmitArgPrefixes,),  # a flag does not begin with its group's name
+            )
     except _Refused as refused:
         raise refused.args[0] from None
     except SystemExit:
@@ -142,19 +210,6 @@ def _rule_in(box: str) -> str | None:
     return None
 
 
-def _ask_tyro(
-    config_class: type[Config], arguments: list[str], prog: str, registry: ConstructorRegistry
-) -> tuple[Config, list[str]]:
-    return tyro.cli(
-        config_class,
-        args=arguments,
-        prog=prog,
-        return_unknown_args=True,
-        registry=registry,
-        config=(tyro.conf.OmitArgPrefixes,),  # a flag does not begin with the name of its group
-    )
-
-
 def _group(default: Any) -> StructConstructorSpec:
     """Return the spec of a group as one list of flags, including flags of nested records."""
 
@@ -171,21 +226,6 @@ def _group(default: Any) -> StructConstructorSpec:
     return StructConstructorSpec(instantiate=make, fields=tuple(fields))
 
 
-def _config_path(argv: Sequence[str]) -> str:
-    """Return the value of --custom-config-path, which tyro accepts with underscores, too."""
-    found: list[str] = []
-    for i, arg in enumerate(argv):
-        name, equals, value = arg.partition("=")
-        if name.replace("_", "-") == spelled(yaml_file.CONFIG_KEY):
-            found.append(value if equals else "".join(argv[i + 1 : i + 2]))
-    if len(found) > 1:
-        raise ConfigError(
-            f"{spelled(yaml_file.CONFIG_KEY)}={found[1]}: given twice, and one file is read. Put both "
-            "into one."
-        )
-    return found[0] if found else ""
-
-
 def _unknown(arg: str, argv: Sequence[str], keys: Sequence[str], prog: str) -> str:
     """Return the message for an argument that no flag takes."""
     if not arg.startswith("-"):
@@ -197,7 +237,8 @@ def _unknown(arg: str, argv: Sequence[str], keys: Sequence[str], prog: str) -> s
         )
     flags = [*map(spelled, keys), *(spelled(f"no_{key}") for key in keys)]
     name = arg.split("=")[0].replace("_", "-")
-    nearest = difflib.get_close_matches(name, flags, 1, cutoff=0.75)
+    others = [flag for flag in flags if flag != name]  # a flag may be one of another command alone
+    nearest = difflib.get_close_matches(name, others, 1, cutoff=0.75)
     hint = f"Did you mean {nearest[0]}? " if nearest else ""
     if (ours := ours_for(name)) and ours in keys:
         hint = f"It is {spelled(ours)} here. "
@@ -213,37 +254,3 @@ def _require_no_override(argv: Sequence[str], keys: Sequence[str]) -> None:
             raise ConfigError(
                 f"{argument}: is an override of verl's, and flags are --name VALUE.{hint} See --help"
             )
-
-
-def counted_as_engines(config: Config) -> Config:
-    """Return the configuration with the servers and the tensor-parallel degree that GPU-counting flags
-    (as in slime and Miles) imply.
-
-    Raises ConfigError if something is given twice, or if GPUs would be left over.
-    """
-    values, sglang_args = flag_values(config), getattr(config, SGLANG_ARGS, ())
-    per_engine, total = values.get("rollout_num_gpus_per_engine"), values.get("rollout_num_gpus")
-    if per_engine is None and total is None:
-        return config
-    require_ranges(config)
-    if per_engine is not None:
-        if sglang_flags.given_tensor_parallel_size(sglang_args):
-            raise ConfigError(
-                f"--rollout-num-gpus-per-engine={per_engine}: --sglang-tp-size says the same. Leave one "
-                "out."
-            )
-        sglang_args = (*sglang_args, "--tp-size", str(per_engine))
-    degree = sglang_flags.tensor_parallel_size(sglang_args)
-    if total is not None:
-        if (num_engines := values["rollout_num_engines"]) != 1:
-            raise ConfigError(
-                f"--rollout-num-gpus={total}: --rollout-num-engines={num_engines} says how many servers "
-                "there are, and each takes --rollout-num-gpus-per-engine GPUs. Leave one out."
-            )
-        if total % degree:
-            raise ConfigError(
-                f"--rollout-num-gpus={total}: must be a multiple of --rollout-num-gpus-per-engine "
-                f"{degree}. Give {total // degree * degree or degree}."
-            )
-        config = with_flags(config, {"rollout_num_engines": total // degree})
-    return dataclasses.replace(config, sglang_args=sglang_args)  # type: ignore[type-var]

@@ -15,23 +15,18 @@ from onpolicy.outputs.destinations import require_writable, write_output
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    """Write one HTML page with the curves of several runs over each other.
+    """Write one HTML page with the curves of several runs on the same axes.
 
-    Runs whose configuration differs only in the seed share a colour and get a bold median.
-    """
+    Runs whose configuration differs only in the seed share a colour and get a bold median."""
 
-    runs: Annotated[
-        tuple[str, ...],
-        tyro.conf.Positional,
-        tyro.conf.arg(metavar="RUN...", help_behavior_hint=""),
-    ] = ()
-    """Run directories of `onpolicy train`, or their metrics.jsonl files. At least one."""
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Run directories of `onpolicy train`, or their metrics.jsonl files. At least one is required."""
 
     output: str = "report.html"
-    """File to write. It needs nothing beside it and no network to be opened."""
+    """File to write. The page works offline."""
 
     episodes: bool = False
-    """Write a page of the last episodes of each run beside it too, and link that."""
+    """Also write a page with the last episodes of each run beside it, and link to it."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,9 +37,8 @@ def main(argv: Sequence[str]) -> int:
 
     require_writable("--output", config.output)
 
-    from onpolicy.report.episodes import write_pages
-    from onpolicy.report.page import render
-    from onpolicy.report.runs import read_runs
+    from onpolicy.report.episode_page import write_pages
+    from onpolicy.report.page import read_runs, render
 
     runs = read_runs(config.runs)
     links = {}

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from onpolicy.cli.command import begin
-from onpolicy.config.tools import ServeConfig
+from onpolicy.config.tool_flags import ServeConfig
 from onpolicy.outputs.lock import locked
 
 
@@ -20,9 +20,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve(config: ServeConfig) -> None:
-    from onpolicy.run.commands.serve import checked_spec, needs_of_servers, serve
+    from onpolicy.cluster.placement import placement_of_servers
+    from onpolicy.run.commands.served_engines import checked_spec, needs_of_servers, serve
     from onpolicy.run.launch.cluster_engines import places_on_cluster
-    from onpolicy.run.launch.host_shares import placement_of_servers
 
     spec = checked_spec(config)
     host = config.server.rollout_host

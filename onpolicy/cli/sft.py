@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from onpolicy.cli.command import begin
-from onpolicy.config.sft import SftConfig
+from onpolicy.config.sft_flags import SftConfig
 
 
 def main(argv: Sequence[str]) -> int:
@@ -14,8 +14,7 @@ def main(argv: Sequence[str]) -> int:
     config = begin(SftConfig, argv, "onpolicy sft")
 
     from onpolicy.run import saving
-    from onpolicy.run.supervised.inputs import read_inputs
-    from onpolicy.run.supervised.run import fine_tune
+    from onpolicy.run.supervised.supervised_run import fine_tune, read_inputs
 
     inputs = read_inputs(config)
     rows, steps = len(inputs.examples), inputs.num_steps

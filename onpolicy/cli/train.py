@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from onpolicy.cli.command import begin
+from onpolicy.compat.light_imports import import_transformers
 from onpolicy.config import TrainConfig
-from onpolicy.config.groups.recipes import recipe_of
+from onpolicy.config.groups.algorithm_flags import recipe_of
 
 
 def main(argv: Sequence[str]) -> int:
@@ -18,29 +19,29 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _dry_run(config: TrainConfig) -> int:
+    import_transformers()
     from onpolicy.rewards.scorer import Scorer
     from onpolicy.run import saving
     from onpolicy.run.launch.cluster_engines import planned
+    from onpolicy.run.launch.input_checks import fit_run, sharing_described
     from onpolicy.run.launch.inputs import read_inputs
-    from onpolicy.run.launch.lengths import fit_run
-    from onpolicy.run.launch.sharing import sharing_described
 
     config = fit_run(config)
     inputs = read_inputs(config, Scorer(config.reward))
     saving.find(config, inputs.prompts.prompts, inputs.evaluations)
     if config.output.save:
-        saving.require_room(config, inputs.hf_config, inputs.ladder.contract.adapter)
+        saving.require_room(config, inputs.hf_config, inputs.contract.adapter)
     print(json.dumps(config.to_dict(), indent=2))
     _say_what_runs(config)
     print(sharing_described(config, [len(p.prompt_ids) for p in inputs.prompts.prompts]))
-    contract, longest = inputs.ladder.contract, inputs.longest_sequence(config)
+    contract, longest = inputs.contract, inputs.longest_sequence(config)
     print("\n".join(planned(config, inputs.hf_config, contract, longest)))
     print(f"{len(inputs.prompts.prompts)} prompts; contract {contract.fingerprint}")
     return 0
 
 
 def _train(config: TrainConfig) -> int:
-    from onpolicy.cluster.session import begun
+    from onpolicy.cluster.ray_session import begun
     from onpolicy.run.launch.early_engine import engine_begun
 
     with begun(config.cluster), engine_begun(config):
@@ -49,18 +50,19 @@ def _train(config: TrainConfig) -> int:
 
 def _train_beside(config: TrainConfig) -> int:
     """Train; all checks are made while the cluster starts and the engine imports SGLang."""
+    import_transformers()
     from onpolicy.outputs.progress import print_summary
     from onpolicy.rewards.scorer import Scorer
     from onpolicy.run.launch.cluster_engines import on_cluster
+    from onpolicy.run.launch.input_checks import fit_run
     from onpolicy.run.launch.inputs import read_inputs
-    from onpolicy.run.launch.lengths import fit_run
-    from onpolicy.run.restarts import train_through_losses
+    from onpolicy.run.loop import train_through_losses
     from onpolicy.run.run import Run
 
     config = fit_run(config)
     inputs = read_inputs(config, Scorer(config.reward))
     _say_what_runs(config)
-    with on_cluster(config, inputs.ladder.contract) as cluster:
+    with on_cluster(config, inputs.contract) as cluster:
         make_run = partial(Run, make_engines=cluster.make_engines)
         summary = train_through_losses(config, inputs, make_run)
     print_summary(summary)

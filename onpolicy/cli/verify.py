@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onpolicy.cli.command import begin, put_out
-from onpolicy.config.tools import VerifyConfig
+from onpolicy.config.tool_flags import VerifyConfig
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print the report, and return 1 if the mode's promise does not hold."""
     config = begin(VerifyConfig, argv, "onpolicy verify")
 
-    from onpolicy.run.commands.verify import passes, verify
-    from onpolicy.run.commands.verify_inputs import check_inputs
+    from onpolicy.run.commands.verification import check_inputs, passes, verify
     from onpolicy.run.launch.cluster_engines import on_cluster
-    from onpolicy.run.launch.lengths import fit_verify
+    from onpolicy.run.launch.input_checks import fit_verify
 
     config = fit_verify(config)
     train_config, contract = check_inputs(config)

@@ -2,6 +2,8 @@
 
 The actor's process holds the pipes that its servers live by (system/guard.py), and Ray ends it with the
 run, so servers end however the run ends. On the controller's own host the controller holds the pipes.
+
+`Places` says where each engine of a command runs, and where it moves after a host has left the cluster.
 """
 
 from __future__ import annotations
@@ -9,22 +11,27 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from onpolicy.cluster import environment
-from onpolicy.cluster.session import answer_of
-from onpolicy.errors import ConfigError, EngineError, in_one_line
+from onpolicy.cluster import ray_environment
+from onpolicy.cluster.placement import Host, Placement, Slot, place_again
+from onpolicy.cluster.ray_session import alive_hosts, answer_of
+from onpolicy.errors import ConfigError, EngineError, HostLostError, in_one_line
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.server import EngineServer
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 Elsewhere = Callable[[EngineSpec, EngineError], EngineSpec]
 """A function (a server, the reason why its host counts as gone) -> the same server on another host."""
 
-logger = logging.getLogger(__name__)
+RequireRoom = Callable[[Placement, Placement], None]
+"""A check: raises ConfigError if the second placement adds engines to a host without room."""
 
 CALL_SECONDS = 30.0
 """The most seconds for a call of a host's actor; the longest call stops a server, some 10 seconds."""
@@ -40,7 +47,7 @@ class EngineHost:
 
     def __init__(self, directory: str):
         """Enter the controller's working directory, `directory`."""
-        environment.work_in(directory)
+        ray_environment.work_in(directory)
         self._servers: list[EngineServer] = []
 
     def add(self, spec: EngineSpec, port: int, log_file: Path) -> tuple[int, int]:
@@ -49,38 +56,17 @@ class EngineHost:
         self._servers.append(server)
         return len(self._servers) - 1, server.port
 
-    def start(self, number: int) -> None:
-        """Call `EngineServer.start`."""
-        self._servers[number].start()
-
-    def exit_code(self, number: int) -> int | None:
-        """Return `EngineServer.exit_code`."""
-        return self._servers[number].exit_code
-
-    def is_running(self, number: int) -> bool:
-        """Return `EngineServer.is_running`."""
-        return self._servers[number].is_running
-
-    def stop(self, number: int) -> None:
-        """Call `EngineServer.stop`."""
-        self._servers[number].stop()
-
-    def log_tail(self, number: int, lines: int) -> str:
-        """Return `EngineServer.log_tail`."""
-        return self._servers[number].log_tail(lines)
-
-    def cause_of_death(self, number: int) -> str:
-        """Return `EngineServer.cause_of_death`."""
-        return self._servers[number].cause_of_death()
+    def ask(self, number: int, name: str, *args: Any) -> Any:
+        """Return a property of a server, or the result of one of its methods."""
+        found = getattr(self._servers[number], name)
+        return found(*args) if callable(found) else found
 
 
 class PlacedServer(EngineServer):
-    """A server on another host, seen from the controller.
-
-    If the host's actor is gone, so are its servers: they count as not running, and a restart begins with
-    another actor there. If the host is gone, the server starts on the host that `elsewhere` chooses,
-    which raises HostLostError if there is none.
-    """
+    """A server on another host, seen from the controller. If the host's actor is gone, so are its
+    servers: they count as not running, and a restart begins with another actor there. If the host
+    is gone, the server starts on the host that `elsewhere` chooses, which raises HostLostError if
+    there is none."""
 
     def __init__(self, spec: EngineSpec, port: int, log_file: Path, elsewhere: Elsewhere):
         self.spec, self.log_file = spec, log_file.absolute()
@@ -154,7 +140,7 @@ class PlacedServer(EngineServer):
         )
 
     def _call(self, method: str, *args: Any) -> Any:
-        return self._answer(getattr(self._host, method).remote(self._number, *args), CALL_SECONDS)
+        return self._answer(self._host.ask.remote(self._number, method, *args), CALL_SECONDS)
 
     def _answer(self, call: Any, seconds: float) -> Any:
         """Return `_result`, and add up the seconds spent on calls without an answer."""
@@ -197,7 +183,7 @@ def _actor(node: str) -> Any:
             scheduling_strategy=on_node,
             name=f"engines_{node}",
             get_if_exists=True,
-            runtime_env=environment.of_actors(),
+            runtime_env=ray_environment.of_actors(),
         )
         .remote(os.getcwd())
     )
@@ -216,3 +202,62 @@ def _result(call: Any, seconds: float) -> Any:
             "a host of the cluster, or the actor that starts servers there, is gone "
             f"({in_one_line(error)})."
         ) from error
+
+
+class Places:
+    """The slots of engines; after the loss of a host its engines get others on the remaining hosts."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        *,
+        cpu_threads: int = 0,
+        colocate: bool = False,
+        hosts: Callable[[], Sequence[Host]] = alive_hosts,
+        require_room: RequireRoom | None = None,
+    ):
+        """Take a placement. cpu_threads: of each process; 0: its slot's share of the cores."""
+        self.placement = placement
+        self._cpu_threads, self._colocate, self.hosts = cpu_threads, colocate, hosts
+        self._require_room = require_room
+        self._lost: set[str] = set()
+
+    def specs(self, spec: EngineSpec) -> list[EngineSpec]:
+        """Return each engine's spec, by number. If everything is on this host, an engine listens
+        for it alone, else at an address for the other hosts."""
+        here = self.placement.is_here
+        return [
+            replace(
+                self._in(slot, spec),
+                number=number,
+                node="" if slot.host.is_here else slot.host.name,
+                host=spec.host if here else slot.host.address,
+            )
+            for number, slot in enumerate(self.placement.engines)
+        ]
+
+    def elsewhere(self, spec: EngineSpec, error: EngineError) -> EngineSpec:
+        """Return the spec of an engine, moved from a lost host; `error` tells of the loss. Raises
+        HostLostError if it fits nowhere, or if ranks of the trainer were on that host."""
+        self._lost.add(spec.node)
+        left = [host for host in self.hosts() if host.name not in self._lost]
+        try:
+            placement = place_again(self.placement, spec.tp_size, left, self._colocate)
+            if self._require_room is not None:
+                self._require_room(self.placement, placement)
+        except ConfigError as reason:
+            raise HostLostError(
+                f"{spec.host}: the host has left the cluster, or takes no actor ({error}) Its engines "
+                f"have no other place: {reason} Resume with --load, or let the run do so on the hosts "
+                "that are left (--max-rank-restarts)."
+            ) from error
+        self.placement = placement
+        slot = placement.engines[spec.number]
+        return replace(self._in(slot, spec), node=slot.host.name, host=slot.host.address)
+
+    def _in(self, slot: Slot, spec: EngineSpec) -> EngineSpec:
+        return replace(
+            spec,
+            first_gpu=slot.devices[0] if slot.devices else 0,
+            num_threads=self._cpu_threads or slot.cpu_threads,
+        )

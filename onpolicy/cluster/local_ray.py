@@ -4,6 +4,8 @@
 everything that actors start. Its owner holds its standard input; when that closes, it kills all of them
 and removes the session's directory. They also end with the first of Ray's own processes that ends, and
 the owner notices at once; Ray's C++ would abort the owner only a minute later.
+
+`start_node` starts no more of Ray's processes than a run needs.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,12 +24,12 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
+from typing import Any
 
-from onpolicy.cluster import environment
-from onpolicy.cluster.ray_node import start_node
+from onpolicy.cluster import ray_environment
 from onpolicy.errors import EngineError, in_one_line
 from onpolicy.system import guard
-from onpolicy.system.memory import num_gpus
+from onpolicy.system.free_memory import num_gpus
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +63,41 @@ _ATTEMPT_SECONDS = 120.0
 _END_SECONDS = 20.0
 """The most seconds for a guard to end its processes before it is killed."""
 
+AGENT_PORTS = (
+    "metrics_agent_port",
+    "metrics_export_port",
+    "dashboard_agent_listen_port",
+    "runtime_env_agent_port",
+)
+"""The raylet flags for its agents' ports; given these, it does not wait for agents to report them."""
+
+AGENT_COMMANDS = ("dashboard_agent_command", "runtime_env_agent_command")
+"""The raylet flags for its agents' programs; a raylet refuses to start without them."""
+
+WAITS = "sh -c cat"
+"""A program that accepts any arguments, and ends when its standard input closes, which the raylet holds;
+a raylet ends with the first of its agents."""
 
 _begun: subprocess.Popen[str] | None = None
 """The guard whose Ray is starting, until `local_ray` takes it over."""
+
+_closed: list[socket.socket] = []
+
+
+@contextmanager
+def local_ray(seconds: float, on_loss: Callable[[EngineError], None]) -> Iterator[str]:
+    """Yield the address of a cluster on this host, which is started before and ended afterwards.
+    Its number of GPUs is PyTorch's; Ray's own count needs a library of the driver. seconds: the
+    limit on the start, with all attempts. `on_loss` is called in another thread if the cluster ends
+    meanwhile. Raises EngineError if Ray does not start."""
+    process, address = _started(time.monotonic() + seconds)
+    has_ended = threading.Event()
+    threading.Thread(target=_watch, args=(process, has_ended, on_loss), daemon=True).start()
+    try:
+        yield address
+    finally:
+        has_ended.set()
+        _end(process)
 
 
 @contextmanager
@@ -81,24 +117,6 @@ def _taken_over() -> subprocess.Popen[str] | None:
     global _begun
     taken, _begun = _begun, None
     return taken
-
-
-@contextmanager
-def local_ray(seconds: float, on_loss: Callable[[EngineError], None]) -> Iterator[str]:
-    """Yield the address of a cluster on this host, which is started before and ended afterwards.
-
-    Its number of GPUs is PyTorch's; Ray's own count needs a library of the driver. seconds: the limit on
-    the start, with all attempts. `on_loss` is called in another thread if the cluster ends meanwhile.
-    Raises EngineError if Ray does not start.
-    """
-    process, address = _started(time.monotonic() + seconds)
-    has_ended = threading.Event()
-    threading.Thread(target=_watch, args=(process, has_ended, on_loss), daemon=True).start()
-    try:
-        yield address
-    finally:
-        has_ended.set()
-        _end(process)
 
 
 def _started(deadline: float) -> tuple[subprocess.Popen[str], str]:
@@ -170,8 +188,7 @@ def _watch(
 
 def _end(process: subprocess.Popen[str]) -> None:
     """Let a guard end all its processes, and wait for it; kill a guard that does not answer."""
-    assert process.stdin is not None
-    process.stdin.close()
+    guard.let_end(process)
     try:
         process.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:
@@ -211,6 +228,55 @@ def _object_store() -> tuple[bool, int]:
     return half >= LEAST_STORE, min(max(half, LEAST_STORE), MOST_STORE)
 
 
+def start_node(*, head: bool, with_agents: bool = True, **parameters: Any) -> Any:
+    """Start Ray's processes of a node (`ray._private.node.Node`), which end with this one.
+
+    with_agents: whether the raylet has agents, which give actors their own environment variables (Ray's
+    runtime_env). Each is a Python process that imports Ray for seconds before the raylet serves, and on
+    a busy host the raylet gives up on it. parameters: further fields of `RayParams`."""
+    from ray._private import services
+    from ray._private.node import Node
+    from ray._private.parameter import RayParams
+
+    class WithoutDashboard(Node):
+        def start_api_server(self, **_: object) -> None:
+            """Start none: without a dashboard it only counts usage, and Ray waits seconds for it."""
+
+    if not with_agents:
+        services.start_ray_process = _without_agents(services.start_ray_process)
+    given = RayParams(
+        include_dashboard=False,
+        include_log_monitor=False,  # type: ignore[arg-type]
+        no_monitor=True,
+        min_worker_port=0,
+        max_worker_port=0,
+        **parameters,
+    )
+    node = WithoutDashboard(given, head=head, shutdown_at_exit=False, spawn_reaper=True)
+    # Ray's workers end once no process has their raylet's id, so it must not stay as a zombie.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    return node
+
+
+def _without_agents(start: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a starter of Ray's processes; a raylet gets programs that only wait as its agents."""
+
+    def start_ray_process(command: list[str], process_type: str, **options: Any) -> Any:
+        if process_type == "raylet":  # the last of equal flags counts
+            command = [*command, *(f"--{name}={WAITS}" for name in AGENT_COMMANDS)]
+            command += [f"--{name}={_closed_port()}" for name in AGENT_PORTS]
+        return start(command, process_type, **options)
+
+    return start_ray_process
+
+
+def _closed_port() -> int:
+    """Return a port of this host on which no process can listen while this process lives."""
+    _closed.append(socket.socket())
+    _closed[-1].bind(("127.0.0.1", 0))
+    return int(_closed[-1].getsockname()[1])
+
+
 if __name__ == "__main__":
-    environment.prepare(local=True)
+    ray_environment.prepare(local=True)
     sys.exit(main(sys.argv[1:]))

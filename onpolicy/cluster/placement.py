@@ -8,27 +8,20 @@ side shares all cores.
 
 from __future__ import annotations
 
+import os
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from onpolicy.cluster.hosts import Host
-from onpolicy.config.groups import ClusterConfig, ServersConfig
-from onpolicy.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A place for one process, or for one server with its processes."""
-
-    host: Host
-
-    devices: tuple[int, ...]
-    """The numbers of its GPUs among those that the host's node sees; none on a CPU."""
-
-    cpu_threads: int
-    """The share of the host's cores for each of its processes; at least 1."""
+from onpolicy.config import TrainConfig
+from onpolicy.config.groups import ClusterConfig, EngineCountConfig, ServerConfig, ServersConfig
+from onpolicy.config.sglang_flags import tensor_parallel_size
+from onpolicy.contract import NumericsContract
+from onpolicy.errors import ConfigError, ContractError
+from onpolicy.system.free_memory import num_gpus
+from onpolicy.system.network import LOOPBACK
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +77,54 @@ class Placement:
                     yield f"{kind} {number} ({_resources(slot)})"
 
 
-NOTHING = Placement((), ())
-
-Place = tuple[Host, tuple[int, ...]]
-"""A host, and some of its GPUs."""
-
-
 def _resources(slot: Slot) -> str:
     if slot.devices:
         return f"GPU {', '.join(map(str, slot.devices))}"
     return f"{slot.cpu_threads} threads"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place for one process, or for one server with its processes."""
+
+    host: Host
+
+    devices: tuple[int, ...]
+    """The numbers of its GPUs among those that the host's node sees; none on a CPU."""
+
+    cpu_threads: int
+    """The share of the host's cores for each of its processes; at least 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The resources of one node of the cluster."""
+
+    name: str
+    """The node's id in Ray, by which actors are placed."""
+
+    label: str
+    """The name that people use."""
+
+    address: str
+    num_cpus: int
+    num_gpus: int
+
+    is_here: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.label} ({self.address})"
+
+
+def this_host(num_gpus: int) -> Host:
+    """Return this host as the only one of a cluster that has not been started yet."""
+    return Host("", socket.gethostname(), LOOPBACK[0], len(os.sched_getaffinity(0)), num_gpus)
+
+
+NOTHING = Placement((), ())
+
+Place = tuple[Host, tuple[int, ...]]
+"""A host, and some of its GPUs."""
 
 
 def place(
@@ -103,12 +134,9 @@ def place(
     device: str,
     hosts: Sequence[Host],
 ) -> Placement:
-    """Return slots on `hosts`, which are filled in their order.
-
-    device: `cuda` or `cpu`. gpus_per_engine: tensor-parallel ranks of an engine, which are processes on
-    a CPU, too. With --rollout-server-url no engine is placed. Raises ConfigError with the sum that does
-    not fit.
-    """
+    """Return slots on `hosts`, which are filled in their order. device: `cuda` or `cpu`.
+    gpus_per_engine: tensor-parallel ranks of an engine, which are processes on a CPU, too. With
+    --rollout-server-url no engine is placed. Raises ConfigError with the sum that does not fit."""
     placement = place_trainer(cluster, device, hosts)
     number, colocate = servers.num_started, servers.colocate
     return place_engines(number, gpus_per_engine, device, hosts, placement, colocate)
@@ -149,12 +177,9 @@ def place_again(
     hosts: Sequence[Host],
     colocate: bool = False,
 ) -> Placement:
-    """Return `placement` on the remaining `hosts`: engines of lost hosts get new slots, and keep their
-    numbers.
-
-    Processes on remaining hosts stay where they are. Raises ConfigError if the engines do not fit, or if
-    a host with ranks of the trainer is gone.
-    """
+    """Return `placement` on the remaining `hosts`: engines of lost hosts get new slots, and keep
+    their numbers. Processes on remaining hosts stay where they are. Raises ConfigError if the
+    engines do not fit, or if a host with ranks of the trainer is gone."""
     left = {host.name for host in hosts}
     if any(slot.host.name not in left for slot in placement.trainer):
         raise ConfigError("ranks of the trainer were there too.")
@@ -259,3 +284,100 @@ def _listed(hosts: Sequence[Host]) -> str:
 
 def _share(host: Host, processes: int) -> int:
     return max(1, host.num_cpus // max(processes, 1))
+
+
+def placement_of(
+    config: TrainConfig, contract: NumericsContract, hosts: Sequence[Host]
+) -> Placement:
+    """Return the placement of ranks and engines. Raises ConfigError with the sum that does not fit."""
+    per_engine = tensor_parallel_size(config.sglang_args)
+    if config.cluster.actor_num_gpus_per_node:
+        _require_device(contract, hosts)
+    placement = place(config.cluster, config.engine, per_engine, contract.device, hosts)
+    _require_device(contract, placement.hosts)
+    require_reach(config, placement)
+    return placement
+
+
+def placement_of_servers(
+    count: EngineCountConfig,
+    per_engine: int,
+    rollout_host: str,
+    contract: NumericsContract,
+    hosts: Sequence[Host],
+) -> Placement:
+    """Return the placement of servers without a trainer; raises as `placement_of` does."""
+    placement = place_engines(count.num_started, per_engine, contract.device, hosts)
+    _require_device(contract, placement.hosts)
+    _require_addresses_of_hosts(rollout_host, placement)
+    return placement
+
+
+def placement_of_trainer(
+    config: TrainConfig, contract: NumericsContract, hosts: Sequence[Host]
+) -> Placement:
+    """Return the placement of ranks without servers; raises as `placement_of` does."""
+    if config.cluster.actor_num_gpus_per_node:
+        _require_device(contract, hosts)
+    placement = place_trainer(config.cluster, contract.device, hosts)
+    _require_device(contract, placement.hosts)
+    return placement
+
+
+def _require_device(contract: NumericsContract, hosts: Sequence[Host]) -> None:
+    """Raise ContractError if the contract is for CPUs and another one of the hosts in use has GPUs.
+    The contract is made from this host, and the processes would leave those GPUs unused."""
+    with_gpus = (host for host in hosts if host.num_gpus and not host.is_here)
+    if contract.device == "cpu" and (host := next(with_gpus, None)) is not None:
+        raise ContractError(
+            f"{host}: its node of the cluster has num_gpus={host.num_gpus}, and this host, from which "
+            "the contract is made, shows no GPU to PyTorch. Start the command on a host with GPUs, or, "
+            "to compute on cores, join that node again with `ray start --num-gpus 0`."
+        )
+
+
+def placement_here(config: TrainConfig, contract: NumericsContract) -> Placement:
+    """Return the placement on this host alone."""
+    return placement_of(config, contract, hosts_here())
+
+
+def hosts_here() -> list[Host]:
+    """Return this host with its GPUs, as a placement takes hosts."""
+    return [this_host(num_gpus())]
+
+
+def require_reach(config: TrainConfig, placement: Placement) -> None:
+    """Raise ConfigError if --weight-sync cannot reach an engine, or if hosts share one address."""
+    if placement.is_here:
+        return
+    _require_addresses_of_hosts(config.engine.rollout_host, placement)
+    if config.sync.weight_sync == "ipc":
+        _require_gpu_memory_in_reach(config.plan.may_lag, placement)
+
+
+def _require_gpu_memory_in_reach(may_lag: bool, placement: Placement) -> None:
+    """Raise ConfigError if an engine's host has no rank that can send it weights over CUDA IPC.
+    Every rank sends in a push. In a run that may lag, a restarted server gets its weights from rank
+    0 alone, which keeps them."""
+    senders = [slot.host for slot in placement.trainer[: 1 if may_lag else None]]
+    far = (i for i, slot in enumerate(placement.engines) if slot.host not in senders)
+    if (engine := next(far, None)) is not None:
+        ranks = "rank 0 of the trainer, which keeps the weights," if may_lag else "a rank"
+        raise ConfigError(
+            f"--weight-sync=ipc: a GPU's memory can be opened on its own host, and engine {engine} is "
+            f"on {placement.engines[engine].host}, without {ranks} beside it. Choose --weight-sync "
+            "tensor."
+        )
+
+
+def _require_addresses_of_hosts(rollout_host: str, placement: Placement) -> None:
+    if rollout_host != ServerConfig().rollout_host and not placement.is_here:
+        raise ConfigError(
+            f"--rollout-host={rollout_host}: other hosts than this one are taken, and each server "
+            "listens on its own host's address in the cluster. Leave the flag out."
+        )
+
+
+def share_of_cores(processes: int) -> int:
+    """Return the number of threads for each of some processes on this host."""
+    return max(1, len(os.sched_getaffinity(0)) // processes)

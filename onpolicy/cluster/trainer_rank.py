@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onpolicy.cluster import environment
-from onpolicy.compat.process import prepare_process
+from onpolicy.cluster import ray_environment
+from onpolicy.compat.light_imports import import_transformers
+from onpolicy.compat.process import collect_rarely, prepare_process
 from onpolicy.errors import OnPolicyError
 from onpolicy.outputs.console import log_to
 
@@ -40,7 +41,6 @@ class Answer:
     traceback: str = ""
 
     records: list[logging.LogRecord] = field(default_factory=list)
-    """The log records of the rank during the call."""
 
 
 class TrainerRank:
@@ -58,7 +58,7 @@ class TrainerRank:
     ):
         """Prepare the process. directory: the controller's working directory; variables: environment
         variables that the rank computes under."""
-        environment.work_in(directory)
+        ray_environment.work_in(directory)
         self.rank, self.num_threads = rank, num_threads
         os.environ.update(variables)
         os.environ["OMP_NUM_THREADS"] = str(num_threads)  # else Ray gives an actor one thread
@@ -69,6 +69,8 @@ class TrainerRank:
         log.setFormatter(logging.Formatter(LINE))
         log_to(log, self._records)
         self._store: TCPStore | None = None
+        collect_rarely()
+        import_transformers()
 
     def call(self, method: Callable[..., Any], *args: Any) -> Answer:
         """Call a method of this class on this rank."""
@@ -109,10 +111,8 @@ class TrainerRank:
         the data-parallel shards."""
         import torch
 
-        from onpolicy.system.garbage import collect_rarely
         from onpolicy.train import distributed, make_trainer
 
-        collect_rarely()
         if gpu is not None:
             torch.cuda.set_device(gpu)
         self.trainer = make_trainer(config, contract, self.num_threads)

@@ -1,33 +1,46 @@
-"""The trainer as its controller sees it: one call is the same call on all ranks."""
+"""The trainer as its controller sees it: one call is the same call on all ranks.
+
+A call of the ranks may take hours, so there is no time limit for it; hung ranks are detected by the
+processor time that they use. A rank that computes, copies, reads or drives a GPU uses a processor,
+while a stopped one, or one that waits in a gloo collective, uses next to none; if all ranks are such,
+none will end the wait. (Ranks that wait in an NCCL collective use a processor; NCCL's own time limit
+ends them.)
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import ray
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from onpolicy.cluster.hosts import Host
-from onpolicy.cluster.hung_ranks import HungRanks, NotStarted
-from onpolicy.cluster.placement import Slot
-from onpolicy.cluster.session import alive_hosts
+from onpolicy.cluster.placement import Host, Slot
+from onpolicy.cluster.ray_session import alive_hosts, told_by
 from onpolicy.cluster.trainer_rank import Answer, TrainerRank
+from onpolicy.compat.process import STRICT_SUMS
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import PORTABLE_KERNELS, NumericsContract
-from onpolicy.errors import ContractError, OnPolicyError, TrainerLostError
+from onpolicy.errors import ConfigError, ContractError, OnPolicyError, TrainerLostError
 from onpolicy.system.network import LOOPBACK
 from onpolicy.train.base import Rescored, Trainer, TrainerMemory
 from onpolicy.train.policy_trainer import PolicyTrainer
-from onpolicy.train.shares import make_shares
-from onpolicy.types import TrainOutcome, TrainSample
+from onpolicy.train.shares import Outcomes, make_shares
+from onpolicy.types import Sample, TrainOutcome
 from onpolicy.weights.push import Engine
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -40,6 +53,18 @@ POLL = 1.0
 LEAVE = 5.0
 """The seconds that the ranks have to remove their files before they are killed."""
 
+LEAST_SHARE = 0.01
+"""The least share of a processor that a working rank uses; Ray's threads in an idle one took 0.001 to
+0.004, on an Intel Xeon."""
+
+LOOKS = 4
+"""The number of looks within the time after which ranks count as hung."""
+
+SAYS_AFTER = 60.0
+
+Look = tuple[float, str]
+"""The seconds of processor time that a process has used, and its state in Linux's words."""
+
 
 class TrainerRanks(Trainer):
     """The trainer's ranks, one Ray process in each slot; each rank gets its own shard of the samples
@@ -47,8 +72,7 @@ class TrainerRanks(Trainer):
 
     The first failure of a rank ends a call, since the others may wait for that rank for ever. Its error
     is raised here with its own class and its traceback. A rank that is gone, or hangs (--rank-timeout),
-    raises TrainerLostError; a cluster that this host has left, EngineError.
-    """
+    raises TrainerLostError; a cluster that this host has left, EngineError."""
 
     def __init__(
         self,
@@ -75,8 +99,8 @@ class TrainerRanks(Trainer):
         on_host = NodeAffinitySchedulingStrategy(slot.host.name, soft=False)
         actor = ray.remote(TrainerRank).options(num_cpus=0, scheduling_strategy=on_host)
         threads = self.config.engine.cpu_threads or slot.cpu_threads
-        kernels = PORTABLE_KERNELS if self.config.operators.is_portable else {}
-        return actor.remote(rank, str(self._logs[rank]), threads, os.getcwd(), kernels)
+        variables = PORTABLE_KERNELS if self.config.operators.is_portable else _chosen_sums()
+        return actor.remote(rank, str(self._logs[rank]), threads, os.getcwd(), variables)
 
     def _join(self, slots: Sequence[Slot]) -> None:
         """Form the group of all ranks, at an address of rank 0's host."""
@@ -97,13 +121,12 @@ class TrainerRanks(Trainer):
                     "All ranks must run on the same kind of processor with the same version of torch."
                 )
 
-    def train(
-        self, samples: Sequence[TrainSample], step: int, rates: Sequence[float]
-    ) -> TrainOutcome:
+    def train(self, samples: Sequence[Sample], step: int, rates: Sequence[float]) -> TrainOutcome:
         flags, num_ranks = self.config.trainer, max(self._shares) + 1
         most, shared = flags.max_tokens_per_gpu, flags.shares_prefixes
         shares = make_shares(samples, len(rates), num_ranks, most, shared)
-        mine = [(shares[i], step, rates) for i in self._shares]
+        outcomes = Outcomes.of(samples, len(rates))
+        mine = [(shares[i], outcomes, step, rates) for i in self._shares]
         return self._ask_each(PolicyTrainer.train_share, mine)[0]
 
     def adapt(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
@@ -216,3 +239,114 @@ class RankTraceback(Exception):
 
     def __init__(self, rank: int, text: str):
         super().__init__(f"rank {rank} of the trainer\n{text}")
+
+
+def _chosen_sums() -> dict[str, str]:
+    """Return the variable of MKL's mode, if this process has another one than onpolicy's."""
+    name, ours = STRICT_SUMS
+    mode = os.environ.get(name, ours)
+    return {} if mode == ours else {name: mode}
+
+
+class HungRanks:
+    """The observations of the ranks' processes during a call."""
+
+    def __init__(
+        self,
+        ranks: Sequence[tuple[Host, int]],
+        seconds: float,
+        told: Callable[..., dict[Host, Any]] = told_by,
+    ):
+        """Observe ranks (host, process id), which count as hung after `seconds` without work."""
+        self._ranks, self._seconds, self._told = ranks, seconds, told
+        self._next_look = time.monotonic() + seconds / LOOKS
+        self._before: list[Look] = []
+        self._worked = 0.0
+
+    def require_work(self) -> None:
+        """Raise TrainerLostError, and kill the ranks, if no rank has worked for too long."""
+        if (now := time.monotonic()) < self._next_look:
+            return
+        self._next_look = now + self._seconds / LOOKS
+        try:
+            looks = self._look()
+        except ConfigError as error:  # a host is being lost, which the calls of its ranks report
+            logger.debug("%s", error)
+            return
+        used = [look[0] - before[0] for look, before in zip(looks, self._before, strict=False)]
+        if not used or max(used) > LEAST_SHARE * (now - self._worked):
+            self._before, self._worked = looks, now
+        elif now - self._worked >= self._seconds:
+            with suppress(ConfigError):
+                self._on_each_host(kill, "that its ranks of the trainer are gone")
+            raise TrainerLostError(self._words(looks, now - self._worked))
+        else:
+            logger.warning(
+                "no rank of the trainer has computed for %.0f s; they count as hung after %g s "
+                "(--rank-timeout)", now - self._worked, self._seconds,
+            )  # fmt: skip
+
+    def _look(self) -> list[Look]:
+        """Return a look at each rank, on all hosts."""
+        found = self._on_each_host(look_at, "what its ranks of the trainer do")
+        return [found[host][pid] for host, pid in self._ranks]
+
+    def _on_each_host(self, ask: Callable[[list[int]], Any], what: str) -> dict[Host, Any]:
+        pids = defaultdict(list)
+        for host, pid in self._ranks:
+            pids[host].append(pid)
+        here: dict[Host, Any] = {}
+        for host, own in pids.items():
+            here |= self._told([host], partial(ask, own), what)
+        return here
+
+    def _words(self, looks: Sequence[Look], seconds: float) -> str:
+        states = ", ".join(f"rank {rank} ({state})" for rank, (_, state) in enumerate(looks))
+        return (
+            f"--rank-timeout={self._seconds:g}: no rank of the trainer has computed for {seconds:.0f} "
+            f"s: {states}. One that is stopped, or waits for a disk or for another rank, holds up all. "
+            "They were ended. Resume with --load, or let the run do so (--max-rank-restarts); give more "
+            "seconds if they were waiting for something slow."
+        )
+
+
+def look_at(pids: Sequence[int]) -> dict[int, Look]:
+    """Return processor time and state of processes on this host; (0.0, "gone") for ended ones."""
+    found: dict[int, Look] = {}
+    for pid in pids:
+        try:
+            process = psutil.Process(pid)
+            times = process.cpu_times()
+            found[pid] = times.user + times.system, process.status()
+        except psutil.Error:
+            found[pid] = 0.0, "gone"
+    return found
+
+
+def kill(pids: Sequence[int]) -> None:
+    """Kill processes of this host."""
+    for pid in pids:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+class NotStarted:
+    """The wait for ranks whose processes have not answered yet."""
+
+    def __init__(self, seconds: float, logs: str):
+        """Start the wait. seconds: the limit on it; logs: the place of the ranks' log files."""
+        self._seconds, self._logs, self._began = seconds, logs, time.monotonic()
+        self._says_at = self._began + SAYS_AFTER
+
+    def require_work(self) -> None:
+        """Raise TrainerLostError after too long a wait; log from time to time."""
+        now = time.monotonic()
+        if now - self._began >= self._seconds:
+            raise TrainerLostError(
+                f"--rollout-start-timeout={self._seconds:g}: the processes of the trainer's ranks have "
+                f"not started in that time. Their logs may say why: {self._logs}. A host that is busy "
+                "or short of memory is the common cause: try again, or give more time."
+            )
+        if now >= self._says_at:
+            self._says_at = now + SAYS_AFTER
+            logger.info("waiting for the trainer's ranks to start, for %.0f s", now - self._began)

@@ -32,34 +32,20 @@ from onpolicy.errors import ContractError
 logger = logging.getLogger(__name__)
 
 _FACTORIES = (
-    "arange",
-    "as_tensor",
-    "empty",
-    "empty_like",
-    "full",
-    "ones",
-    "tensor",
-    "zeros",
-    "zeros_like",
-)
+    "arange", "as_tensor", "empty", "empty_like", "full", "ones", "tensor", "zeros", "zeros_like",
+)  # fmt: skip
 
 _MODULES = (
-    "dist_checkpointing.strategies.torch",
-    "distributed",
-    "models.gpt",
-    "optimizer",
-    "pipeline_parallel",
-)
+    "dist_checkpointing.strategies.torch", "distributed", "models.gpt", "optimizer", "pipeline_parallel",
+)  # fmt: skip
 """The parts of megatron.core that import all modules with CUDA names."""
 
 _active = False
 
 
 def activate() -> None:
-    """Make Megatron run on the CPU in this process, for the rest of its life; further calls do nothing.
-
-    Raises ContractError where there is CUDA.
-    """
+    """Make Megatron run on the CPU in this process, for the rest of its life; further calls do
+    nothing. Raises ContractError where there is CUDA."""
     global _active
     if torch.cuda.is_available():
         raise ContractError(
@@ -152,11 +138,5 @@ def _replace_random_state() -> None:
     """Save and restore the CPU's generator instead of the GPU's, for recomputation."""
     from megatron.core.tensor_parallel import random
 
-    def get_state(*_: Any, **__: Any) -> Tensor:
-        return torch.get_rng_state()
-
-    def set_state(state: Tensor, *_: Any, **__: Any) -> None:
-        torch.set_rng_state(state)
-
-    random._get_cuda_rng_state = get_state
-    random._set_cuda_rng_state = set_state
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)

@@ -5,7 +5,8 @@ prefix in its annotation, `dc: Annotated[DiscrepancyConfig, Prefix("dc_")]`, and
 A trailing underscore of a field, as in `lambda_`, is no part of its flag.
 
 Other notes about a field are in its annotation, too (`config.rules`). Notes on a record apply to all its
-flags; notes on flags of a base class, or of a record, are passed to `also`.
+flags; notes on flags of a base class, or of a record, are passed to `also`. Fields named in `no_flags`
+keep their defaults in every run.
 """
 
 from __future__ import annotations
@@ -49,6 +50,16 @@ def also(**notes: Sequence[Any]) -> Callable[[Class], Class]:
     return add
 
 
+def no_flags(*names: str) -> Callable[[Class], Class]:
+    """Leave fields of a class, or of its records, at their defaults: no flag has these names."""
+
+    def add(owner: Class) -> Class:
+        owner._no_flags = frozenset(names)  # type: ignore[attr-defined]
+        return owner
+
+    return add
+
+
 @dataclass(frozen=True)
 class Flag:
     """A field that is set from the command line."""
@@ -62,8 +73,6 @@ class Flag:
     """What stands beside its type."""
 
     owner: type
-    """The class that has the field."""
-
     outer: tuple[Any, ...] = ()
     """What stands beside the records that hold it, and what `also` adds."""
 
@@ -116,6 +125,8 @@ def _walk(owner: type, path: tuple[str, ...] = (), prefix: str = "") -> Iterator
         else:
             flags, notes = iter([Flag((*path, name), prefix, kind, tuple(notes), owner)]), []
         for flag in flags:
+            if flag.name in getattr(owner, "_no_flags", ()):
+                continue
             more = getattr(owner, "_also", {}).get(flag.name, ())
             yield replace(flag, outer=(*flag.outer, *more, *notes))
 
@@ -135,9 +146,9 @@ def flag_values(config: Any) -> dict[str, Any]:
     return {flag.name: flag.value(config) for flag in flags_of(type(config))}
 
 
-def flag_defaults(config_class: type) -> dict[str, Any]:
+def flag_defaults(config_class: type) -> Mapping[str, Any]:
     """Return the default of every flag that has one."""
-    return {**_flag_defaults(config_class)}
+    return _flag_defaults(config_class)
 
 
 @cache
@@ -153,10 +164,8 @@ def _flag_defaults(config_class: type) -> Mapping[str, Any]:
 
 
 def with_flags(record: Record, values: Mapping[str, Any]) -> Record:
-    """Return the configuration, or group, with these values of its flags.
-
-    Raises ConfigError for a value that one of its records refuses, KeyError for an unknown flag.
-    """
+    """Return the configuration, or group, with these values of its flags. Raises ConfigError for a
+    value that one of its records refuses, KeyError for an unknown flag."""
     flags = flags_of(type(record))
     paths = {flag.name: flag.path for flag in flags}
     return _replaced(record, {paths[name]: value for name, value in values.items()}, flags)

@@ -43,7 +43,7 @@ Directory = Annotated[
 
 
 class Unasked(int):
-    """A default that is lowered where it does not fit (`run/launch/lengths.py`)."""
+    """A default that is lowered where it does not fit (`run/launch/input_checks.py`)."""
 
 
 def json_object(text: str, flag: str, example: str) -> dict[str, Any]:

@@ -59,10 +59,8 @@ class Parsed:
 
 @dataclass(frozen=True)
 class DecidesResults:
-    """Whether a setting changes bits of an aligned run, or more than chance in another.
-
-    Without a note it does; of several notes the nearest counts.
-    """
+    """Whether a setting changes bits of an aligned run, or more than chance in another. Without a
+    note it does; of several notes the nearest counts."""
 
     value: bool
 
@@ -70,12 +68,8 @@ class DecidesResults:
 NO_RESULT = DecidesResults(False)
 
 
-@dataclass(frozen=True)
-class ByContent:
-    """A note on a path that is compared by its content, wherever the content is."""
-
-
-BY_CONTENT = ByContent()
+BY_CONTENT = object()
+"""A note on a path that is compared by its content, wherever the content is."""
 
 
 def decides_results(flag: Flag) -> bool:
@@ -137,11 +131,9 @@ def _contradictions(config: Any) -> Iterator[str]:
 
 
 def refuse_unread(config: Any) -> None:
-    """Raise ConfigError for the first flag that is set and that nothing would read.
-
-    A flag counts as set if it differs from its default. Corrections that may be turned on during the run
-    count as on.
-    """
+    """Raise ConfigError for the first flag that is set and that nothing would read. A flag counts
+    as set if it differs from its default. Corrections that may be turned on during the run count as
+    on."""
     run, defaults = Facts.of(config), flag_defaults(type(config))
     vars(run).update(dict.fromkeys(config.plan.may_come_on, True))
     for flag in flags_of(type(config)):

@@ -14,10 +14,8 @@ ADMIN_KEY = "--admin-api-key"
 
 
 def reveal(flag: str, value: str) -> str:
-    """Return the secret that a flag was given: the value itself, or the content of the file after an @.
-
-    Raises ConfigError if the file cannot be read or is empty.
-    """
+    """Return the secret that a flag was given: the value itself, or the content of the file after
+    an @. Raises ConfigError if the file cannot be read or is empty."""
     if not value.startswith("@"):
         return value
     try:

@@ -83,10 +83,7 @@ _COMPILED_GRAPH = "tc_piecewise"
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate --sglang-* flags and their values from the rest: (rest, SGLang's arguments).
-
-    They may be written with _ for -, as our own flags.
-    """
+    """Separate --sglang-* flags (with - or _) and their values from the rest: (rest, SGLang's)."""
     rest: list[str] = []
     sglang: list[str] = []
     target = rest
@@ -101,16 +98,8 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def tensor_parallel_size(sglang_args: Sequence[str]) -> int:
-    """Return the devices of one server, 1 if --sglang-tp-size is not given.
-
-    Raises ConfigError for an invalid number, as the functions below do.
-    """
-    return given_tensor_parallel_size(sglang_args) or 1
-
-
-def given_tensor_parallel_size(sglang_args: Sequence[str]) -> int | None:
-    """Return the tensor-parallel degree in SGLang's arguments, under any of its names, or None."""
-    return _count(sglang_args, TENSOR_PARALLEL, "Give a number of devices, such as 2.")
+    """Return the devices of one server, 1 by default. Raises ConfigError for an invalid number."""
+    return _count(sglang_args, TENSOR_PARALLEL, "Give a number of devices, such as 2.") or 1
 
 
 def max_total_tokens(sglang_args: Sequence[str]) -> int | None:
@@ -161,11 +150,9 @@ def _value(
 
 
 def validate(sglang_args: Sequence[str], aligned_by: str) -> None:
-    """Raise ConfigError for flags that onpolicy sets itself, flags that break an aligned contract, and
-    secrets in unreadable files.
-
-    aligned_by: the flag that requests aligned operators, for messages; "" if there are none.
-    """
+    """Raise ConfigError for flags that onpolicy sets itself, flags that break an aligned contract,
+    and secrets in unreadable files. aligned_by: the flag that requests aligned operators, for
+    messages; "" if there are none."""
     memory_fraction(sglang_args)
     for flag, value in secrets.split(sglang_args)[1].items():
         secrets.reveal(f"{PREFIX}{flag[2:]}", value)

@@ -16,14 +16,12 @@ from typing import Any, Literal
 import yaml
 
 from onpolicy.errors import ConfigError, in_one_line
-from onpolicy.system.reading import read_text
+from onpolicy.system.files import read_text
 
 
 def read_mapping(path: str, name: str) -> dict[Any, Any]:
-    """Return the mapping in a file, empty for an empty file; `name` stands for the file in messages.
-
-    Raises ConfigError for a file that is no mapping, or has a key twice.
-    """
+    """Return the mapping in a file, empty for an empty file; `name` stands for the file in
+    messages. Raises ConfigError for a file that is no mapping, or has a key twice."""
     text = read_text(Path(path), name)
     try:
         values = yaml.load(text, _Loader)

@@ -1,7 +1,8 @@
 """Microscope: the same tokens through both engines, everything recorded, and the first difference.
 
-One pass keeps digests. If something differs, the tokens are run again and the tensors of one call,
-the suspected one, are kept on either side; then the operator runs alone on them.
+The trainer is recorded on every rank while it scores (`Trainer.on_each_rank`). One pass keeps
+digests. If something differs, the tokens are run again and the tensors of one call, the suspected
+one, are kept on either side; then the operator runs alone on them.
 """
 
 from __future__ import annotations
@@ -9,27 +10,40 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from onpolicy.config.explain import ExplainConfig
-from onpolicy.explain.inputs import Inputs, Result, compare_weights, made_by
+from onpolicy.config.tool_flags import ExplainConfig
+from onpolicy.explain.explain_inputs import Inputs, Result, compare_weights, made_by
 from onpolicy.explain.proof import prove
 from onpolicy.explain.source import Source, count_sites, first_source
-from onpolicy.explain.taps.evidence import clear_evidence, read_evidence
-from onpolicy.explain.taps.recorder import HEAD, Recorder, Site
-from onpolicy.explain.taps.recording import SUSPECT, Recording, read_calls
-from onpolicy.explain.taps.rows import prefix_keys
-from onpolicy.explain.trainer import Recorded, evidence_in, recorded_log_probs, recordings
+from onpolicy.explain.taps.attachment import passes_of, tapped
+from onpolicy.explain.taps.evidence import Evidence, clear_evidence, read_evidence
+from onpolicy.explain.taps.recorder import (
+    HEAD,
+    SUSPECT,
+    Call,
+    Recorder,
+    Recording,
+    Site,
+    read_calls,
+)
+from onpolicy.explain.taps.row_keys import prefix_keys
+from onpolicy.models.policy import PolicyModel
 from onpolicy.ops import make_operators
 from onpolicy.parity import ParityCounts, compare_log_probs
-from onpolicy.run.commands.verify import draw_adapters
+from onpolicy.run.commands.verification import draw_adapters
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.cluster_engines import MakeEngines
+from onpolicy.train.engine import ShardedModel
+from onpolicy.train.policy_trainer import PolicyTrainer
 from onpolicy.trajectory import Completion
 from onpolicy.types import Request
 
@@ -193,3 +207,72 @@ def _only_in_one(rollout: Recording, train: Sequence[Recording]) -> list[str]:
     sites = set(rollout) ^ set(ours)
     sites |= {site for site in set(rollout) & set(ours) if rollout[site].keys() - ours[site]}
     return sorted({f"{operator} of {module}" for module, operator, _ in sites})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """The recording of one trainer rank over some forward passes, each with whole rows."""
+
+    tensor_rank: int
+    """The rank's number among the ranks that share every linear."""
+
+    passes: list[list[Call]]
+    evidence: Evidence | None
+
+    @staticmethod
+    def of(
+        recorder: Recorder, tensor_rank: int, passes: list[list[Call]], evidence_of: int
+    ) -> Recorded:
+        """Return a rank's recording; evidence of one tensor-parallel rank is enough."""
+        return Recorded(
+            tensor_rank=tensor_rank,
+            passes=passes,
+            evidence=recorder.evidence if tensor_rank == evidence_of else None,
+        )
+
+
+def recorded_log_probs(
+    trainer: PolicyTrainer,
+    recorder: Recorder,
+    sequences: Sequence[list[int]],
+    prompt_lens: Sequence[int],
+    temperature: float,
+    kept_tokens: Sequence[list[bytes]] = (),
+    evidence_of: int = 0,
+) -> tuple[list[Tensor], Recorded]:
+    """Return `Trainer.log_probs`, and this rank's recording of that call by a new recorder.
+
+    evidence_of: the tensor-parallel rank whose evidence is wanted.
+    """
+    with recording(trainer.policy, recorder) as (rank, passes):
+        scores = trainer.log_probs(sequences, prompt_lens, temperature, kept_tokens)
+    return scores, Recorded.of(recorder, rank, passes, evidence_of)
+
+
+@contextmanager
+def recording(model: ShardedModel, recorder: Recorder) -> Iterator[tuple[int, list[list[Call]]]]:
+    """Record every forward pass of a model; yield this rank's number among the ranks that share
+    every linear, and a list that grows by the calls of each pass."""
+    if isinstance(model.module, PolicyModel):
+        rank, watched = 0, passes_of(model.module, recorder)
+    else:
+        from onpolicy.explain import megatron  # which may not be installed
+
+        rank, watched = megatron.tensor_rank(), megatron.passes_of(model.module, recorder)
+    with model.around_operators(partial(tapped, recorder=recorder)), watched as passes:
+        yield rank, passes
+
+
+def recordings(parts: Sequence[Recorded]) -> list[Recording]:
+    """Return the recording of each tensor-parallel rank, merged from ranks that have some rows and
+    layers."""
+    passes: dict[int, list[list[Call]]] = {}
+    for part in parts:
+        passes.setdefault(part.tensor_rank, []).extend(part.passes)
+    return [Recording.of(own) for _, own in sorted(passes.items())]
+
+
+def evidence_in(parts: Sequence[Recorded]) -> Evidence | None:
+    """Return the evidence of some rank. If several have the prefix, it is the last one's, as its
+    row is (`onpolicy.explain.taps.recorder.Rows.of`)."""
+    return next((p.evidence for p in reversed(parts) if p.evidence is not None), None)

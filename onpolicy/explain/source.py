@@ -14,8 +14,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from onpolicy.explain.taps.recorder import HEAD, HEAD_ADAPTER, Site
-from onpolicy.explain.taps.recording import Numbers, Recording, Rows
+from onpolicy.explain.taps.recorder import HEAD, HEAD_ADAPTER, Numbers, Recording, Rows, Site
 
 Cause = Literal["not computed", "between operators", "key/value cache", "operator"]
 """not computed: the rollout never computed the row, under this prefix. between operators: its input

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from onpolicy.contract import AttentionShape
 from onpolicy.errors import ConfigError, ContractError, in_one_line
-from onpolicy.models.attention import ATTENTION_NAME
+from onpolicy.models.attention_function import ATTENTION_NAME
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.norms import NormKind, norm_kinds, norm_size
 from onpolicy.models.rotary_factors import forget_scaling

@@ -18,7 +18,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from onpolicy.contract import AttentionShape
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.models.align import unaligned_modules
-from onpolicy.models.experts import expert_blocks, has_usual_experts, routers_of, unusual_experts
+from onpolicy.models.expert_layers import (
+    expert_blocks,
+    has_usual_experts,
+    routers_of,
+    unusual_experts,
+)
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.llama4 import is_llama4
 from onpolicy.models.logits import logits_rule
@@ -26,7 +31,7 @@ from onpolicy.models.lora.peft_adapter import CONFIG as ADAPTER
 from onpolicy.models.published import own_class, read_config
 from onpolicy.models.rotary_factors import choose_factors, context_limit
 from onpolicy.models.weight_files import quantised_by, stored_shapes
-from onpolicy.system.reading import read_json_object
+from onpolicy.system.files import read_json_object
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onpolicy.ops.base import Operators
-from onpolicy.ops.checks.probe import probe
+from onpolicy.ops.checks.fixed_numbers import probe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

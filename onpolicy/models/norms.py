@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onpolicy.ops.base import Operators
-from onpolicy.ops.checks.probe import probe
+from onpolicy.ops.checks.fixed_numbers import probe
 
 EPSILONS = (1e-5, 1e-6)
 """Values of epsilon to try for a norm that has no such attribute (OLMo's)."""

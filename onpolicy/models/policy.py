@@ -1,4 +1,8 @@
-"""The trainer's model: a Hugging Face causal LM that returns log-probabilities of tokens."""
+"""The trainer's model: a Hugging Face causal LM that returns log-probabilities of requested tokens.
+
+They are computed from hidden states, without all logits at once. A critic is such a model with one
+value per token in the place of its logits.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,21 +20,146 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from onpolicy.contract import AdapterShape
 from onpolicy.models.align import align_modules, replace_operators
-from onpolicy.models.attention import ATTENTION_NAME
-from onpolicy.models.empty import empty_causal_lm
-from onpolicy.models.layers import decoder_layers
+from onpolicy.models.attention_function import ATTENTION_NAME
+from onpolicy.models.empty import decoder_layers, empty_causal_lm
+from onpolicy.models.expert_layers import OWN_CHOICE, RoutingReplay, replay_routing
 from onpolicy.models.logits import LogitsRule, logits_rule
 from onpolicy.models.lora.adapters import add_adapters, factors_of
-from onpolicy.models.routing_replay import OWN_CHOICE, RoutingReplay, replay_routing
-from onpolicy.models.scoring import HiddenScores, TaughtScores, rows_asked, score_rows
 from onpolicy.ops import AttentionLayout, Operators, ScoreRule
-from onpolicy.ops.cuts import Cut
 from onpolicy.ops.draws import Draws
-from onpolicy.ops.kept_tokens import WHOLE, KeptTokens
-from onpolicy.ops.log_probs import Head, Scores, VocabParallel
-from onpolicy.ops.reverse_kl import TeacherRows
+from onpolicy.ops.kept_tokens import WHOLE, Cut, KeptTokens
+from onpolicy.ops.log_probs import Head, Scores, VocabParallel, token_log_probs
+from onpolicy.ops.reverse_kl import TeacherRows, reverse_kl
 from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.ops.shared_rows import SharedRows
+
+
+class PolicyModel(nn.Module):
+    """A causal LM whose forward pass returns log-probabilities, never logits."""
+
+    causal_lm: PreTrainedModel
+
+    def __init__(self, causal_lm: PreTrainedModel, operators: Operators):
+        super().__init__()
+        self.causal_lm, self.operators = causal_lm, operators
+        # True-on-policy runs refuse a model without a known rule (`models/hf_config.py`).
+        self.logits_rule = logits_rule(causal_lm) or LogitsRule()
+        self.replay: RoutingReplay | None = None
+        """The routing replay of the last forward pass."""
+
+    def use(self, operators: Operators) -> None:
+        """Replace the operators."""
+        replace_operators(self, operators)
+
+    @contextmanager
+    def around_operators(self, around: Callable[[Operators], Operators]) -> Iterator[None]:
+        """Wrap the operators of every module with `around` inside the context."""
+        with ExitStack() as stack:
+            for module in self.modules():
+                if (own := getattr(module, "operators", None)) is not None:
+                    stack.callback(setattr, module, "operators", own)
+                    module.operators = around(own)  # type: ignore[assignment]
+            yield
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """Return the decoder layers."""
+        return decoder_layers(self.causal_lm)
+
+    def forward(self, batch: PackedTokens) -> Scores | HiddenScores | TaughtScores:
+        """Score the requested tokens."""
+        return score_rows(self.hidden_states(batch), self.head(), batch)
+
+    def head(self) -> Head:
+        """Return the output projection with its current weights."""
+        own = self.causal_lm.get_output_embeddings()
+        finish = partial(self.logits_rule.apply, self.operators)
+        vocabulary = VocabParallel(own.weight.shape[0])
+        return Head(self.operators, own.weight, own.bias, vocabulary, finish, factors_of(own))
+
+    def hidden_states(self, batch: PackedTokens) -> Tensor:
+        """Return [R, H]: the head's input for each requested token, from the position before it."""
+
+        def attention(
+            q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule, sinks: Tensor | None
+        ) -> Tensor:
+            return self.operators.attention(q, k, v, batch.layout, scores, sinks)
+
+        self.replay = routing_replay(batch, self.causal_lm.config)
+        # It stays until the next forward pass, since a backward pass may recompute activations.
+        replay_routing(self.causal_lm, self.replay)
+        hidden = self.causal_lm.base_model(
+            input_ids=batch.tokens[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            attention_function=attention,
+        )[0][0]
+        return rows_asked(hidden, batch)
+
+
+def routing_replay(batch: PackedTokens, config: PretrainedConfig) -> RoutingReplay | None:
+    """Return the routing that the routers follow in this micro-batch, if any."""
+    if batch.routed_experts is None:
+        return None
+    return RoutingReplay(batch.routed_experts, config.num_experts_per_tok)
+
+
+def empty_policy(
+    config: PretrainedConfig,
+    operators: Operators,
+    trust_remote_code: bool = False,
+    row_parallel_blocks: int = 1,
+    kind: type[PolicyModel] = PolicyModel,
+    adapter: AdapterShape | None = None,
+) -> PolicyModel:
+    """Build the model with parameters on the meta device, buffers, aligned operators and adapters."""
+    causal_lm = empty_causal_lm(config, trust_remote_code, attn_implementation=ATTENTION_NAME)
+    causal_lm.tie_weights()
+    causal_lm.eval()  # no dropout: the rollout has none
+    align_modules(causal_lm, operators, RowParallel(row_parallel_blocks))
+    add_adapters(causal_lm, operators, adapter)
+    return kind(causal_lm, operators)
+
+
+class ValueModel(PolicyModel):
+    """A causal LM without its output projection that returns values."""
+
+    def __init__(self, causal_lm: PreTrainedModel, operators: Operators):
+        super().__init__(causal_lm, operators)
+        head = causal_lm.get_output_embeddings()
+        name = next(name for name, child in causal_lm.named_children() if child is head)
+        setattr(causal_lm, name, nn.Identity())
+        self.value_head = ValueHead(head.weight.shape[1])
+
+    def forward(self, batch: PackedTokens) -> Values:  # type: ignore[override]
+        """Compute the value of each requested token, at the position that predicts it."""
+        return Values(self.value_head.values(self.operators, self.hidden_states(batch)))
+
+
+class ValueHead(nn.Linear):
+    """A value head, [..., H] -> float32 [...], by an operator that does not round the result.
+
+    It starts at zero: the first advantages are the plain returns, and it draws no random numbers.
+    """
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype | None = None):
+        super().__init__(hidden_size, 1, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Set weight and bias to zero, and draw nothing from torch's generator."""
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def values(self, operators: Operators, hidden: Tensor) -> Tensor:
+        """Compute float32 [R] from hidden states [R, H]."""
+        return operators.partial_linear(hidden, self.weight)[:, 0] + self.bias.float()
+
+
+class Values(NamedTuple):
+    """The values of the requested tokens, from a critic's forward pass."""
+
+    values: Tensor
+    """float32 [R]: expected return of each token and all after it, given the tokens before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,88 +318,75 @@ def _pack_experts(
     return packed
 
 
-class PolicyModel(nn.Module):
-    """A causal LM whose forward pass returns log-probabilities, never logits."""
-
-    causal_lm: PreTrainedModel
-
-    def __init__(self, causal_lm: PreTrainedModel, operators: Operators):
-        super().__init__()
-        self.causal_lm, self.operators = causal_lm, operators
-        # True-on-policy runs refuse a model without a known rule (`models/hf_config.py`).
-        self.logits_rule = logits_rule(causal_lm) or LogitsRule()
-        self.replay: RoutingReplay | None = None
-        """The routing replay of the last forward pass."""
-
-    def use(self, operators: Operators) -> None:
-        """Replace the operators."""
-        replace_operators(self, operators)
-
-    @contextmanager
-    def around_operators(self, around: Callable[[Operators], Operators]) -> Iterator[None]:
-        """Wrap the operators of every module with `around` inside the context."""
-        with ExitStack() as stack:
-            for module in self.modules():
-                if (own := getattr(module, "operators", None)) is not None:
-                    stack.callback(setattr, module, "operators", own)
-                    module.operators = around(own)  # type: ignore[assignment]
-            yield
+class Asked(Protocol):
+    """The requested tokens of a micro-batch, or of a rank's part of it; see `PackedTokens`."""
 
     @property
-    def layers(self) -> nn.ModuleList:
-        """Return the decoder layers."""
-        return decoder_layers(self.causal_lm)
-
-    def forward(self, batch: PackedTokens) -> Scores | HiddenScores | TaughtScores:
-        """Score the requested tokens."""
-        return score_rows(self.hidden_states(batch), self.head(), batch)
-
-    def head(self) -> Head:
-        """Return the output projection with its current weights."""
-        own = self.causal_lm.get_output_embeddings()
-        finish = partial(self.logits_rule.apply, self.operators)
-        vocabulary = VocabParallel(own.weight.shape[0])
-        return Head(self.operators, own.weight, own.bias, vocabulary, finish, factors_of(own))
-
-    def hidden_states(self, batch: PackedTokens) -> Tensor:
-        """Return [R, H]: the head's input for each requested token, from the position before it."""
-
-        def attention(
-            q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule, sinks: Tensor | None
-        ) -> Tensor:
-            return self.operators.attention(q, k, v, batch.layout, scores, sinks)
-
-        self.replay = routing_replay(batch, self.causal_lm.config)
-        # It stays until the next forward pass, since a backward pass may recompute activations.
-        replay_routing(self.causal_lm, self.replay)
-        hidden = self.causal_lm.base_model(
-            input_ids=batch.tokens[None],
-            position_ids=batch.positions[None],
-            use_cache=False,
-            attention_function=attention,
-        )[0][0]
-        return rows_asked(hidden, batch)
+    def rows(self) -> Tensor: ...
+    @property
+    def shared_rows(self) -> SharedRows | None: ...
+    @property
+    def targets(self) -> Tensor: ...
+    @property
+    def temperature(self) -> Tensor: ...
+    @property
+    def kept(self) -> KeptTokens | None: ...
+    @property
+    def draws(self) -> Draws | None: ...
+    @property
+    def wants_hidden(self) -> bool: ...
+    @property
+    def teacher(self) -> TeacherRows | None: ...
 
 
-def routing_replay(batch: PackedTokens, config: PretrainedConfig) -> RoutingReplay | None:
-    """Return the routing that the routers follow in this micro-batch, if any."""
-    if batch.routed_experts is None:
-        return None
-    return RoutingReplay(batch.routed_experts, config.num_experts_per_tok)
+def rows_asked(hidden: Tensor, asked: Asked) -> Tensor:
+    """Return the head's input for each requested token, from the row before it: [T, H] -> [R, H]."""
+    if asked.shared_rows is not None:
+        return asked.shared_rows.take(hidden)
+    return hidden[asked.rows]
 
 
-def empty_policy(
-    config: PretrainedConfig,
-    operators: Operators,
-    trust_remote_code: bool = False,
-    row_parallel_blocks: int = 1,
-    kind: type[PolicyModel] = PolicyModel,
-    adapter: AdapterShape | None = None,
-) -> PolicyModel:
-    """Build the model with parameters on the meta device, buffers, aligned operators and adapters."""
-    causal_lm = empty_causal_lm(config, trust_remote_code, attn_implementation=ATTENTION_NAME)
-    causal_lm.tie_weights()
-    causal_lm.eval()  # no dropout: the rollout has none
-    align_modules(causal_lm, operators, RowParallel(row_parallel_blocks))
-    add_adapters(causal_lm, operators, adapter)
-    return kind(causal_lm, operators)
+def score_rows(hidden: Tensor, head: Head, asked: Asked) -> Scores | HiddenScores | TaughtScores:
+    """Compute the requested scores of hidden states [R, H] under a head."""
+    scores = token_log_probs(
+        head.operators,
+        hidden,
+        head.weight,
+        head.bias,
+        asked.targets,
+        asked.temperature,
+        head.vocabulary,
+        head.finish,
+        asked.kept,
+        head.adapter,
+        asked.draws,
+    )
+    if asked.wants_hidden:
+        return HiddenScores(*scores, hidden.detach())
+    if asked.teacher is not None:
+        return TaughtScores(*scores, reverse_kl(hidden, head, asked.teacher))
+    return scores
+
+
+class HiddenScores(NamedTuple):
+    """Scores, and the hidden states that they were computed from."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    drawn: Tensor
+    row_digests: Tensor
+
+    hidden: Tensor
+    """[R, H]: the head's input for each token, without gradient"""
+
+
+class TaughtScores(NamedTuple):
+    """Scores, and the divergence of each token's distribution from the teacher's."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    drawn: Tensor
+    row_digests: Tensor
+
+    reverse_kl: Tensor
+    """float32 [R], in nats, with gradient"""

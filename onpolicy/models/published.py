@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from onpolicy.errors import ConfigError
-from onpolicy.system.reading import read_json_object
+from onpolicy.system.files import read_json_object
 
 
 def read_config(

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onpolicy.ops.base import Operators
-from onpolicy.ops.checks.probe import probe
-from onpolicy.ops.rotary import rotate
+from onpolicy.ops.base import Operators, rotate
+from onpolicy.ops.checks.fixed_numbers import probe
 
 Rotary = Callable[..., tuple[Tensor, Tensor]]
 
@@ -119,7 +118,7 @@ def _by_operators(own: Rotary, module: Any) -> Rotary:
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any) -> Any:
         # The operator takes one angle per token and dimension, and nothing else.
         fits = cos.dim() == 3 and cos.shape[1:] == q.shape[2:] and cos.dtype == q.dtype
-        norms = vars(module).get("deferred_norms")  # see models/fused_norms.py
+        norms = vars(module).get("deferred_norms")  # see models/fused_layers.py
         if rest or named or not fits:
             q, k = (q, k) if norms is None else (norms[0](q), norms[1](k))
             return own(q, k, cos, sin, *rest, **named)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from onpolicy.ops.base import Operators
-from onpolicy.ops.experts import Gate
+from onpolicy.ops.mixture_of_experts import Gate
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 from onpolicy.weights.rounding import is_rounded, round_weight, straight_through
 

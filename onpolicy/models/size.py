@@ -1,4 +1,4 @@
-"""The sizes of a model that determine its memory, counted without building it."""
+"""The sizes of a model: its memory, counted without building it, and the shapes of its operators."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from onpolicy.contract import AdapterShape, NumericsContract
-from onpolicy.models.empty import empty_causal_lm
-from onpolicy.models.layers import decoder_layers
-from onpolicy.models.lora.adapters import adapter_size, merging_size
-from onpolicy.models.trainable import trainable_parameters
+from onpolicy.contract import AdapterShape, AttentionShape, NumericsContract, OperatorShapes
+from onpolicy.errors import ConfigError
+from onpolicy.models.empty import decoder_layers, empty_causal_lm
+from onpolicy.models.expert_layers import experts_shapes, router_shapes
+from onpolicy.models.facts import ModelFacts
+from onpolicy.models.lora.adapters import adapter_size
+from onpolicy.models.tensor_parallel import row_parallel_linears
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +39,6 @@ class ModelSize:
     adapters: int = 0
     """Number of parameters that belong to adapters."""
 
-    merging: int = 0
-    """Number of float32 elements held while adapters are merged."""
-
     @staticmethod
     def of(
         config: PretrainedConfig,
@@ -63,7 +62,6 @@ class ModelSize:
             hidden=config.hidden_size,
             vocab=config.vocab_size,
             adapters=added,
-            merging=merging_size(model, adapter) if adapter else 0,
         )
 
     @property
@@ -83,6 +81,13 @@ class ModelSize:
         return max(self.parameters - self.layers * self.largest_layer, 2 * self.vocab)
 
 
+def _width(layer: nn.Module, config: PretrainedConfig) -> int:
+    chosen = getattr(config, "num_experts_per_tok", None) or 1
+    linears = [m.weight for m in layer.modules() if isinstance(m, nn.Linear)]
+    experts = [p for p in layer.parameters() if p.dim() == 3]
+    return sum(sum(w.shape) for w in linears) + chosen * sum(sum(p.shape[1:]) for p in experts)
+
+
 def token_bytes(hf_config: PretrainedConfig, contract: NumericsContract) -> int:
     """Return the bytes of a token's keys and values in all layers."""
     itemsize, kinds = getattr(torch, contract.dtype).itemsize, contract.shapes.attention
@@ -90,8 +95,50 @@ def token_bytes(hf_config: PretrainedConfig, contract: NumericsContract) -> int:
     return int(hf_config.num_hidden_layers * itemsize * numbers)
 
 
-def _width(layer: nn.Module, config: PretrainedConfig) -> int:
-    chosen = getattr(config, "num_experts_per_tok", None) or 1
-    linears = [m.weight for m in layer.modules() if isinstance(m, nn.Linear)]
-    experts = [p for p in layer.parameters() if p.dim() == 3]
-    return sum(sum(w.shape) for w in linears) + chosen * sum(sum(p.shape[1:]) for p in experts)
+def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the trained parameters, in the model's order."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def operator_shapes(facts: ModelFacts, row_parallel_blocks: int = 1) -> OperatorShapes:
+    """Return the sizes at which a model of this configuration calls the operators."""
+    model = facts.model
+    linears = {m for m in model.modules() if isinstance(m, nn.Linear)}
+    shared = row_parallel_linears(model) if row_parallel_blocks > 1 else set()
+    return OperatorShapes(
+        linear=tuple(sorted(_linear_shapes(linears - shared) | router_shapes(model))),
+        attention=_attention_shapes(facts),
+        norm=facts.norm_sizes(centered=False),
+        layer_norm=facts.norm_sizes(centered=True),
+        vocab_size=facts.config.vocab_size,
+        row_linear=tuple(sorted(_linear_shapes(shared))),
+        experts=tuple(sorted(experts_shapes(model))),
+    )
+
+
+def _attention_shapes(facts: ModelFacts) -> tuple[AttentionShape, ...]:
+    """Return the distinct attention shapes.
+
+    If the model's code cannot show them, which no aligned run allows, return the usual shape.
+    """
+    try:
+        told = tuple(dict.fromkeys(facts.attention))
+    except ConfigError:
+        told = ()
+    return told or (_usual_attention(facts.config),)
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    """Return the head size of the usual attention."""
+    told: int | None = getattr(config, "head_dim", None)
+    return told or int(config.hidden_size // config.num_attention_heads)
+
+
+def _usual_attention(config: PretrainedConfig) -> AttentionShape:
+    heads, dim = config.num_attention_heads, head_dim(config)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return AttentionShape(heads=heads, kv_heads=kv_heads, head_dim=dim, value_dim=dim)
+
+
+def _linear_shapes(linears: set[nn.Linear]) -> set[tuple[int, int, bool]]:
+    return {(m.out_features, m.in_features, m.bias is not None) for m in linears}

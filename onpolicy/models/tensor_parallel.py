@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from onpolicy.contract import OperatorShapes
 from onpolicy.errors import ConfigError
-from onpolicy.models.experts import has_usual_experts
+from onpolicy.models.expert_layers import has_usual_experts
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.stored import stored_tensors
 
@@ -41,7 +41,7 @@ STYLES = {
     "replicated_with_grad_allreduce": "replicate",
 }
 """Styles of a plan, and how SGLang shards a linear of each. Two styles of transformers 5 are
-missing in SGLang under these names; `sglang_patches/linear.py` maps them."""
+missing in SGLang under these names; `sglang_patches/engine_linears.py` maps them."""
 
 ROWWISE = {"rowwise", "rowwise_rep"}
 """Styles that give each rank a part of K."""

@@ -1,8 +1,8 @@
 """Checks of a checkpoint's safetensors files, and a reader of blocks of their tensors.
 
-The files must be complete, undamaged and of the model's sizes.
-
-The checks read only the headers, so they take seconds for any model.
+The files must be complete, undamaged and of the model's sizes. These checks read only the headers,
+so they take seconds for any model. The stored numbers must be ones that both engines can compute
+with: plain floating-point numbers, finite, and equal where the model ties two tensors.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.models.empty import empty_causal_lm
-from onpolicy.models.weight_checks import (
-    require_finite,
-    require_numbers,
-    require_ties,
-    say_left_out,
-)
-from onpolicy.system.reading import read_json_object
+from onpolicy.system.files import read_json_object
 from onpolicy.weights.digest import WeightBucket, in_buckets
 
 logger = logging.getLogger(__name__)
@@ -45,48 +40,6 @@ SHOWN = 5
 """Number of tensors that an error lists before it counts the others."""
 
 
-def stored_shapes(directory: Path, flag: str) -> dict[str, Tensor]:
-    """Return every tensor of the checkpoint as an empty one on the meta device.
-
-    Raise ConfigError, which names `flag`, for a file that is missing or damaged.
-    """
-    return CheckpointReader(directory, flag).shapes()
-
-
-def weight_files(directory: Path, flag: str) -> list[Path]:
-    """Return the checkpoint's files, from its index if it has one.
-
-    Raise ConfigError, which names `flag`, if one is missing.
-    """
-    names = sorted(file.name for file in directory.glob("*.safetensors"))
-    if (directory / INDEX).exists():
-        names = _indexed_names(directory / INDEX, f"{flag}={directory}: {INDEX}")
-    if not names:
-        raise ConfigError(
-            f"{flag}={directory}: no *.safetensors file there. Convert the weights with transformers' "
-            "save_pretrained; pickled weights (*.bin) are not loaded."
-        )
-    for name in names:
-        if not (directory / name).is_file():
-            raise ConfigError(
-                f"{flag}={directory}: {name} is missing, or is no file. Download the checkpoint again."
-            )
-    return [directory / name for name in names]
-
-
-def _indexed_names(index: Path, name: str) -> list[str]:
-    weight_map = read_json_object(index, name).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ConfigError(f"{name}: holds no weight_map. Download the checkpoint again.")
-    for tensor, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise ConfigError(
-                f"{name}: {tensor} is said to be in {file!r}, and only a file beside the index may hold "
-                "it. Get the checkpoint from a source you trust."
-            )
-    return sorted(set(weight_map.values()))
-
-
 def require_fit(
     path: str,
     config: PretrainedConfig,
@@ -100,22 +53,6 @@ def require_fit(
         matched_model(path, config, trust_remote_code, flag, of_critic=of_critic)
     except (NotImplementedError, RuntimeError) as error:  # an operation without meta tensors
         logger.debug("the sizes of %s were not compared (%s)", path, error)
-
-
-def quantised_by(config: PretrainedConfig) -> str:
-    """Return the quantisation method that a configuration names, or ''."""
-    told = getattr(config, "quantization_config", None)
-    return str(getattr(told, "get", lambda _: None)("quant_method") or told) if told else ""
-
-
-def require_plain(config: PretrainedConfig, name: str) -> None:
-    """Raise ConfigError if the checkpoint's weights are quantised."""
-    if method := quantised_by(config):
-        raise ConfigError(
-            f"{name}: quantization_config={method} in config.json: its weights are numbers and scales, "
-            "and only plain weights are read. Take the checkpoint that they were made from, or write "
-            "plain weights by the lines of docs/published.md (FP8, MXFP4, compressed-tensors)."
-        )
 
 
 def matched_model(
@@ -201,6 +138,64 @@ def _quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
+def quantised_by(config: PretrainedConfig) -> str:
+    """Return the quantisation method that a configuration names, or ''."""
+    told = getattr(config, "quantization_config", None)
+    return str(getattr(told, "get", lambda _: None)("quant_method") or told) if told else ""
+
+
+def require_plain(config: PretrainedConfig, name: str) -> None:
+    """Raise ConfigError if the checkpoint's weights are quantised."""
+    if method := quantised_by(config):
+        raise ConfigError(
+            f"{name}: quantization_config={method} in config.json: its weights are numbers and scales, "
+            "and only plain weights are read. Take the checkpoint that they were made from, or write "
+            "plain weights by the lines of docs/published.md (FP8, MXFP4, compressed-tensors)."
+        )
+
+
+def weight_files(directory: Path, flag: str) -> list[Path]:
+    """Return the checkpoint's files, from its index if it has one.
+
+    Raise ConfigError, which names `flag`, if one is missing.
+    """
+    names = sorted(file.name for file in directory.glob("*.safetensors"))
+    if (directory / INDEX).exists():
+        names = _indexed_names(directory / INDEX, f"{flag}={directory}: {INDEX}")
+    if not names:
+        raise ConfigError(
+            f"{flag}={directory}: no *.safetensors file there. Convert the weights with transformers' "
+            "save_pretrained; pickled weights (*.bin) are not loaded."
+        )
+    for name in names:
+        if not (directory / name).is_file():
+            raise ConfigError(
+                f"{flag}={directory}: {name} is missing, or is no file. Download the checkpoint again."
+            )
+    return [directory / name for name in names]
+
+
+def _indexed_names(index: Path, name: str) -> list[str]:
+    weight_map = read_json_object(index, name).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"{name}: holds no weight_map. Download the checkpoint again.")
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ConfigError(
+                f"{name}: {tensor} is said to be in {file!r}, and only a file beside the index may hold "
+                "it. Get the checkpoint from a source you trust."
+            )
+    return sorted(set(weight_map.values()))
+
+
+def stored_shapes(directory: Path, flag: str) -> dict[str, Tensor]:
+    """Return every tensor of the checkpoint as an empty one on the meta device.
+
+    Raise ConfigError, which names `flag`, for a file that is missing or damaged.
+    """
+    return CheckpointReader(directory, flag).shapes()
+
+
 class CheckpointReader:
     """A reader of the safetensors files of a directory, each opened once.
 
@@ -278,3 +273,113 @@ class CheckpointReader:
         index = tuple(block) or (slice(None),)
         stored = torch.as_tensor(self._slice(name)[index])
         return require_finite(stored, name, f"{self._flag}={self.path}")
+
+
+FLOATING = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
+"""Types of safetensors files whose values are plain floating-point numbers."""
+
+
+def require_ties(
+    reader: CheckpointReader, model: PreTrainedModel, config: PretrainedConfig, name: str
+) -> None:
+    """Raise ConfigError if two tensors that the model ties are stored with different bits.
+
+    transformers ties such tensors only if they are equal in the model's dtype, and computes with
+    both otherwise (PreTrainedModel.tie_weights), while the engines here would compute with one of
+    them.
+    """
+    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    dtype = getattr(config, "dtype", None)
+    for target, source in ties.items():
+        first, second = (_stored_name(reader, model, each) for each in (target, source))
+        if first and second and (how := _difference(reader, first, second, dtype)):
+            raise ConfigError(
+                f"{name}: tie_word_embeddings={getattr(config, 'tie_word_embeddings', None)} in "
+                f"config.json, and {first} is stored beside {second} with {how}. One of the two would "
+                "be left out, and which one is meant is not known. Set tie_word_embeddings=false in "
+                f"config.json to compute with both, as transformers does, or remove {first} from the "
+                "files."
+            )
+
+
+def _stored_name(reader: CheckpointReader, model: PreTrainedModel, tensor: str) -> str:
+    """Return the stored name of a tensor: its own, or the base model's; '' if it is not stored."""
+    names = tensor, tensor.removeprefix(f"{model.base_model_prefix}.")
+    return next((name for name in names if name in reader), "")
+
+
+ROWS_AT_A_TIME = 4096
+"""Number of rows of two tensors that are compared at a time."""
+
+
+def _difference(
+    reader: CheckpointReader, first: str, second: str, dtype: torch.dtype | None
+) -> str:
+    """Return how two stored tensors differ, read a few rows at a time; '' if their bits are equal."""
+    shapes = [list(reader.shape(name)) for name in (first, second)]
+    if shapes[0] != shapes[1]:
+        return f"another shape, {shapes[0]} beside {shapes[1]}"
+    for start in range(0, shapes[0][0], ROWS_AT_A_TIME):
+        rows = [slice(start, min(start + ROWS_AT_A_TIME, shapes[0][0]))]
+        one, other = reader.read(first, rows), reader.read(second, rows)
+        common = dtype or torch.promote_types(one.dtype, other.dtype)
+        bits = [x.to(common).contiguous().view(torch.uint8) for x in (one, other)]
+        if not torch.equal(*bits):
+            unequal = (bits[0] != bits[1]).reshape(len(one), -1).any(dim=1)
+            return f"other numbers, the first in row {start + int(unequal.nonzero()[0])}"
+    return ""
+
+
+def require_numbers(reader: CheckpointReader, model: PreTrainedModel, name: str) -> None:
+    """Raise ConfigError for weights stored as integers, without their scales."""
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    of_integers = {n for n, buffer in model.named_buffers() if not buffer.is_floating_point()}
+    wrong = [
+        f"{tensor} {kind}"
+        for tensor, kind in reader.kinds()
+        if kind not in FLOATING
+        and tensor not in of_integers
+        and not any(re.search(pattern, tensor) for pattern in ignored)
+    ]
+    if wrong:
+        raise ConfigError(
+            f"{name}: {', '.join(wrong[:5])}: weights must be numbers of floating point, and these "
+            f"{len(wrong)} are integers. A tool that config.json says nothing of has likely quantised "
+            "them; take the checkpoint that they were made from."
+        )
+
+
+def say_left_out(reader: CheckpointReader, model: PreTrainedModel, name: str) -> None:
+    """Log which stored tensors transformers leaves out by rule, such as draft layers."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    own = model.state_dict().keys()
+    left = [
+        tensor
+        for tensor, _ in reader.kinds()
+        if tensor not in own and any(re.search(pattern, tensor) for pattern in patterns)
+    ]
+    if left:
+        _say(
+            f"{name}: {len(left)} tensors are not of the model that is trained, and are left out: "
+            f"{', '.join(left[:3])}{' ...' * (len(left) > 3)}"
+        )
+
+
+@cache
+def _say(message: str) -> None:
+    logger.info("%s", message)
+
+
+def require_finite(block: Tensor, tensor: str, name: str) -> Tensor:
+    """Return the block. Raise ConfigError if it holds NaN or an infinity."""
+    if not block.is_floating_point() or not block.numel():
+        return block
+    wide = block.float() if block.element_size() == 1 else block
+    total = wide.sum(dtype=torch.float64 if wide.dtype == torch.float64 else torch.float32)
+    if torch.isfinite(total) or (bad := int((~torch.isfinite(wide)).sum())) == 0:
+        return block
+    raise ConfigError(
+        f"{name}: {tensor} holds NaN or infinity ({bad} of {block.numel()} numbers that were read), and "
+        "weights are finite. Its training has likely diverged; take an earlier checkpoint, or download "
+        "it again."
+    )

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.logit_chunks import CPU_LOGITS, rows_of_logits
-from onpolicy.ops.rotary import rotate
 from onpolicy.ops.row_parallel import RowParallel, tree_sum
 from onpolicy.ops.uniform_numbers import uniform_numbers
 
@@ -287,3 +286,13 @@ class Operators(ABC):
         seeds, positions: int64 [B] -> float64 [B].
         """
         return uniform_numbers(seeds, positions)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply transformers' rotary embedding: [B, H, T, D], [B, T, D], [B, T, D] -> [B, H, T, D]."""
+    return x * cos[:, None] + _rotate_half(x) * sin[:, None]
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat((-right, left), dim=-1)

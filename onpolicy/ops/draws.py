@@ -8,13 +8,14 @@ whether an engine sampled from the policy or only reported the policy's log-prob
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from onpolicy.ops.base import Operators
+from onpolicy.ops.row_digests import NO_DIGEST, row_digests
 
 NUMBERS = 1 << 24
 """Number of log-probabilities that are drawn from at a time: 64 MiB of float32."""
@@ -51,24 +52,29 @@ class Draws:
     chosen: Tensor
     """bool [R], on the CPU: the tokens to draw again"""
 
+    with_rows: bool = False
+    """Whether the chosen tokens' rows of log-probabilities are digested too"""
+
     @staticmethod
-    def of(seeds: Sequence[int | None], positions: Sequence[int]) -> Draws:
+    def of(seeds: Sequence[int | None], positions: Sequence[int], with_rows: bool = False) -> Draws:
         """Choose every token whose seed is known; both sequences have R numbers."""
         return Draws(
             seeds=torch.tensor([seed or 0 for seed in seeds], dtype=torch.int64),
             positions=torch.tensor(positions, dtype=torch.int64),
             chosen=torch.tensor([seed is not None for seed in seeds], dtype=torch.bool),
+            with_rows=with_rows,
         )
 
     def on(self, device: torch.device | str) -> Draws:
         """Return the same, with the tensors that are computed with on a device."""
-        return Draws(self.seeds.to(device), self.positions.to(device), self.chosen)
+        return replace(self, seeds=self.seeds.to(device), positions=self.positions.to(device))
 
     def at(self, rows: Tensor, missing: int = 0) -> Draws:
         """Return the draws of int64 [M] tokens, and of `missing` more that are not chosen."""
         pad = (0, missing)
         seeds, positions = F.pad(self.seeds[rows], pad), F.pad(self.positions[rows], pad)
-        return Draws(seeds, positions, F.pad(self.chosen[rows.cpu()], pad))
+        chosen = F.pad(self.chosen[rows.cpu()], pad)
+        return replace(self, seeds=seeds, positions=positions, chosen=chosen)
 
     def again(
         self,
@@ -77,14 +83,17 @@ class Draws:
         temperature: Tensor,
         rows: slice,
         kept: Tensor | None = None,
-    ) -> Tensor:
-        """Draw the chosen tokens of these rows again: float32 [M], NaN for the others.
+        whole: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Draw the chosen tokens of these rows again: float32 [M], NaN for the others; and digest the
+        rows, before any cut: int64 [M], NO_DIGEST for the others.
 
-        logits: [M, V], with no weight on tokens that were cut off; temperature: float32 [M, 1];
-        kept: bool [M, V] as in `draw`. No autograd.
+        logits: [M, V], with no weight on tokens that were cut off; temperature: float32 [M, 1]; kept:
+        bool [M, V] as in `draw`; whole: the logits before the cut, if there is one. No autograd.
         """
         assert logits.shape[1] <= LARGEST_VOCABULARY
         found = temperature.new_full((len(logits),), torch.nan)
+        digests = self.seeds.new_full((len(logits),), NO_DIGEST)
         seeds, positions = self.seeds[rows], self.positions[rows]
         step = max(1, NUMBERS // logits.shape[1])
         for places in self.chosen[rows].nonzero()[:, 0].split(step):
@@ -95,4 +104,8 @@ class Draws:
             numbers = operators.uniform(seeds[at], positions[at])
             tokens = draw(operators, log_probs, numbers, None if kept is None else kept[at])
             found[at] = tokens.float()
-        return found
+            if self.with_rows:
+                if whole is not None:
+                    log_probs = operators.log_softmax(whole[at], temperature[at])
+                digests[at] = row_digests(log_probs)
+        return found, digests

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.ops.base import Operators
-from onpolicy.ops.cuts import within
 from onpolicy.ops.draws import Draws
-from onpolicy.ops.kept_tokens import KeptTokens
-from onpolicy.ops.low_rank import Factors, add_low_rank
+from onpolicy.ops.kept_tokens import KeptTokens, within
+from onpolicy.ops.linears import Factors, add_low_rank
+from onpolicy.ops.row_digests import NO_DIGEST
 
 
 class Scores(NamedTuple):
@@ -32,6 +32,9 @@ class Scores(NamedTuple):
 
     drawn: Tensor
     """float32 [R]: the token that each token's seed draws; NaN where none was drawn."""
+
+    row_digests: Tensor
+    """int64 [R]: the digest of each row before any cut; NO_DIGEST where none was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,11 +194,11 @@ def token_log_probs(
 
     `adapter` adds to the projection, before `finish`. Tensors that require no gradient get none.
 
-    `draws`: the targets' seeds; the chosen targets are drawn again.
+    `draws`: the targets' seeds; the chosen targets are drawn again, and their rows digested if asked.
     """
     vocabulary = vocabulary or VocabParallel(weight.shape[0])
     head = Head(operators, weight, bias, vocabulary, finish, adapter)
-    scores: tuple[Tensor, Tensor, Tensor] = _TokenLogProbs.apply(
+    scores: tuple[Tensor, ...] = _TokenLogProbs.apply(
         head, hidden, targets, temperature, kept, draws, *head.tensors
     )
     return Scores(*scores)
@@ -212,14 +215,16 @@ class _TokenLogProbs(torch.autograd.Function):
         kept: KeptTokens | None,
         draws: Draws | None,
         *tensors: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         entropy, drawn = torch.empty_like(log_probs), torch.full_like(log_probs, torch.nan)
+        digests = torch.full_like(targets, NO_DIGEST)
         operators, head = head.operators, head.holding(tensors)
         for rows in head.chunks(hidden):
             logits = head.logits(hidden[rows])
-            differ = mask = None
+            differ = mask = whole = None
             if kept is not None:
+                whole = logits if draws is not None and draws.with_rows else None
                 differ = kept.differ(operators, logits, temperature[rows, None], rows)
                 mask = kept.mask(logits, rows)
                 logits = within(logits, mask)
@@ -229,17 +234,19 @@ class _TokenLogProbs(torch.autograd.Function):
             if differ is not None:
                 log_probs[rows] = log_probs[rows].masked_fill(differ, torch.nan)
             if draws is not None:
-                drawn[rows] = draws.again(operators, logits, temperature[rows, None], rows, mask)
+                drawn[rows], digests[rows] = draws.again(
+                    operators, logits, temperature[rows, None], rows, mask, whole
+                )
         ctx.head, ctx.kept = head, kept  # type: ignore[attr-defined]
-        ctx.mark_non_differentiable(drawn)
+        ctx.mark_non_differentiable(drawn, digests)
         ctx.save_for_backward(hidden, targets, temperature, *tensors)  # type: ignore[arg-type]
         ctx.set_materialize_grads(False)
-        return log_probs, entropy, drawn
+        return log_probs, entropy, drawn, digests
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: FunctionCtx, grad: Tensor | None, grad_entropy: Tensor | None, _: None
+        ctx: FunctionCtx, grad: Tensor | None, grad_entropy: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
         hidden, targets, temperature, *tensors = ctx.saved_tensors  # type: ignore[attr-defined]
         head: Head = ctx.head.holding(tensors)  # type: ignore[attr-defined]

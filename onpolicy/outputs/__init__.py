@@ -1,1 +1,1 @@
-"""Outputs of a run: progress, metrics, plots, records, and its hash."""
+"""Outputs of a run: progress, metrics, records, and its hash."""

@@ -23,7 +23,7 @@ _BEGAN = time.monotonic()
 OURS = ("onpolicy", "benchmarks")
 """Packages whose lines do not name their source."""
 
-NOISY = ("httpx", "matplotlib", "megatron", "sglang")
+NOISY = ("httpx", "megatron", "sglang")
 
 
 def elapsed() -> float:

@@ -1,6 +1,6 @@
 """Directory of a run: everything needed to look at it later, or to repeat it.
 
-    config.json  versions.json  contract.json  metrics.jsonl  samples/  logs/  plots/
+    config.json  versions.json  contract.json  metrics.jsonl  samples/  logs/
     [governor.jsonl  rollouts.jsonl  observations.jsonl  tensorboard/  wandb/  wandb_run_id]
 
 One run writes there at a time. Every file except logs is written whole or not at all; a full disk
@@ -22,7 +22,7 @@ from typing import Any
 from onpolicy.config.flags import spelled
 from onpolicy.config.groups import OutputConfig
 from onpolicy.config.settings import same_run
-from onpolicy.config.sft import AnyRun
+from onpolicy.config.sft_flags import AnyRun
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, OutputError
 from onpolicy.outputs.console import Visible
@@ -31,10 +31,11 @@ from onpolicy.outputs.metrics import (
     JsonlSink,
     Sink,
     TensorBoardSink,
+    WandbSink,
     check_tensorboard,
+    check_wandb,
     drop_from,
 )
-from onpolicy.outputs.wandb_sink import WandbSink, check_wandb
 from onpolicy.system import files
 
 logger = logging.getLogger(__name__)
@@ -51,14 +52,18 @@ READ = (
 
 
 class RunDirectory:
-    """The run's directory, created on rank 0 and locked until `close`.
-
-    An earlier run's directory is moved aside, unless this run resumes it. That is refused if it
-    holds a path that this run uses: `needed` has these paths, by their flags.
-    """
+    """The run's directory, created on rank 0 and locked until `close`. An earlier run's directory
+    is moved aside, unless this run resumes it. That is refused if it holds a path that this run
+    uses: `needed` has these paths, by their flags."""
 
     def __init__(self, path: str, resumes: bool, needed: Mapping[str, str] | None = None):
         self.path = Path(path)
+        self.metrics_file, self.samples = self.path / "metrics.jsonl", self.path / "samples"
+        self.logs = self.path / "logs"
+        self.rollouts = self.path / "rollouts.jsonl"
+        """The decisions that depended on the clock (`recorded_order`)."""
+
+        self.observations = self.path / "observations.jsonl"
         self._held = ExitStack()
         self._held.enter_context(locked(self.path, "--run-dir"))
         if self.metrics_file.exists() and not resumes:
@@ -68,12 +73,10 @@ class RunDirectory:
             if not resumes:  # left by a run that never logged metrics
                 self.observations.unlink(missing_ok=True)
             self.logs.mkdir(exist_ok=True)
-            self.plots.mkdir(exist_ok=True)
 
     @classmethod
     def of(cls, config: AnyRun, resumed: Mapping[str, Any] | None) -> RunDirectory:
-        """Return the directory of a run; `resumed`: the configuration of its checkpoint, if it
-        resumes."""
+        """Return the directory of a run; `resumed`: the configuration of its checkpoint."""
         path, now = config.output.run_dir, config.to_dict()
         resumes = resumed is not None and _holds_one_of(Path(path), resumed, now)
         read = READ if resumed is None else (*READ, "load", "save")
@@ -91,31 +94,6 @@ class RunDirectory:
     def close(self) -> None:
         """Release the lock, so that other runs may write there."""
         self._held.close()
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def rollouts(self) -> Path:
-        """The file of the decisions that depended on the clock (`rollout_journal`)."""
-        return self.path / "rollouts.jsonl"
-
-    @property
-    def observations(self) -> Path:
-        return self.path / "observations.jsonl"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def plots(self) -> Path:
-        return self.path / "plots"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples"
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -140,8 +118,7 @@ class RunDirectory:
     def write_records(
         self, config: AnyRun, contract: NumericsContract, first_step: int = 0
     ) -> None:
-        """Write down the configuration, contract and versions; a resumed run drops later governor
-        moves."""
+        """Write the configuration, contract and versions; drop governor moves to come again."""
         records = {
             "config": config.to_dict(),
             "contract": {**json.loads(contract.to_json()), "fingerprint": contract.fingerprint},
@@ -181,7 +158,11 @@ class RunDirectory:
             yield sinks
         finally:
             for sink in sinks:
-                _close(sink)
+                try:
+                    sink.close()
+                except OSError as error:  # the run has ended, and with what it has to say
+                    kind = type(sink).__name__
+                    logger.warning("%s did not finish writing (%s)", kind, error)
 
     def sinks(self, config: AnyRun, first_step: int) -> list[Sink]:
         """Return the sinks: metrics.jsonl always; the others if asked for."""
@@ -230,13 +211,6 @@ def versions() -> Mapping[str, Any]:
         except PackageNotFoundError:
             found[package] = "not installed"
     return found
-
-
-def _close(sink: Sink) -> None:
-    try:
-        sink.close()
-    except OSError as error:  # the run has ended, and with what it has to say
-        logger.warning("%s did not finish writing (%s)", type(sink).__name__, error)
 
 
 def _holds_one_of(directory: Path, *configs: Mapping[str, Any]) -> bool:

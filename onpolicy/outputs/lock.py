@@ -59,8 +59,7 @@ def locked(directory: Path, flag: str) -> Iterator[None]:
     as opened here: a record lock would be lost when this process closes the file once more.
     (Linux's NFS makes it a record lock between hosts.) A process may lock a directory several
     times. Raises ConfigError if nothing can be written there, or if another run holds the lock,
-    with its name.
-    """
+    with its name."""
     try:
         files.make_private(directory)
         file = FileIO(directory / FILE, "a+")
@@ -71,7 +70,12 @@ def locked(directory: Path, flag: str) -> Iterator[None]:
     if name in _held:
         file.close()
     else:
-        _take(file, directory, flag)
+        try:
+            _lock(file, directory, flag)
+            _sign(file, directory, flag)
+        except ConfigError:
+            file.close()
+            raise
         _held[name] = _Held(file)
     held = _held[name]
     held.times += 1
@@ -82,15 +86,6 @@ def locked(directory: Path, flag: str) -> Iterator[None]:
         if not held.times:
             _held.pop(name, None)
             held.file.close()
-
-
-def _take(file: FileIO, directory: Path, flag: str) -> None:
-    try:
-        _lock(file, directory, flag)
-        _sign(file, directory, flag)
-    except ConfigError:
-        file.close()
-        raise
 
 
 def _unwritable(directory: Path, flag: str, error: OSError) -> ConfigError:

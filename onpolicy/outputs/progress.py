@@ -155,5 +155,5 @@ def print_summary(summary: RunSummary) -> None:
         table.add_row("calls of reward rules repeated", f"{totals.num_repeats:,}")
     table.add_row("run hash", summary.run_hash)
     table.add_row("metrics", f"{summary.run_dir}/metrics.jsonl")
-    table.add_row("plot", f"{summary.run_dir}/plots/training.png")
+    table.add_row("curves", f"onpolicy report {summary.run_dir}")
     Console().print(table)

@@ -21,8 +21,9 @@ from typing import Any
 
 from onpolicy.errors import visible
 from onpolicy.system import files
+from onpolicy.system.records import Count
 from onpolicy.trajectory import Trajectory
-from onpolicy.types import Prompt, Sample, SampleGroup
+from onpolicy.types import ChosenPrompt, Sample, SampleGroup
 
 MOST_OF_A_PROMPT = 4
 """The most episodes of one prompt that are written, so that several prompts are included."""
@@ -43,22 +44,18 @@ Decode = Callable[[list[int]], str]
 class FailedAttempt:
     """An attempt at an episode that failed."""
 
-    prompt: Prompt
+    prompt: ChosenPrompt
 
-    group: int
+    group: Count
     """The number of its group: a prompt may be drawn again before the file is written."""
 
-    sample_index: int
+    sample_index: Count
 
-    attempt: int
+    attempt: Count
     """The number of earlier failures of the same episode."""
 
     reason: str
-    """The reason in one word."""
-
     message: str
-    """The message in one line."""
-
     said: Sequence[Trajectory]
     """The trajectories of its branches. A resumed run may fail the attempt at another token."""
 
@@ -76,8 +73,7 @@ class SampleLog:
                 file.unlink()
 
     def _remember(self, file: Path) -> None:
-        """Keep the text of failed attempts: how far they get when they fail again depends on the
-        clock."""
+        """Keep the text of failed attempts: how far they get again depends on the clock."""
         if file.name.startswith("failed_"):
             for record in map(json.loads, file.read_bytes().splitlines()):
                 key = (file.name, *map(record.get, _ATTEMPT))
@@ -127,7 +123,7 @@ class SampleLog:
 
     def _chosen(self, groups: Sequence[SampleGroup]) -> list[tuple[list[Sample], int]]:
         """Return (episode, index of a trajectory in it) for each chosen sample."""
-        episodes = (e for group in groups for e in _episodes(group)[:MOST_OF_A_PROMPT])
+        episodes = (e for group in groups for e in group.episodes[:MOST_OF_A_PROMPT])
         return list(islice(((e, i) for e in episodes for i in range(len(e))), self._count))
 
     def describe(self, sample: Sample) -> str:
@@ -183,18 +179,12 @@ class SampleLog:
             "turns": turns if len(turns) > 2 or num_trajectories > 1 else None,
             "forks": trajectory.forks or None,
             "is_unscored": sample.has_failed or None,
-            "is_greedy": sample.is_greedy or None,
             "token_rewards": sample.token_rewards,
             "token_weights": sample.token_weights or None,
             "metrics": sample.metrics or None,
             "info": sample.info or None,
         }
         return {name: value for name, value in found.items() if value is not None}
-
-
-def _episodes(group: SampleGroup) -> list[list[Sample]]:
-    """Return the episodes of a group, the greedy one, to which others are compared, first."""
-    return ([[group.greedy]] if group.greedy else []) + group.episodes
 
 
 def _short(values: Sequence[float]) -> float | list[float | None] | None:

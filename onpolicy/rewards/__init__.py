@@ -28,16 +28,12 @@ class Failure:
     """The reason why a sample has no reward."""
 
     reason: str
-    """The reason, in one line."""
-
     traceback: str = ""
 
     in_loading: bool = False
     """Whether the rule itself cannot be used, not just on this sample."""
 
     is_late: bool = False
-    """Whether the time limit was exceeded."""
-
     may_pass: bool = False
     """Whether another process may give an answer: this one was late, or its process died."""
 

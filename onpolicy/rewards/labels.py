@@ -9,7 +9,7 @@ from typing import NamedTuple
 from onpolicy.config.groups import RewardConfig
 from onpolicy.errors import ConfigError
 from onpolicy.rewards import Failure, Numbers, load_rule
-from onpolicy.rewards.workers import Workers, default_workers
+from onpolicy.rewards.scoring_workers import Workers, default_workers
 from onpolicy.trajectory import Trajectory
 from onpolicy.types import Prompt, Sample
 
@@ -44,12 +44,10 @@ class Trial(NamedTuple):
 def refused_labels(
     prompts: Sequence[Prompt], rules_of: Callable[[Prompt], Iterable[str]], config: RewardConfig
 ) -> list[Refused]:
-    """Return the labels that the rules of each prompt refuse, in the prompts' order.
-
-    A rule with `trials` scores them in worker processes and under --rm-time-limit: a comparison may
-    hang where no signal ends it. Of labels with one form the first is tried, and the others only if
-    it is refused.
-    """
+    """Return the labels that the rules of each prompt refuse, in the prompts' order. A rule with
+    `trials` scores them in worker processes and under --rm-time-limit: a comparison may hang where
+    no signal ends it. Of labels with one form the first is tried, and the others only if it is
+    refused."""
     pairs = [(prompt, rule) for prompt in prompts for rule in rules_of(prompt)]
     labels: dict[str, dict[str, None]] = {}
     for prompt, rule in pairs:
@@ -100,10 +98,8 @@ def _reasons(rule: str, labels: Sequence[str], config: RewardConfig) -> dict[str
 
 
 def _reasons_by_trial(rule: str, trials: Sequence[Trial], config: RewardConfig) -> dict[str, str]:
-    """Return the reasons for which a rule scores responses wrongly, by label.
-
-    Raises ConfigError if the rule cannot be imported in a process of its own.
-    """
+    """Return the reasons for which a rule scores responses wrongly, by label. Raises ConfigError if
+    the rule cannot be imported in a process of its own."""
     count = min(config.rm_workers or default_workers(), 1 + len(trials) // _TRIED_AT_ONCE)
     size = count * _TRIED_AT_ONCE
     if len(trials) > _MANY:

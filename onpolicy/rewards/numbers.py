@@ -23,10 +23,8 @@ def each_of(results: Any, count: int) -> list[Any] | Failure:
 
 
 def numbers_or_failure(result: Any, num_sampled: int | None = None) -> Numbers | Failure:
-    """Return the result for one sample as numbers, or a Failure.
-
-    `num_sampled`: the sample's number of tokens; None if the rule does not get the tokens.
-    """
+    """Return the result for one sample as numbers, or a Failure. `num_sampled`: the sample's number
+    of tokens; None if the rule does not get the tokens."""
     try:
         return _numbers(result, num_sampled)
     except Exception as error:  # its own __float__ may raise anything

@@ -1,5 +1,7 @@
-"""Scoring of samples: ask the rules, combine their numbers into one reward, and count their
-failures."""
+"""Scoring of samples: ask the rules, combine their numbers into one reward, and bound their failures.
+
+Failures are logged and counted; a run ends if a rule fails on too many samples.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,12 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 
 from onpolicy.config.groups import RewardConfig
-from onpolicy.config.groups.reward import REMOTE, is_function, name_of
+from onpolicy.config.groups.reward_flags import REMOTE, is_function, name_of
 from onpolicy.errors import ConfigError, RewardError
 from onpolicy.rewards import ANSWER, Answers, Failure, Numbers
-from onpolicy.rewards.failures import Failures
-from onpolicy.rewards.judge import Judge
+from onpolicy.rewards.endpoint import Judge, RemoteReward, check_metadata
 from onpolicy.rewards.labels import Refused, refused_labels, told
-from onpolicy.rewards.remote_rm import RemoteReward, check_metadata
-from onpolicy.rewards.workers import Workers
+from onpolicy.rewards.scoring_workers import Workers
 from onpolicy.token_weights import TOKEN_WEIGHTS
 from onpolicy.trajectory import Completion, FinishReason, Trajectory
 from onpolicy.types import Prompt, Sample
@@ -30,10 +30,8 @@ ASKED: dict[str, type[Asked]] = {"remote_rm": RemoteReward, "judge": Judge}
 
 
 class Scorer:
-    """A scorer that sets the rewards of samples by the configured rules.
-
-    Rewards depend on the samples alone: neither on the number of workers nor on who ends first.
-    """
+    """A scorer that sets the rewards of samples by the configured rules. Rewards depend on the
+    samples alone: neither on the number of workers nor on who ends first."""
 
     def __init__(self, config: RewardConfig):
         self.config, self.sources = config, config.sources
@@ -55,24 +53,19 @@ class Scorer:
         if refused := self.refused_labels(prompts):
             raise ConfigError(f"{name}: {told(refused, len(prompts), self._name)}")
         for prompt in prompts:
-            if "remote_rm" in self._sources_of(prompt):
-                self._require_columns(prompt, name)
-
-    def _require_columns(self, prompt: Prompt, name: str) -> None:
-        try:
-            check_metadata(prompt)
-        except ValueError as error:
-            raise ConfigError(
-                f"{name}: prompt {prompt.index}, {error}. {self._name('remote_rm')} is sent all columns "
-                "as JSON. Write it as text, or drop the column."
-            ) from error
+            try:
+                if "remote_rm" in self._sources_of(prompt):
+                    check_metadata(prompt)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{name}: prompt {prompt.index}, {error}. {self._name('remote_rm')} is sent all "
+                    "columns as JSON. Write it as text, or drop the column."
+                ) from error
 
     def try_out(self, prompt: Prompt) -> Collection[str]:
         """Score a made-up response to `prompt`, its label, once by every rule that is not built in.
-
         Returns the terms of the loss whose tokens they weigh. Raises ConfigError if that fails. A
-        function that takes groups gets two such samples.
-        """
+        function that takes groups gets two such samples."""
         given: dict[str, Numbers] = {}
         tried = [source for source in self._sources_of(prompt) if not _is_ours(source)]
         functions = list(filter(is_function, tried))
@@ -179,10 +172,9 @@ class Scorer:
         return self._remotes[source]
 
     def _import(self, local: Sequence[str]) -> None:
-        """Start processes that have imported all these rules, so that imports cost no sample's
-        time."""
+        """Start processes that have imported all these rules, which costs no sample's time then."""
         if not self._imported.issuperset(local):
-            self._end_workers()
+            self.close()
             self._imported |= {*local}
             self._workers = Workers(self.config, sorted(self._imported))
 
@@ -232,11 +224,15 @@ class Scorer:
         """Return the flag that requests the rule, for messages."""
         return f"{self.config.flag}={source}" if source in self.sources else f"the reward {source}"
 
+    def start(self) -> None:
+        """Start the processes of the run's rules; return at once."""
+        if local := [source for source in self.sources if source not in REMOTE]:
+            self._import(local)
+            assert self._workers is not None
+            self._workers.start()
+
     def close(self) -> None:
         """End all processes that were started to score."""
-        self._end_workers()
-
-    def _end_workers(self) -> None:
         if self._workers is not None:
             self._workers.close()
 
@@ -283,3 +279,53 @@ def _wrapper(source: str, reason: str) -> str:
         call = f"{name}([sample.response], ground_truth=[sample.prompt.label])[0]"
         return f"for one of TRL's, def score(sample): return {call}"
     return ""
+
+
+class Failures:
+    """The failures of a run's rules; each rule's first is logged with all details."""
+
+    def __init__(self, limit: float):
+        """Take `limit`, the share of samples scored at once on which a rule may fail."""
+        self._limit, self._reported = limit, set[str]()
+
+    def count(
+        self,
+        name: str,
+        pairs: Sequence[tuple[Sample, Numbers | Failure]],
+        metrics: dict[str, float],
+    ) -> None:
+        """Log a rule's failures, and add them to the metrics. Raises RewardError for too many."""
+        failed = [(sample, answer) for sample, answer in pairs if isinstance(answer, Failure)]
+        if not failed:
+            return
+        num_late = sum(failure.is_late for _, failure in failed)
+        metrics["rollout/reward_timeouts"] += num_late
+        metrics["rollout/reward_errors"] += len(failed) - num_late
+        sample, failure = failed[0]
+        count = f"{name}: {len(failed)} of {len(pairs)} samples could not be scored"
+        logger.warning(
+            "%s; nothing is learnt from them, and a run in which they can be scored has another hash. "
+            "The first, %s, %s", count, sample.name, failure.reason,
+        )  # fmt: skip
+        if name not in self._reported:
+            self._reported.add(name)
+            logger.error(
+                "The first failure of %s: %s, label %r, response %.500r\n%s",
+                name, sample.name, sample.prompt.label, sample.response, failure.traceback,
+            )  # fmt: skip
+        self._require_few(count, failed, len(pairs))
+
+    def _require_few(
+        self, count: str, failed: Sequence[tuple[Sample, Failure]], num_samples: int
+    ) -> None:
+        mend = "Mend the rule and resume from the last checkpoint with --load"
+        for _, failure in failed:
+            if failure.in_loading:
+                raise RewardError(f"{count}: a new worker {failure.reason}. {mend}.")
+        if len(failed) > self._limit * num_samples:
+            sample, failure = failed[0]
+            late = " or a higher --rm-time-limit," if failure.is_late else ""
+            raise RewardError(
+                f"{count}, more than --rm-max-error-rate={self._limit:g} of them. The first, "
+                f"{sample.name}, {failure.reason}. {mend},{late} or raise the limit."
+            )

@@ -19,8 +19,7 @@ MemoryKind = Literal["weights", "kv_cache"]
 
 
 class EnginesRestartedError(Exception):
-    """Engines died and were restarted with the checkpoint's weights: push the current ones and
-    retry."""
+    """Engines died and restarted with the checkpoint's weights: push the current ones and retry."""
 
 
 class SamplingJob:
@@ -50,14 +49,12 @@ class SamplingJob:
         self._completions[number] = completion
 
     def interrupt(self) -> None:
-        """Have the engines answer at once, and send them no further requests. Callable from any
-        thread."""
+        """Have the engines answer at once, and send nothing more. Callable from any thread."""
         self.is_interrupted = True
         self.on_news()
 
     def stays_with(self, number: int) -> Hashable | None:
-        """Return the key of a request that should go to the engine of the last one; None: any
-        engine."""
+        """Return a key whose requests should go to one engine; None: any engine."""
         return None
 
     @property
@@ -76,10 +73,7 @@ class SamplingJob:
 
     @property
     def completions(self) -> list[Completion]:
-        """The responses in the order of their requests; of an interrupted job, those that exist.
-
-        Raises KeyError while one is missing.
-        """
+        """The responses in the order of their requests; of an interrupted job, those that exist."""
         numbers = sorted(self._completions) if self.is_interrupted else range(len(self.requests))
         return [self._completions[i] for i in numbers]
 
@@ -95,42 +89,29 @@ class RolloutGroup(ABC):
 
     @abstractmethod
     def launch(self) -> None:
-        """Start the engines' processes, if they are ours to start.
-
-        Return at once, or, if engines share GPUs with the trainer, when they have allocated their
-        memory.
-        """
+        """Start the engines that are ours; wait for those that share the trainer's GPUs."""
 
     @abstractmethod
     def connect(self, self_check: dict[str, str]) -> None:
-        """Wait until the engines answer, and check that they keep the trainer's contract.
+        """Wait for the engines, and check their contract and `self_check`, the operators' digests.
 
-        `self_check`: the digests of the trainer's operators. Raises ContractError or EngineError.
+        Raises ContractError or EngineError.
         """
 
     @abstractmethod
     def generate(self, job: SamplingJob) -> list[Completion]:
-        """Sample until `job` is done or interrupted; return its responses in the order of its
-        requests.
+        """Sample until `job` is over; return its responses in the order of its requests.
 
-        Raises EnginesRestartedError if engines had to be restarted. The job keeps what was sampled:
-        call again with it for the rest.
+        Raises EnginesRestartedError if engines had to be restarted: call again for the rest.
         """
 
     @abstractmethod
     def revive(self) -> bool:
-        """Restart engines that do not answer, and return whether there were any. They need weights
-        then.
-
-        Raises EngineError if they cannot be restarted.
-        """
+        """Restart engines that do not answer; return whether there were any, which need weights."""
 
     @abstractmethod
     def release_memory(self) -> None:
-        """Release the memory of weights and KV cache between rollouts, until `resume_memory`.
-
-        Raises EngineError if an engine does not answer.
-        """
+        """Release the memory of weights and KV cache between rollouts. Raises EngineError."""
 
     @abstractmethod
     def resume_memory(self, kind: MemoryKind) -> None:
@@ -138,7 +119,4 @@ class RolloutGroup(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """End what `launch` started; a `generate` in another thread raises an error then.
-
-        Safe to call at any time, and twice.
-        """
+        """End what `launch` started; a `generate` in another thread raises an error then."""

@@ -1,26 +1,30 @@
-"""Client of one SGLang server: requests, weights, status. It knows HTTP and nothing of processes."""
+"""Client of one SGLang server: requests, weights, status. It knows HTTP and nothing of processes.
+
+Requests that start within a moment share one HTTP call (`Burst`), since a call of its own costs both
+ends more than an answer of a few tokens does; each is answered as soon as the server is done with it
+(`sglang_patches/generate_each.py`). `completion_of` reads the completion in an answer, and raises an
+error for an answer that is wrong.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
-from collections.abc import Callable
+import json
+import math
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
+import numpy as np
 import requests
+from numpy.typing import NDArray
 
 from onpolicy.errors import ContractError, EngineError
-from onpolicy.rollout.answers import completion_of, was_aborted
-from onpolicy.rollout.bursts import PATH, Burst
-from onpolicy.rollout.direct_http import ask
-from onpolicy.trajectory import Completion
+from onpolicy.system.proxies import ask
+from onpolicy.trajectory import UNPUSHED, Completion, FinishReason, Span
 from onpolicy.types import Request
-
-
-class EngineLostError(EngineError):
-    """The server no longer answers; its owner decides whether to restart it."""
-
 
 _RETRIES = 4
 _BACKOFF_SECONDS = 0.25
@@ -89,10 +93,7 @@ class EngineClient:
             del self._bursts[session]
 
     async def abort(self, session: aiohttp.ClientSession) -> None:
-        """Have the server answer everything that it is sampling, with the tokens it has.
-
-        Ignores a server that does not answer: whoever waits for a response notices.
-        """
+        """Have the server, if it answers, end all that it is sampling with the tokens it has."""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with session.post(
                 f"{self.url}/abort_request",
@@ -112,10 +113,7 @@ class EngineClient:
             await asyncio.sleep(_ABORT_PAUSE)
 
     async def is_healthy(self, session: aiohttp.ClientSession) -> bool:
-        """Return whether the server passes a health check, which runs a token through the model.
-
-        Raises EngineLostError if nothing listens there.
-        """
+        """Return whether the server passes a health check. Raises EngineLostError if it is gone."""
         try:
             async with session.get(
                 f"{self.url}/health",
@@ -141,10 +139,9 @@ class EngineClient:
         return answer
 
     def report(self) -> dict[str, Any]:
-        """Return the plug-in's report: contract, self_check, patches, weights; and "serves_text".
+        """Return the plug-in's report, and whether the server has a tokenizer ("serves_text").
 
-        "serves_text" says whether the server has a tokenizer. Raises ContractError if it has no
-        plug-in.
+        Raises ContractError if it has no plug-in.
         """
         response = self._call("GET", "/server_info")
         answer = _json(response)
@@ -169,8 +166,7 @@ class EngineClient:
             )
 
     def _call(self, method: str, path: str, num_bytes: int = 0, **body: Any) -> requests.Response:
-        """Send a request. Raises EngineLostError without an answer in time; a dead server fails
-        sooner."""
+        """Send a request. Raises EngineLostError without an answer in time."""
         seconds = self.patience(num_bytes)
         headers = self.headers if method == "GET" else self.admin_headers
         try:
@@ -180,6 +176,10 @@ class EngineClient:
                 f"{self.url}{path}: no answer ({error}). Is the server running? One that only takes "
                 f"longer than {seconds:.0f} s needs a higher --rollout-health-timeout."
             ) from error
+
+
+class EngineLostError(EngineError):
+    """Error of a server that no longer answers; its owner decides whether to restart it."""
 
 
 def _authorization(key: str) -> dict[str, str]:
@@ -196,7 +196,7 @@ def _json(response: requests.Response) -> dict[str, Any]:
 
 
 def _payload(request: Request) -> dict[str, Any]:
-    params = request.params
+    params, grammar = request.params, request.params.grammar
     return {
         "input_ids": request.prompt_ids,
         "sampling_params": {
@@ -209,20 +209,212 @@ def _payload(request: Request) -> dict[str, Any]:
             "top_k": params.top_k,
             "min_p": params.min_p,
             **({"stop": [*params.stop], "no_stop_trim": True} if params.stop else {}),
-            **_grammar(request),
-            "custom_params": _custom(request),
+            # The second field is one that only an engine under a contract understands.
+            **({grammar.kind: grammar.text} if grammar else {}),
+            "custom_params": {"num_begun": request.num_begun} if grammar else None,
         },
         **({"return_routed_experts": True} if params.return_routed_experts else {}),
     }
 
 
-def _grammar(request: Request) -> dict[str, Any]:
-    if (grammar := request.params.grammar) is None:
-        return {}
-    return {grammar.kind: grammar.text}
+PATH = "/generate_each"
+
+MOMENT = 0.001
+"""Seconds without another request after which the call is made."""
+
+MOST_MOMENTS = 20
+"""The most such moments that a call waits."""
+
+MOST_TOKENS = 1 << 16
+"""The most prompt tokens in a call before the last request: a server parses all of them first."""
+
+Answer = tuple[int, Any]
+"""The HTTP status, and the decoded body."""
 
 
-def _custom(request: Request) -> dict[str, Any] | None:
-    """Return the fields that only an engine under a contract understands (`sglang_patches/`)."""
-    begun = {} if request.params.grammar is None else {"num_begun": request.num_begun}
-    return {**begun, **({"entropy": True} if request.params.return_entropy else {})} or None
+class Burst:
+    """A call that is about to be made, or under way."""
+
+    def __init__(
+        self, send: Callable[[list[dict[str, Any]]], Any], leave: Callable[[Burst], object]
+    ):
+        """Take `send`, which makes the call and returns an asynchronous context of its response,
+        and `leave`, which is called with this burst when no request may join any more."""
+        self._send, self._leave = send, lambda: leave(self)
+        self._asked: list[dict[str, Any]] = []
+        self._answers: list[asyncio.Future[Answer]] = []
+        self._num_tokens = 0
+        self._task: asyncio.Task[None] | None = None
+
+    async def ask(self, payload: dict[str, Any]) -> Answer:
+        """Send this request with the others and return its answer. Raises the error of the call."""
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._asked.append(payload)
+        self._answers.append(answer)
+        self._num_tokens += len(payload["input_ids"])
+        if self._num_tokens >= MOST_TOKENS:
+            self._leave()
+        self._task = self._task or asyncio.create_task(self._work())
+        try:
+            return await answer
+        finally:
+            if all(each.cancelled() for each in self._answers):
+                self._task.cancel()
+
+    async def _work(self) -> None:
+        failure: Exception = aiohttp.ClientPayloadError("the answer ended before all were answered")
+        try:
+            await self._gather()
+            async with self._send(self._asked) as response:
+                await self._hear(response)
+        except Exception as error:
+            failure = error
+        finally:
+            self._leave()
+        for answer in self._answers:
+            if not answer.done():
+                answer.set_exception(failure)
+
+    async def _gather(self) -> None:
+        """Wait until no more requests join."""
+        count = 0
+        for _ in range(MOST_MOMENTS):
+            if count == len(self._asked) or self._num_tokens >= MOST_TOKENS:
+                break
+            count = len(self._asked)
+            await asyncio.sleep(MOMENT)
+        self._leave()
+
+    async def _hear(self, response: aiohttp.ClientResponse) -> None:
+        if response.status != 200:
+            told = await response.json()
+            for place in range(len(self._answers)):
+                self._tell(place, response.status, told)
+            return
+        async for line in _lines(response.content):
+            for answer in json.loads(line):
+                self._tell(*answer)
+
+    def _tell(self, place: int, status: int, told: Any) -> None:
+        if not self._answers[place].done():  # whoever asked may have given up
+            self._answers[place].set_result((status, told))
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the lines of a body, however long they are."""
+    parts: list[bytes] = []
+    async for chunk in content.iter_any():
+        *ends, rest = chunk.split(b"\n")
+        for end in ends:
+            yield b"".join((*parts, end))
+            parts = []
+        parts.append(rest)
+
+
+def completion_of(answer: Any, status: int, request: Request, url: str) -> Completion:
+    """Return the completion in an answer. Raises ContractError or EngineError if it has none."""
+    if status == 404:
+        raise ContractError(
+            f"{url}: HTTP 404 for a run's requests: the server has the plug-in of another version. "
+            "Start it by `onpolicy serve`, of the same version as the run."
+        )
+    if status != 200 or "output_ids" not in answer:
+        raise ContractError(f"{url}/generate refused a request (HTTP {status}): {answer}")
+    meta, response_ids = answer["meta_info"], _numbers(answer["output_ids"], "<i4")
+    values, tokens = meta["output_token_logprobs"]
+    log_probs = _numbers(values, "<f8")
+    if _numbers(tokens, "<i4") != response_ids:
+        raise EngineError(
+            f"{url}: {len(response_ids)} tokens, but log-probabilities for {len(log_probs)} of them. "
+            "Training needs one for each; use SGLang from the supported range."
+        )
+    if not all(map(math.isfinite, log_probs)):
+        bad = next(i for i, x in enumerate(log_probs) if not math.isfinite(x))
+        raise EngineError(
+            f"{url}: log_prob={log_probs[bad]} at response position {bad}. The weights have likely "
+            "diverged; resume from an earlier checkpoint with a lower --lr."
+        )
+    completion = Completion(
+        response_ids=response_ids,
+        rollout_log_probs=log_probs,
+        finish_reason=FinishReason(meta["finish_reason"]["type"]),
+        weight_version=_version(meta.get("weight_version")),
+        num_cached_tokens=int(meta.get("cached_tokens") or 0),
+        routed_experts=_routed_experts(meta, request, url) if response_ids else None,
+        kept_tokens=_kept_tokens(meta, request, len(response_ids), url),
+        row_digests=_row_digests(meta, len(response_ids), url),
+        spans=tuple(
+            Span(version=_version(span["version"]), start=int(span["start"]), end=int(span["end"]))
+            for span in meta.get("weight_versions") or ()
+        ),
+    )
+    if not was_aborted(answer):
+        return completion
+    # An abort does not say whether the last token ends the response, so drop that token.
+    return completion.until(max(len(response_ids) - 1, 0), completion.finish_reason)
+
+
+def was_aborted(answer: Any) -> bool:
+    """Return whether the server gave up the request, as it does when it shuts down."""
+    reason = answer.get("meta_info", {}).get("finish_reason") if isinstance(answer, dict) else None
+    return isinstance(reason, dict) and reason.get("type") == "abort"
+
+
+def _numbers(encoded: str, dtype: str) -> list[Any]:
+    """Decode an array that `sglang_patches/generate_each.py` put into base64."""
+    found: list[Any] = np.frombuffer(base64.b64decode(encoded), dtype=dtype).tolist()
+    return found
+
+
+def _kept_tokens(meta: dict[str, Any], request: Request, count: int, url: str) -> list[bytes]:
+    """Return the set that each of `count` tokens was drawn from, as our sampler reports."""
+    if "kept_tokens" not in meta and request.params.grammar is not None and count:
+        raise ContractError(
+            f"{url}: an answer within a grammar that does not say what its tokens were drawn from, so "
+            "it cannot be trained on. Start the server with --true-on-policy-mode."
+        )
+    if not request.params.is_cut or "kept_tokens" not in meta:
+        return []
+    sets = {text: base64.b64decode(text) for text in set(meta["kept_tokens"])}
+    kept = [sets[text] for text in meta["kept_tokens"]]  # equal ones are held once
+    if len(kept) != count:
+        raise EngineError(
+            f"{url}: {count} tokens, and what {len(kept)} of them were drawn from. "
+            "Training needs it of each; use SGLang from the supported range."
+        )
+    return kept
+
+
+def _row_digests(meta: dict[str, Any], count: int, url: str) -> list[int]:
+    """Return the digest of each of `count` tokens' rows; none from an engine that gives none."""
+    digests = meta.get("row_digests", [])
+    if digests and [type(each) for each in digests] != [int] * count:
+        raise EngineError(
+            f"{url}: {count} tokens, and digests of {len(digests)} rows of log-probabilities. Each "
+            "token has one, an integer; use SGLang from the supported range."
+        )
+    return [*digests]
+
+
+def _version(said: object) -> int:
+    """Return the number of a push; SGLang keeps a text, `default` for its own weights."""
+    text = str(said)
+    return int(text) if text.isdecimal() else UNPUSHED
+
+
+def _routed_experts(meta: dict[str, Any], request: Request, url: str) -> NDArray[np.int32] | None:
+    """Return the experts of each token, if they were requested and are the ones used in sampling.
+
+    SGLang recomputes a request that was retracted, maybe by other experts than its first tokens
+    were sampled with, and returns the later ones; the result is None then.
+    """
+    if not request.params.return_routed_experts or meta.get("num_retractions"):
+        return None
+    encoded = meta.get("routed_experts")
+    if encoded is None:
+        raise EngineError(
+            f"{url}: a response without its routed experts, which --use-rollout-routing-replay needs. "
+            "Start the server with --sglang-enable-return-routed-experts, for a model with experts."
+        )
+    tokens = int(meta["prompt_tokens"]) + int(meta["completion_tokens"]) - 1
+    return np.frombuffer(base64.b64decode(encoded), dtype=np.int32).reshape(tokens, -1)

@@ -15,7 +15,7 @@ import pyarrow.parquet
 from pyarrow import types
 
 from onpolicy.errors import ConfigError, in_one_line
-from onpolicy.system.reading import parse_json, read_json_object, read_text, require_file
+from onpolicy.system.files import parse_json, read_json_object, read_text, require_file
 
 T = TypeVar("T")
 
@@ -28,15 +28,13 @@ ROWS_AT_ONCE = 1024
 """Rows of a table held as Python objects at a time; they take many times a column's bytes."""
 
 LARGEST_FIELD = 2**31 - 1
-"""Most characters of a CSV field; Python's reader takes 131,072 by default, and at most a C long.
-"""
+"""Most characters of a CSV field, of which Python's reader takes 131,072 by default."""
 
 
 def read_rows(path: Path, name: str) -> Iterator[Row]:
     """Yield the rows of a file, or of a directory that `Dataset.save_to_disk` wrote.
 
-    `name` is for messages. Raises ConfigError for a file of another kind, and for a row that is no
-    object.
+    `name` is for messages. Raises ConfigError for other files, and a row that is no object.
     """
     if path.is_dir():
         yield from _read_saved(path, name)

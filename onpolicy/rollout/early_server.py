@@ -14,21 +14,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from onpolicy.system import guard
+
 logger = logging.getLogger(__name__)
 
 OURS = "ONPOLICY_"
 """The prefix of variables that nothing reads before the server starts."""
 
 GUARDED = "ONPOLICY_GUARDED"
-"""A variable that tells a server that we hold the other end of its standard input
-(`sglang_patches/serve.py`)."""
+"""A variable that tells a server that we hold the other end of its standard input."""
 
 _waiting: tuple[subprocess.Popen[bytes], dict[str, str]] | None = None
 
 
 def command(*flags: str) -> list[str]:
     """Return the command of a server with these SGLang flags."""
-    return [sys.executable, "-m", "sglang_patches.serve", *flags]
+    return [sys.executable, "-m", "sglang_patches.server_process", *flags]
 
 
 @contextmanager
@@ -57,11 +58,7 @@ def begun(environment: Mapping[str, str]) -> Iterator[None]:
 def take_over(
     environment: Mapping[str, str], orders: Mapping[str, Any]
 ) -> subprocess.Popen[bytes] | None:
-    """Have the waiting process, if there is one, serve in this environment, and return it.
-
-    Return None if there is none, or if it started in another environment: a library may have read
-    that.
-    """
+    """Have the waiting process, if it began in this environment, serve; return it, else None."""
     global _waiting
     taken, _waiting = _waiting, None
     if taken is None:
@@ -82,7 +79,5 @@ def take_over(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):
-        process.stdin.close()
+    guard.let_end(process)
     process.wait()

@@ -1,20 +1,31 @@
-"""Conversion of a contract into SGLang's flags and environment; the only module that knows both."""
+"""Conversion of a contract into SGLang's flags and environment; the only module that knows both.
+
+Before any server is started, SGLang itself checks the user's --sglang-* flags (`FlagCheck`): in a
+process of its own, while other inputs are read, since importing SGLang takes seconds.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
 from onpolicy.config import secrets
-from onpolicy.config.sglang_flags import tensor_parallel_size
+from onpolicy.config.secrets import hide
+from onpolicy.config.sglang_flags import PREFIX, tensor_parallel_size
 from onpolicy.contract import (
     CONTRACT_VARIABLE,
+    DIGESTS_VARIABLE,
     EXTENSIONS_VARIABLE,
     THREADS_VARIABLE,
     NumericsContract,
 )
+from onpolicy.errors import ConfigError, EngineError
 from onpolicy.system.network import (
     GLOO_INTERFACE,
     LOOPBACK_INTERFACE,
@@ -22,9 +33,10 @@ from onpolicy.system.network import (
     proxy_exceptions,
 )
 
+logger = logging.getLogger(__name__)
+
 CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
 """The cores of each rank; without it SGLang allows only as many ranks on a CPU as NUMA nodes."""
-
 
 MEMORY_FRACTION = "0.95"
 
@@ -81,9 +93,11 @@ class EngineSpec:
     returns_routed_experts: bool = False
     """Whether the engine records the experts of each token, for requests that ask."""
 
+    digests_rows: bool = False
+    """Whether the engine digests the log-probabilities of the whole vocabulary at each token."""
+
     extensions: Mapping[str, str] = field(default_factory=dict)
-    """The extensions that a command loads into the engine's processes
-    (`sglang_patches/extensions.py`)."""
+    """The extensions that a command loads into the engine (`sglang_patches/extensions.py`)."""
 
     serves_text: bool = False
     """Whether clients may send text, as through the OpenAI API; a run sends tokens."""
@@ -130,6 +144,7 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
         "--grammar-backend", "none",
         "--log-level", "info",
         "--sleep-on-idle",
+        "--skip-server-warmup",  # it sleeps for a second before its one request; ours is the same
         *(_cpu_flags(spec) if spec.contract.device == "cpu" else _gpu_flags(spec)),
     ]  # fmt: skip
     if spec.trust_remote_code:
@@ -180,10 +195,11 @@ def _gpu_flags(spec: EngineSpec) -> list[str]:
 
 
 def engine_environment(spec: EngineSpec) -> dict[str, str]:
-    """Return the environment variables of the server's processes, besides those of this process."""
+    """Return the environment variables of the server's processes, besides this process's own."""
     variables = {
         CONTRACT_VARIABLE: spec.contract.to_json(),
         THREADS_VARIABLE: str(spec.num_threads),
+        DIGESTS_VARIABLE: "1" if spec.digests_rows else "",
         "OMP_NUM_THREADS": str(spec.num_threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
@@ -219,3 +235,73 @@ def _cores_of_ranks(ranks: int) -> list[str]:
     each = max(1, len(cores) // ranks)
     cores *= ranks
     return [",".join(cores[rank * each : (rank + 1) * each]) for rank in range(ranks)]
+
+
+def require_cache(spec: EngineSpec) -> None:
+    """Raise ConfigError if a sequence does not fit the requested cache; log if requests have to wait."""
+    needed, tokens = spec.needed_tokens, spec.cache_tokens
+    if not tokens:
+        return  # as much as a GPU has room for, which its server tells when it has started
+    if needed > tokens:
+        raise ConfigError(
+            f"--sglang-max-total-tokens={tokens}: the longest prompt and response have "
+            f"{spec.longest_sequence} tokens, and with {needed - spec.longest_sequence} that SGLang "
+            f"keeps free they need {needed}. Raise it, or leave it out."
+        )
+    if spec.max_concurrency * needed > tokens:
+        logger.info(
+            "a server's cache of %d tokens holds %d sequences of %d tokens, the longest that may come; "
+            "of %d requests in flight the others wait for room",
+            tokens, tokens // needed, spec.longest_sequence, spec.max_concurrency,
+        )  # fmt: skip
+
+
+ANSWER = '{"refused":'
+"""The beginning of the line that `sglang_patches.check_flags` answers with, among SGLang's own."""
+
+ANY_PORT = 30000
+"""A placeholder for the server's port, which the check does not open."""
+
+
+class FlagCheck:
+    """A check under way; as a context manager it leaves no process behind."""
+
+    def __init__(self, spec: EngineSpec):
+        self._spec = spec
+        self._process: subprocess.Popen[str] | None = None
+        if spec.sglang_args:  # the flags that onpolicy itself chooses are known to be good
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "sglang_patches.check_flags", *engine_flags(spec, ANY_PORT)],
+                env={**os.environ, **engine_environment(spec)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+    def require_passed(self) -> None:
+        """Wait for the answer. Raises ConfigError if it is no, EngineError if there is none."""
+        if self._process is None:
+            return
+        output, log = self._process.communicate(json.dumps(secret_flags(self._spec)))
+        answers = [line for line in output.splitlines() if line.startswith(ANSWER)]
+        if not answers:
+            tail = "\n".join(log.splitlines()[-12:])
+            raise EngineError(
+                f"SGLang could not be asked about its flags. The end of its log:\n{tail}"
+            )
+        refused = json.loads(answers[-1])["refused"]
+        if refused is None:
+            return
+        given = " ".join(arg.replace("--", PREFIX, 1) for arg in hide(self._spec.sglang_args))
+        reason = refused if refused.startswith(PREFIX) else f"{given}: {refused}"
+        raise ConfigError(f"{reason} Correct the flag, or leave it out.")

@@ -31,10 +31,7 @@ class EpisodeLoop:
         self._loop.call_soon_threadsafe(lambda: self._keep(self._loop.create_task(work())))
 
     def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run the work in the thread and return its result. Callable from any other thread.
-
-        Raises TimeoutError if the thread is blocked for `PATIENCE` seconds.
-        """
+        """Run the work in the thread; return its result. Raises TimeoutError if that is blocked."""
         return asyncio.run_coroutine_threadsafe(work(), self._loop).result(PATIENCE)
 
     def _keep(self, task: asyncio.Task[None]) -> None:

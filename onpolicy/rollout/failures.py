@@ -36,8 +36,7 @@ class EpisodeFailure:
     """The message, with the last line of a traceback, if there is one."""
 
     said: tuple[Trajectory, ...] = field(default=(), compare=False)
-    """The trajectories of its branches; empty where the attempt failed as before without being
-    started."""
+    """The trajectories of its branches; empty where it failed as before, without being started."""
 
     @staticmethod
     def of(error: BaseException) -> EpisodeFailure:
@@ -64,7 +63,7 @@ class WrittenFailures:
 
     {"number": 12, "key": "3/0/failed", "value": {"sampled": 0, "reason": ..., "message": ...}}
 
-    `sampled`: the tokens that the first branch had sampled when the round of the failure began.
+    `sampled`: the tokens that the first branch had sampled when the job of the failure began.
     """
 
     def __init__(self, observations: Observations, number: int, index: int):
@@ -75,7 +74,7 @@ class WrittenFailures:
         self._observations.note(self._number, self._key(attempt), value)
 
     def of(self, attempt: int, sampled: int | None = None) -> EpisodeFailure | None:
-        """Return the failure of an attempt, if it failed; with `sampled`: if it failed by the round
+        """Return the failure of an attempt, if it failed; with `sampled`: if it failed by the job
         that begins with so many sampled tokens."""
         said = self._observations.known(self._number, self._key(attempt))
         if said is None or (sampled is not None and said["sampled"] > sampled):

@@ -52,8 +52,7 @@ class Observations:
                 continue
 
     async def observe(self, number: int, key: str, make: Callable[[], Awaitable[Json]]) -> Json:
-        """Return the value under the key; if there is none, the result of `make`, written down
-        first.
+        """Return the value under the key, or else the result of `make`, written down first.
 
         Raises TypeError or ValueError for a value that JSON cannot hold.
         """

@@ -1,36 +1,18 @@
-"""Order in which a run visits its prompts."""
+"""Order in which a run visits its prompts, and the curriculum that skips some of them.
+
+Whether a prompt is skipped depends on the pass rates that the run itself has measured.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 
-from onpolicy.types import Prompt
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A part of the prompts, from one source."""
-
-    size: int
-    """The number of prompts."""
-
-    weight: float
-    """The share of visits, in proportion to the weights of the other parts."""
-
-
-def joined(
-    sources: Sequence[Sequence[Prompt]], weights: Sequence[float]
-) -> tuple[list[Prompt], list[Part]]:
-    """Return the prompts of several sources as one list, and its parts with these weights.
-
-    Without weights there are no parts, and the list is visited as the prompts of a single file are.
-    """
-    prompts = [prompt for source in sources for prompt in source]
-    numbered = [replace(prompt, index=i) for i, prompt in enumerate(prompts)]
-    parts = [Part(size=len(s), weight=w) for s, w in zip(sources, weights, strict=False)]
-    return numbered, parts
+from onpolicy.config.groups import DataConfig
+from onpolicy.system.records import Count
+from onpolicy.types import Prompt, SampleGroup
 
 
 class PromptSource:
@@ -76,3 +58,113 @@ class PromptSource:
                 random.Random(key).shuffle(order)
             self._orders[part] = known = epoch, order
         return known[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A part of the prompts, from one source."""
+
+    size: int
+    """The number of prompts."""
+
+    weight: float
+    """The share of visits, in proportion to the weights of the other parts."""
+
+
+def joined(
+    sources: Sequence[Sequence[Prompt]], weights: Sequence[float]
+) -> tuple[list[Prompt], list[Part]]:
+    """Return the prompts of several sources as one list, and its parts, of which there are none
+    without weights."""
+    prompts = [prompt for source in sources for prompt in source]
+    numbered = [replace(prompt, index=i) for i, prompt in enumerate(prompts)]
+    parts = [Part(size=len(s), weight=w) for s, w in zip(sources, weights, strict=False)]
+    return numbered, parts
+
+
+VISITS: dict[str, Callable[[float], float]] = {
+    "failures": lambda rate: 1 - rate,
+    "learnability": lambda rate: 4 * rate * (1 - rate),
+}
+"""Probability of a visit by the pass rate: Kimi k1.5, arXiv 2501.12599, section 2.3.4; 4 times the
+variance of a pass, arXiv 2502.12272."""
+
+SMALLEST_CHANCE = 0.05
+"""The smallest probability of a visit, so that no prompt is left out for good."""
+
+
+class Curriculum:
+    """The prompts of a source in its order, less those that are skipped.
+
+    Choices depend on counts of rollouts and on no clock: the prompts of a rollout that is sampled
+    under weight version v depend on the rollouts before v, which those weights have learnt from.
+    Whether a prompt is skipped depends on these, on the seed, and on its position in the source.
+    """
+
+    def __init__(self, source: PromptSource, config: DataConfig):
+        self._source, self._config = source, config
+        self._visits = VISITS.get(config.curriculum)
+        self.state = CurriculumState()
+
+    def begin(self, step: int, version: int) -> None:
+        """Choose the prompts of rollout `step`, sampled under `version`, from now on."""
+        known = self.state
+        known.step = step
+        # Count the pass rates of the rollouts that these weights have learnt from.
+        while known.measured and known.measured[0][0] < version:
+            _, prompt, rate = known.measured.pop(0)
+            known.rates[prompt] = rate
+
+    def at(self, number: int) -> Prompt:
+        """Return the prompt of a group; the same number always gives the same prompt."""
+        if self._visits is None:
+            return self._source.at(number)
+        if number not in self.state.chosen:
+            self.state.chosen[number] = self._choose(number).index
+        return self._source.prompts[self.state.chosen[number]]
+
+    def _choose(self, number: int) -> Prompt:
+        assert self._visits is not None
+        known = self.state
+        known.position = max(known.position, number)
+        while True:
+            prompt = self._source.at(known.position)
+            chance = random.Random(f"{self._source.seed}/visit/{known.position}").random()
+            known.position += 1
+            rate = known.rates.get(prompt.index)
+            visits = 1.0 if rate is None else self._visits(rate)
+            if chance < max(visits, SMALLEST_CHANCE):
+                return prompt
+
+    def measure(self, groups: Iterable[SampleGroup]) -> None:
+        """Record the share of responses that passed in each group, including groups not trained on."""
+        if self._visits is None:
+            return
+        least = self._config.curriculum_pass_reward
+        for group in groups:
+            if rewards := group.rewards:
+                rate = fmean(reward >= least for reward in rewards)
+                self.state.measured.append((self.state.step, group.prompt.index, rate))
+
+    def resume(self, state: CurriculumState) -> None:
+        """Continue from `state`. Raises ValueError for a state of other prompts."""
+        if any(prompt >= len(self._source.prompts) for prompt in state.chosen.values()):
+            raise ValueError(f"curriculum.chosen: there are {len(self._source.prompts)} prompts")
+        self.state = state
+
+
+@dataclass(slots=True, kw_only=True)
+class CurriculumState:
+    """Everything that later choices depend on, besides settings and prompts."""
+
+    step: Count = 0
+    position: Count = 0
+
+    chosen: dict[Count, Count] = field(default_factory=dict)
+    """The indices of prompts by the numbers of their groups."""
+
+    rates: dict[Count, float] = field(default_factory=dict)
+    """The latest pass rate of each visited prompt."""
+
+    measured: list[tuple[Count, Count, float]] = field(default_factory=list)
+    """(rollout, prompt, pass rate) of rollouts that choices may not depend on yet."""

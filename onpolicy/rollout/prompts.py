@@ -18,7 +18,7 @@ from onpolicy.chat.rendering import NO_TEMPLATE
 from onpolicy.chat.template import ChatTemplate, make_template, text_ids
 from onpolicy.config.groups import DataConfig, template_options
 from onpolicy.errors import ConfigError, in_one_line
-from onpolicy.rollout import reasoning_gym
+from onpolicy.rollout import generated_prompts
 from onpolicy.rollout.data_files import Row, read_rows
 from onpolicy.types import Prompt
 
@@ -61,17 +61,17 @@ def load_prompts(
     """
     given = tokenizer, max_prompt_len, vocab_size, f"{flag}={path}"
     rows = rows_of(path, config.reasoning_gym_size, seed, flag)
-    if not reasoning_gym.is_procedural(path):
+    if not generated_prompts.is_procedural(path):
         return make_prompts(rows, config, *given, read)
-    made = replace(config, input_key="prompt", label_key="label", tool_key="tools")
+    made = replace(config, input_key="prompt", label_key="label")
     prompts = make_prompts(rows, made, *given)
     return [replace(prompt, rule="reasoning_gym") for prompt in prompts]
 
 
 def rows_of(source: str, size: int, seed: int, flag: str) -> Iterator[Row]:
     """Yield the rows of a file, or the problems of a generator: `size` of each dataset."""
-    if reasoning_gym.is_procedural(source):
-        return reasoning_gym.rows_of(source, size, seed, flag)
+    if generated_prompts.is_procedural(source):
+        return generated_prompts.rows_of(source, size, seed, flag)
     return read_rows(Path(source), f"{flag}={source}")
 
 
@@ -192,7 +192,7 @@ class RowReader:
         return text, prompt_ids, messages
 
     def _opening(self, messages: list[dict[str, Any]], row: dict[str, Any], where: str) -> str:
-        tools = tools_of(row, self.config.tool_key, where)
+        tools = tools_of(row, where)
         try:
             return self.template.opening(messages, tools)
         except ValueError as error:
@@ -264,14 +264,13 @@ class RowReader:
         return text
 
 
-def tools_of(row: dict[str, Any], key: str, where: str) -> list[dict[str, Any]]:
-    """Return the tools of a row. Raises ConfigError if the field holds something else."""
+def tools_of(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """Return the `tools` of a row. Raises ConfigError if the field holds something else."""
     try:
-        return read_tools(row.get(key))
+        return read_tools(row.get("tools"))
     except ValueError as error:
         raise ConfigError(
-            f"{where}: {key}={error}. Correct the row, or set --tool-key to another name if these are "
-            "no tools."
+            f"{where}: tools={error}. Correct the row, or rename the field if these are no tools."
         ) from error
 
 

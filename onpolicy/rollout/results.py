@@ -1,40 +1,46 @@
-"""Validation of an episode function's result, and its conversion into samples."""
+"""Results of episode functions, and the samples that are made of them.
+
+Results are validated first: tokens must have been sampled on the episode's branches, and rewards
+must fit them. Branches share tokens, and each sampled token is learnt once.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from onpolicy.errors import AgentError
-from onpolicy.rollout.branches import learnt_once, order_of, require_own
-from onpolicy.rollout.episodes import Episode, Turns
+from onpolicy.rollout.rollouter import Episode, Turns
 from onpolicy.rollout.statistics import COUNTED
 from onpolicy.system.json_values import default
 from onpolicy.token_weights import by_term, checked_numbers, checked_weights, listed
 from onpolicy.trajectory import Trajectory
-from onpolicy.types import Prompt, Sample
+from onpolicy.types import BranchKey, Prompt, Sample, Spans
 
 Check = Callable[[str, Any, int, str], list[float]]
 
 
-def result_of(found: Episode, branches: Collection[Turns]) -> Episode:
-    """Return the episode of a function's result: every sampled token is learnt once.
+def samples_of(
+    found: Episode, prompt: Prompt, index: int, branches: Collection[Turns]
+) -> list[Sample]:
+    """Return the samples of the result of an episode's function; every sampled token is in one.
 
-    Raises AgentError where nothing was sampled, and for values that do not fit the trajectories.
+    index: the episode's among its prompt's. Raises AgentError where nothing was sampled, and for values
+    that do not fit.
     """
     kept: Sequence[Turns | Trajectory] = found.trajectories or ()
     if found.trajectories is None:
         ordered = sorted(branches, key=lambda branch: order_of(branch.key))
-        kept = [branch for branch in ordered if branch.answers]
+        kept = [branch for branch in ordered if branch.trajectory.answers]
     if not kept:
         raise AgentError("ended without anything sampled", reason="result")
     whole = [each.trajectory if isinstance(each, Turns) else each for each in kept]
     require_own(whole, [branch.trajectory for branch in branches])
-    return with_learnt(found, whole, learnt_once(whole))
+    return rewarded(found, prompt, index, whole)
 
 
 @contextmanager
@@ -46,38 +52,40 @@ def _refusing() -> Iterator[None]:
 
 
 @_refusing()
-def with_learnt(
-    episode: Episode, whole: Sequence[Trajectory], learnt: Sequence[Trajectory]
-) -> Episode:
-    """Return the episode with the trajectories to learn from, and the rewards of their tokens.
+def rewarded(
+    found: Episode, prompt: Prompt, index: int, whole: Sequence[Trajectory]
+) -> list[Sample]:
+    """Return a sample of each trajectory, with the rewards of the tokens that are learnt in it.
 
-    whole: the same trajectories as the function sees them, to which its rewards refer. A token that
-    is given in one and was sampled in the other is rewarded where it is learnt, in an earlier
-    trajectory. Raises AgentError for rewards or metrics of a wrong length or not finite, and for
-    info that JSON cannot hold.
+    whole: the trajectories as the function sees them, to which its rewards refer. A token that is
+    given in one and was sampled in the other is rewarded where it is learnt, in an earlier trajectory.
+    Raises AgentError for rewards or metrics of a wrong length or not finite, and for info that JSON
+    cannot hold.
     """
-    _require_one_kind(episode)
-    reward, rewards, token_rewards = episode.reward, episode.rewards, episode.token_rewards
-    if reward is not None:
-        (reward,) = checked_numbers("reward", [reward], 1, "the episode")
-    if rewards is not None:
-        rewards = checked_numbers("rewards", rewards, len(whole), "its trajectories")
-    if token_rewards is not None:
-        token_rewards = _of_learnt("token_rewards", token_rewards, whole, learnt)
-    token_weights = {
+    _require_one_kind(found)
+    learnt, given = learnt_once(whole), found.token_rewards
+    by_token = None if given is None else _of_learnt("token_rewards", given, whole, learnt)
+    rewards = _rewards(found, by_token, len(whole))
+    weights = {
         term: _of_learnt(f"token_weights[{term!r}]", each, whole, learnt, checked_weights)
-        for term, each in by_term(episode.token_weights).items()
+        for term, each in by_term(found.token_weights).items()
     }
-    return replace(
-        episode,
-        trajectories=[*learnt],
-        reward=reward,
-        rewards=rewards,
-        token_rewards=token_rewards,
-        token_weights=token_weights,
-        metrics=_checked_metrics(episode.metrics),
-        info=_as_json(episode.info),
-    )
+    metrics, info = _checked_metrics(found.metrics), _as_json(found.info)
+    return [
+        Sample(
+            prompt=prompt,
+            sample_index=index,
+            number=i,
+            trajectory=trajectory,
+            reward=0.0 if rewards is None else rewards[i],
+            is_rewarded=rewards is not None,
+            token_rewards=None if by_token is None else by_token[i],
+            token_weights={term: each[i] for term, each in weights.items()},
+            metrics={**metrics},
+            info={**info},
+        )
+        for i, trajectory in enumerate(learnt)
+    ]
 
 
 def _require_one_kind(episode: Episode) -> None:
@@ -88,6 +96,20 @@ def _require_one_kind(episode: Episode) -> None:
             f"{' and '.join(given)}: an episode says its rewards once. Give one of them; a reward of "
             "the whole can be put on the last token"
         )
+
+
+def _rewards(
+    found: Episode, by_token: Sequence[Sequence[float]] | None, count: int
+) -> list[float] | None:
+    """Return the reward of each trajectory: its own, the episode's, or the sum over all its tokens,
+    rounded once; None if a reward function computes it."""
+    if found.rewards is not None:
+        return checked_numbers("rewards", found.rewards, count, "its trajectories")
+    if by_token is not None:
+        return [math.fsum(reward for each in by_token for reward in each)] * count
+    if found.reward is not None:
+        return checked_numbers("reward", [found.reward], 1, "the episode") * count
+    return None
 
 
 def _of_learnt(
@@ -131,42 +153,72 @@ def _nonsense(what: str) -> AgentError:
     return AgentError(f"returned {what}", reason="result")
 
 
-def sample_of(
-    prompt: Prompt,
-    place: int,
-    episode: Episode,
-    trajectories: Sequence[Trajectory],
-    number: int,
-    text: str,
-) -> Sample:
-    """Return the sample of trajectory `number` of an episode from `with_learnt`.
+def require_own(returned: Iterable[Trajectory], branches: Sequence[Trajectory]) -> None:
+    """Raise AgentError unless each returned trajectory begins a branch, as it was sampled."""
+    for i, trajectory in enumerate(returned):
+        length = len(trajectory.token_ids)
+        known = (branch.until(length) for branch in branches if branch.forks == trajectory.forks)
+        if not any(
+            (each.token_ids, each.sampled, each.rollout_log_probs)
+            == (trajectory.token_ids, trajectory.sampled, trajectory.rollout_log_probs)
+            for each in known
+        ):
+            raise AgentError(
+                f"returned a trajectory, number {i}, that is none of its turns'", reason="result"
+            )
 
-    place: the episode's index among its prompt's. text: the sampled text.
+
+def learnt_once(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Return the trajectories, with each sampled token learnt in the first that has it.
+
+    Raises AgentError for a trajectory that has no sampled token of its own.
     """
-    rewards = _rewards(episode, len(trajectories))
-    return Sample(
-        prompt=prompt,
-        sample_index=place,
-        number=number,
-        trajectory=trajectories[number],
-        response=text,
-        reward=0.0 if rewards is None else rewards[number],
-        is_rewarded=rewards is not None,
-        token_rewards=None if episode.token_rewards is None else [*episode.token_rewards[number]],
-        token_weights={
-            term: [*each[number]] for term, each in by_term(episode.token_weights).items()
-        },
-        metrics={**episode.metrics},
-        info={**episode.info},
-    )
+    found = list[Trajectory]()
+    for i, trajectory in enumerate(trajectories):
+        shared = max((num_shared(trajectory, other) for other in trajectories[:i]), default=0)
+        own = trajectory.as_given(shared)
+        if not own.num_sampled:
+            raise AgentError(
+                f"returned a trajectory, number {i}, no token of which was sampled that an earlier one "
+                "does not hold",
+                reason="result",
+            )
+        found.append(own)
+    return found
 
 
-def _rewards(episode: Episode, num_trajectories: int) -> list[float] | None:
-    """Return the reward of each trajectory: its own, the episode's, or the sum over all its tokens,
-    rounded once; None if a reward function computes it."""
-    if episode.rewards is not None:
-        return [*episode.rewards]
-    whole = episode.reward
-    if episode.token_rewards is not None:
-        whole = math.fsum(reward for each in episode.token_rewards for reward in each)
-    return None if whole is None else [whole] * num_trajectories
+def said_by(branches: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
+    """Return the readable trajectories of an attempt: every sampled token once, without branches
+    that have no token of their own (but for the first)."""
+    found = list[Trajectory]()
+    for number, branch in enumerate(branches):
+        shared = max((num_shared(branch, other) for other in branches[:number]), default=0)
+        own = branch.as_given(shared)
+        if own.num_sampled or not found:
+            found.append(replace(own, routed_experts=None))
+    return tuple(found)
+
+
+def num_shared(one: Trajectory, other: Trajectory) -> int:
+    """Return the length of the common prefix that was sampled once, and is not merely equal."""
+    shared = 0
+    for mine, theirs in zip(one.stretches, other.stretches, strict=False):
+        if mine[0] != theirs[0]:
+            break
+        shared = min(mine[2], theirs[2])
+    return shared
+
+
+def spans_of(branches: Iterable[Trajectory]) -> dict[BranchKey, Spans]:
+    """Return (version, number of tokens) of the spans of each branch that has sampled itself."""
+    found = {}
+    for branch in branches:
+        own = branch.as_given(branch.forks[-1][1] if branch.forks else 0)
+        if own.spans:
+            found[branch.key] = [(span.version, span.end - span.start) for span in own.spans]
+    return found
+
+
+def order_of(key: tuple[str, ...]) -> list[tuple[int, str]]:
+    """Return the sort key of a branch: the first branch comes first, numbers sort as numbers."""
+    return [(len(part), part) for part in key]

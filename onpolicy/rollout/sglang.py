@@ -1,11 +1,16 @@
-"""Group of SGLang servers, started by the run or already running elsewhere."""
+"""Group of SGLang servers, started by the run or already running elsewhere.
+
+`Dispatch` gives a job's requests to the live engines until the job is done.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 from weakref import WeakKeyDictionary
@@ -17,7 +22,6 @@ from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, ContractError, EngineError
 from onpolicy.rollout.base import EnginesRestartedError, MemoryKind, RolloutGroup, SamplingJob
 from onpolicy.rollout.client import EngineClient, EngineLostError
-from onpolicy.rollout.dispatch import Dispatch, EngineOf
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.server import EngineServer, MakeServer, make_servers
 from onpolicy.trajectory import Completion
@@ -35,8 +39,7 @@ MakeClient = Callable[[str, str, float, float, str], EngineClient]
 class SglangGroup(RolloutGroup):
     """A rollout group that spreads requests over servers and restarts the dead ones.
 
-    `specs`: one for each server that it starts; with --rollout-server-url the first describes the
-    servers that must be there.
+    `specs`: one for each server; with --rollout-server-url the first describes them all.
     """
 
     def __init__(
@@ -72,7 +75,8 @@ class SglangGroup(RolloutGroup):
         ]
         self._server_of = dict(zip(self.clients, self.servers, strict=False))
         self._given_back: dict[EngineClient, frozenset[MemoryKind]] = {}
-        self._engine_of: EngineOf = WeakKeyDictionary()
+        self.engine_of: MutableMapping[Hashable, EngineClient] = WeakKeyDictionary()
+        """The engine that last answered under each key; its cache holds that prefix."""
 
     def launch(self) -> None:
         for server in self.servers:
@@ -85,8 +89,7 @@ class SglangGroup(RolloutGroup):
                 server.wait_until_healthy(self.config.rollout_start_timeout)
 
     def _start(self, server: EngineServer) -> None:
-        """Start the server, and take over its URL: if its host has left the cluster, it moves to
-        another."""
+        """Start the server, and take over its URL: it may have moved to another host."""
         server.start()
         self.clients[self.servers.index(server)].url = server.url
 
@@ -105,6 +108,11 @@ class SglangGroup(RolloutGroup):
             report = client.report()
             self._require_contract(client, report)
             self._require_cache(client, report["cache_tokens"])
+            if self._spec.digests_rows and not report.get("digests_rows"):
+                raise ConfigError(
+                    f"{client.url}: digests no rows of log-probabilities, which are compared here "
+                    "(--parity-check full). Start it with `onpolicy serve --row-digests`."
+                )
             if self._spec.serves_text and not report["serves_text"]:
                 raise ConfigError(
                     f"{client.url}: has no tokenizer (--skip-tokenizer-init), and the stop strings of "
@@ -112,8 +120,7 @@ class SglangGroup(RolloutGroup):
                 )
 
     def _require_cache(self, client: EngineClient, found: int) -> None:
-        """Raise ConfigError if the cache is too small: SGLang shrinks it silently where memory is
-        short."""
+        """Raise ConfigError for too small a cache: SGLang shrinks it where memory is short."""
         asked = self._spec.cache_tokens if client in self._server_of else 0
         if found < asked:
             raise ConfigError(
@@ -158,19 +165,11 @@ class SglangGroup(RolloutGroup):
         assert task is not None
         self._end_sampling = lambda: loop.call_soon_threadsafe(task.cancel)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-            lost = await Dispatch(
-                job,
-                self.clients,
-                session,
-                most=self.config.rollout_max_concurrency,
-                watch=self._watch,
-                on_progress=lambda done, tokens: self.on_progress(done, tokens),
-                engine_of=self._engine_of,
-            ).run()
+            lost = await Dispatch(self, job, session).run()
         self._end_sampling = lambda: None
         return lost
 
-    async def _watch(self, client: EngineClient, session: aiohttp.ClientSession) -> None:
+    async def watch(self, client: EngineClient, session: aiohttp.ClientSession) -> None:
         """Raise EngineLostError as soon as the engine counts as dead."""
         while True:
             await asyncio.sleep(self.config.rollout_health_timeout / 6)
@@ -267,3 +266,110 @@ class SglangGroup(RolloutGroup):
             self._end_sampling()
         for server in self.servers:
             server.stop()
+
+
+class Dispatch:
+    """The engines of a group at work on one job, each with limited requests at a time."""
+
+    def __init__(self, group: SglangGroup, job: SamplingJob, session: aiohttp.ClientSession):
+        self._group, self._job, self._session = group, job, session
+        self._most = group.config.rollout_max_concurrency
+        self._under_way = {client: dict[int, asyncio.Task[None]]() for client in group.clients}
+        self._lost: list[EngineClient] = []
+        self._num_seen = len(job.requests)
+        self._waiting = deque(number for number in job.missing if number < self._num_seen)
+        self._news = asyncio.Event()
+        self._error: BaseException | None = None
+
+    async def run(self) -> list[EngineClient]:
+        """Work until the job is over or no engine is left; return the engines that were lost."""
+        loop = asyncio.get_running_loop()
+        beside = [asyncio.create_task(self._stand_by(client)) for client in self._under_way]
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the work has ended meanwhile
+                loop.call_soon_threadsafe(self._news.set)
+
+        self._job.on_news = wake
+        try:
+            while self._under_way and not self._is_over():
+                self._send()
+                await self._news.wait()
+                self._news.clear()
+        finally:
+            sent = [task for tasks in self._under_way.values() for task in tasks.values()]
+            for task in (*sent, *beside):
+                task.cancel()
+            await asyncio.gather(*sent, *beside, return_exceptions=True)
+        return self._lost
+
+    def _is_over(self) -> bool:
+        """Return whether the work is over. Raises the error that occurred, if one did."""
+        if error := self._error or self._job.error:
+            raise error
+        if self._job.is_interrupted:
+            return not any(self._under_way.values())
+        return self._job.is_done
+
+    def _send(self) -> None:
+        if self._job.is_interrupted:
+            return
+        num_asked = len(self._job.requests)
+        self._waiting.extend(range(self._num_seen, num_asked))
+        self._num_seen = num_asked
+        while self._waiting and (client := self._client_for(self._waiting[0])) is not None:
+            number = self._waiting.popleft()
+            asked = asyncio.create_task(self._ask(client, number))
+            self._under_way[client][number] = asked
+
+    def _client_for(self, number: int) -> EngineClient | None:
+        """Return the engine that has the request's prefix, or the one with the fewest requests."""
+        kept = self._job.stays_with(number)
+        known = None if kept is None else self._group.engine_of.get(kept)
+        if known in self._under_way and len(self._under_way[known]) < self._most:
+            return known
+        idlest = min(self._under_way, key=lambda client: len(self._under_way[client]))
+        return idlest if len(self._under_way[idlest]) < self._most else None
+
+    async def _ask(self, client: EngineClient, number: int) -> None:
+        job = self._job
+        try:
+            request = job.requests[number]
+            completion = await client.generate(self._session, request, job.takes_parts)
+            if (kept := job.stays_with(number)) is not None:
+                self._group.engine_of[kept] = client
+            job.add(number, completion)
+            self._group.on_progress(job.num_done, len(completion.response_ids))
+        except EngineLostError as error:
+            self._lose(client, error)
+        except Exception as error:
+            self._error = error
+        finally:
+            self._under_way.get(client, {}).pop(number, None)
+            self._news.set()
+
+    async def _stand_by(self, client: EngineClient) -> None:
+        """Watch the engine, and abort its requests once the job is interrupted."""
+        beside = [self._group.watch(client, self._session)]
+        if self._job.takes_parts:
+            beside.append(client.abort_when(lambda: self._job.is_interrupted, self._session))
+        try:
+            await asyncio.gather(*beside)
+        except EngineLostError as error:
+            self._lose(client, error)
+        except Exception as error:
+            self._error = error
+        finally:
+            self._news.set()
+
+    def _lose(self, client: EngineClient, error: EngineLostError) -> None:
+        """Give the requests of a lost engine to the others."""
+        if client not in self._under_way:
+            return
+        logger.error("%s", error)
+        undone = self._under_way.pop(client)
+        self._lost.append(client)
+        self._waiting.extend(undone)
+        for task in undone.values():
+            if task is not asyncio.current_task():
+                task.cancel()

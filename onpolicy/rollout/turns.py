@@ -1,106 +1,23 @@
-"""Branch of an episode: the interface of its function to the policy."""
+"""Branch of an episode: the interface of its function to the policy.
+
+The records that a branch works with stand after it, and the rules for all episodes of a run.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from onpolicy.config.kinds import SMALLEST_TEMPERATURE
-from onpolicy.rollout.episode_rules import EpisodeRules
-from onpolicy.rollout.failures import ContextExceededError, OtherTokensError
-from onpolicy.rollout.grammars import grammar_of
-from onpolicy.rollout.observations import Json, observation_key
+from onpolicy.rollout.failures import ContextExceededError, OnFailure, OtherTokensError
+from onpolicy.rollout.observations import Json, Observations, observation_key
 from onpolicy.rollout.seeds import seed_of_branch
-from onpolicy.trajectory import Completion, FinishReason, Trajectory
+from onpolicy.trajectory import Completion, FinishReason, Grammar, Trajectory
 from onpolicy.types import BranchKey, Request, SamplingParams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """The tokens sampled by one call of `Turns.sample`; R tokens."""
-
-    token_ids: list[int]
-    """[R], including the stop token, or the tokens of the stop string, that ended it."""
-
-    log_probs: list[float]
-    """float32 values [R]"""
-
-    finish_reason: FinishReason
-    """STOP, or LENGTH at the limit on sampled tokens: another `sample` may go on from there."""
-
-    decode: Callable[[list[int]], str] = field(repr=False, compare=False)
-    stop_token_ids: tuple[int, ...] = field(default=(), repr=False)
-
-    @property
-    def text(self) -> str:
-        """The tokens as text, special ones included, without the stop token that ended them."""
-        has_stopped = self.token_ids and self.token_ids[-1] in self.stop_token_ids
-        return self.decode(self.token_ids[:-1] if has_stopped else self.token_ids)
-
-
-@dataclass(slots=True, eq=False)
-class Ask:
-    """A call of `sample` that waits for the policy."""
-
-    params: SamplingParams
-    """The parameters of the call; `max_new_tokens` are the whole call's."""
-
-    before: Trajectory
-    answered: asyncio.Future[None]
-
-    def wake(self, error: Exception | None = None) -> None:
-        """Have the call return, or raise. Callable from any thread."""
-
-        def tell() -> None:
-            if self.answered.done():
-                return
-            if error is None:
-                self.answered.set_result(None)
-            else:
-                self.answered.set_exception(error)
-
-        self.answered.get_loop().call_soon_threadsafe(tell)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BranchRecord:
-    """The state of one branch."""
-
-    key: tuple[str, ...]
-    trajectory: Trajectory
-    answers: tuple[tuple[int, FinishReason], ...]
-    """The end position of each complete answer, and why it ended."""
-
-
-class UnderWay(Hashable, Protocol):
-    """The interface of an episode to its branches and listeners (`OpenEpisode`)."""
-
-    rules: EpisodeRules
-    past: Mapping[BranchKey, BranchRecord]
-    branches: Mapping[BranchKey, Turns]
-    number: int
-    index: int
-    sampled_before: int
-
-    @property
-    def num_failures(self) -> int: ...
-
-    @property
-    def name(self) -> str: ...
-
-    def asks(self, branch: Turns, ask: Ask) -> None: ...
-
-    def withdraw(self, branch: Turns, ask: Ask) -> None: ...
-
-    def branch(self, request: Request, shared: Trajectory, key: BranchKey) -> Turns: ...
-
-    def request(self, branch: Turns, ask: Ask, most: int | None = None) -> Request: ...
-
-    def add(self, branch: Turns, ask: Ask, answer: Completion) -> bool: ...
-
-    def differs(self, message: str) -> OtherTokensError: ...
 
 
 class Turns:
@@ -123,10 +40,13 @@ class Turns:
         """The number of tokens shared with the branch it was forked from, or of the prompt."""
 
         self.past = episode.past.get(key)
-        self.ask: Ask | None = None
-        self.answers: list[tuple[int, FinishReason]] = []
-        """The end position of every answer so far, and why it ended."""
+        self.ask: Request | None = None
+        """The request of the call of `sample` that waits for the policy, for all of its tokens."""
 
+        self.before = trajectory
+        """The tokens before the latest call of `sample`."""
+
+        self._answered: asyncio.Future[None] | None = None
         self._num_forks = self._num_observed = 0
 
     async def sample(
@@ -137,32 +57,72 @@ class Turns:
         temperature: float | None = None,
         regex: str | None = None,
         json_schema: str | Mapping[str, Json] | None = None,
-        structural_tag: str | None = None,
-    ) -> Answer:
+        grammar: Grammar | None = None,
+    ) -> Completion:
         """Have the policy go on, to a stop token, one of the texts `stop`, or the most tokens.
 
-        regex, json_schema, structural_tag: the grammar that the whole answer must match
-        (`Grammar`). An answer that ends with LENGTH goes on within it, if the next call asks for
-        the same grammar.
+        regex, json_schema, or a grammar that `Turns.grammar` returned: what the whole answer must
+        match. An answer that ends with LENGTH goes on within it, if the next call asks for the same.
 
         Raises ValueError where the policy has stopped and was given nothing since, or for a grammar
         that cannot be enforced, and ContextExceededError where no token fits any more.
         """
-        grammar = grammar_of(regex, json_schema, self.request.params.stop_token_ids, structural_tag)
-        if grammar is not None:
-            self.episode.rules.require_grammar(grammar)
+        grammar = grammar or self.grammar(regex=regex, json_schema=json_schema)
         params = replace(self._params(stop, max_tokens, temperature), grammar=grammar)
-        before = self.trajectory
+        before = self.before = self.trajectory
         if not params.max_new_tokens:
             return self._answer(before, FinishReason.LENGTH)
-        ask = Ask(params, before, asyncio.get_running_loop().create_future())
+        ask = replace(self.request, prompt_ids=before.token_ids, params=params)
+        self._answered = asyncio.get_running_loop().create_future()
         self.episode.asks(self, ask)
         try:
-            await ask.answered
+            await self._answered
         except asyncio.CancelledError:
             self.episode.withdraw(self, ask)
             raise
-        return self._answer(before, self.answers[-1][1])
+        return self._answer(before, self.trajectory.answers[-1][1])
+
+    def grammar(self, **given: Any) -> Grammar | None:
+        """Return the grammar that `regex`, `json_schema` or `structural_tag` gives, if one does.
+
+        Raises ValueError for two of them or one that cannot be enforced, and TypeError for no text.
+        """
+        asked: dict[Any, Any] = {kind: text for kind, text in given.items() if text is not None}
+        if not asked:
+            return None
+        if len(asked) > 1:
+            names = " and ".join(asked)
+            raise ValueError(f"{names}: an answer is held to one of them. Leave one out.")
+        ((kind, text),) = asked.items()
+        if kind == "json_schema" and not isinstance(text, str):
+            text = json.dumps(text)  # not sorted: properties come in the schema's order
+        if not isinstance(text, str):
+            raise TypeError(f"{kind}={text!r:.80}: must be a text")
+        if not self.episode.rules.holds_grammars():
+            raise ValueError(
+                f"{kind}: needs --true-on-policy-mode, where engines say what a token was drawn from. "
+                "Leave it out, or turn the mode on."
+            )
+        from onpolicy.models.token_grammars import require_grammar  # brings torch along
+
+        stop_token_ids = tuple(sorted(self.request.params.stop_token_ids))
+        require_grammar(kind, text, stop_token_ids)
+        return Grammar(kind=kind, text=text, stop_token_ids=stop_token_ids)
+
+    def wake(self, error: Exception | None = None) -> None:
+        """Have the call of `sample` return, or raise. Callable from any thread."""
+        answered = self._answered
+        assert answered is not None
+
+        def tell() -> None:
+            if answered.done():
+                return
+            if error is None:
+                answered.set_result(None)
+            else:
+                answered.set_exception(error)
+
+        answered.get_loop().call_soon_threadsafe(tell)
 
     def _params(
         self, stop: Sequence[str], max_tokens: int | None, temperature: float | None
@@ -198,20 +158,26 @@ class Turns:
             stop=tuple(stop),
         )
 
-    def _answer(self, before: Trajectory, reason: FinishReason) -> Answer:
-        return Answer(
-            token_ids=self.trajectory.token_ids[len(before.token_ids) :],
-            log_probs=self.trajectory.rollout_log_probs[before.num_sampled :],
+    def _answer(self, before: Trajectory, reason: FinishReason) -> Completion:
+        """Return the tokens since then as one answer; experts are the trajectory's alone."""
+        own = self.trajectory.as_given(len(before.token_ids))
+        ids = own.token_ids[len(before.token_ids) :]
+        has_stopped = ids and ids[-1] in self.request.params.stop_token_ids
+        shown = ids[:-1] if has_stopped else ids
+        return Completion(
+            response_ids=ids,
+            rollout_log_probs=own.rollout_log_probs,
             finish_reason=reason,
-            decode=self.episode.rules.decode,
-            stop_token_ids=self.request.params.stop_token_ids,
+            weight_version=own.weight_version,
+            num_cached_tokens=own.num_cached_tokens - before.num_cached_tokens,
+            kept_tokens=own.kept_tokens,
+            row_digests=own.row_digests,
+            spans=own.spans,
+            read=lambda: self.episode.rules.decode(shown),
         )
 
     def append(self, more: str | Sequence[int] | Sequence[Mapping[str, Json]]) -> None:
-        """Append text, tokens, or chat messages for the policy to read; they are not learnt.
-
-        Raises ContextExceededError where they do not fit.
-        """
+        """Append text, tokens, or chat messages to be read. Raises ContextExceededError."""
         self._require_quiet()
         token_ids = self.episode.rules.tokens_of(more, self.trajectory)
         if len(token_ids) > self.room:
@@ -219,15 +185,14 @@ class Turns:
         self.trajectory = self.trajectory.given(token_ids)
 
     def fork(self, length: int | None = None, *, key: str | None = None) -> Turns:
-        """Return a branch with the first `length` tokens (default: all), which samples others after
-        them.
+        """Return a branch with the first `length` tokens (default: all), which samples others then.
 
-        key: a part of its seed, besides this branch's seed; by default the index of the fork in
-        this branch, so give one where the order of forks depends on the order of arrivals.
+        key: a part of its seed; by default the index of the fork in this branch, so give one where
+        the order of forks depends on the order of arrivals.
         """
         if length is None:
             self._require_quiet()
-        known = self.trajectory if self.ask is None else self.ask.before
+        known = self.trajectory if self.ask is None else self.before
         length = len(known.token_ids) if length is None else length
         if not 0 <= length <= len(known.token_ids):
             raise ValueError(
@@ -242,8 +207,7 @@ class Turns:
         return self.episode.branch(request, shared, (*self.key, key))
 
     async def observe(self, make: Callable[[], Awaitable[Json]]) -> Json:
-        """Return the result of `make`, recorded before use: a resumed or repeated run gets the
-        same.
+        """Return the result of `make`, recorded before use for a resumed or repeated run.
 
         Use it for everything that is no function of the tokens: the time, a network, chance.
         """
@@ -256,13 +220,12 @@ class Turns:
     @property
     def has_stopped(self) -> bool:
         """Whether a stop ended the last answer, and nothing was given since."""
-        is_last = bool(self.answers) and self.answers[-1][0] == len(self.trajectory.token_ids)
-        return is_last and self.answers[-1][1] == FinishReason.STOP
+        stopped = len(self.trajectory.token_ids), FinishReason.STOP
+        return self.trajectory.answers[-1:] == (stopped,)
 
     @property
     def num_left(self) -> int:
-        """The number of tokens that may still be sampled in this branch; shared tokens count as
-        sampled."""
+        """The number of tokens this branch may still sample; shared ones count as sampled."""
         return self.request.params.max_new_tokens - self.trajectory.num_sampled
 
     @property
@@ -281,6 +244,35 @@ class Turns:
         return f"{have} tokens and {more} more exceed --rollout-max-context-len={most}"
 
 
+class UnderWay(Hashable, Protocol):
+    """The interface of an episode to its branches and listeners (`OpenEpisode`)."""
+
+    rules: EpisodeRules
+    past: Mapping[BranchKey, Trajectory]
+    branches: Mapping[BranchKey, Turns]
+    number: int
+    index: int
+    sampled_before: int
+
+    @property
+    def num_failures(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    def asks(self, branch: Turns, ask: Request) -> None: ...
+
+    def withdraw(self, branch: Turns, ask: Request) -> None: ...
+
+    def branch(self, request: Request, shared: Trajectory, key: BranchKey) -> Turns: ...
+
+    def request(self, branch: Turns, ask: Request, most: int | None = None) -> Request: ...
+
+    def add(self, branch: Turns, ask: Request, answer: Completion) -> bool: ...
+
+    def differs(self, message: str) -> OtherTokensError: ...
+
+
 class Listener(Protocol):
     """A listener that samples for episodes. Called from any thread."""
 
@@ -289,3 +281,39 @@ class Listener(Protocol):
 
     def ended(self, episode: Any) -> None:
         """Note that the episode (`OpenEpisode`) is complete, or has failed."""
+
+
+def _no_text(token_ids: Sequence[int]) -> str:
+    raise ValueError("this episode has no tokenizer")
+
+
+def _only_tokens(
+    more: str | Sequence[int] | Sequence[Mapping[str, Json]], so_far: Trajectory
+) -> list[int]:
+    if isinstance(more, str) or not all(isinstance(token, int) for token in more):
+        raise ValueError("this episode has no tokenizer: give token ids")
+    return [*more]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRules:
+    """The rules for all episodes of a run."""
+
+    max_context_len: int = sys.maxsize
+    """The most tokens of a branch."""
+
+    time_limit: float | None = None
+    """The seconds that an episode may take, sampling excluded."""
+
+    on_failure: OnFailure = "stop"
+
+    is_repeated: bool = False
+    """Whether a run is repeated: the attempts that failed in it fail, and no others."""
+
+    observations: Observations = field(default_factory=Observations)
+    decode: Callable[[list[int]], str] = _no_text
+    tokens_of: Callable[..., list[int]] = _only_tokens
+    """(text, token ids or messages; the branch so far) -> token ids to insert."""
+
+    holds_grammars: Callable[[], bool] = lambda: False
+    """Whether the engines say what a token was drawn from, without which no answer has a grammar."""

@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Annotated, get_args
 
 import torch
-from pydantic import AfterValidator, ConfigDict, TypeAdapter, with_config
+from pydantic import AfterValidator
 
-from onpolicy.config.groups.engines import ActivationFormat, WeightFormat
+from onpolicy.config.groups.engine_flags import ActivationFormat, WeightFormat
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
-from onpolicy.grammar import GrammarSpan
-from onpolicy.outputs.trajectories import Count, TrajectoryRecord, read, write
 from onpolicy.parity import mismatches
 from onpolicy.rollout.seeds import seed_of_branch
 from onpolicy.run.engines import EnginePair
 from onpolicy.system import files
-from onpolicy.system.records import checked_text
+from onpolicy.system.records import Count, Shape
 from onpolicy.trajectory import Trajectory
 from onpolicy.types import Request, Sample, SamplingParams
 
@@ -41,14 +39,13 @@ def _known(contract: NumericsContract) -> NumericsContract:
     return contract
 
 
-@with_config(ConfigDict(extra="forbid", ser_json_inf_nan="constants"))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A sample whose log-probabilities differ, in the form of its file."""
+    """A sample whose log-probabilities differ."""
 
     step: Count
     sample: str
-    trajectory: TrajectoryRecord
+    trajectory: Trajectory
 
     train_log_probs: list[float]
     """The trainer's log-probabilities of the sampled tokens."""
@@ -56,7 +53,6 @@ class Case:
     prompt_len: Count
     """The number of tokens before the answer that holds the first differing token."""
 
-    num_begun: Count
     sampling_seed: int
 
     params: SamplingParams
@@ -69,14 +65,14 @@ class Case:
     def request(self) -> Request:
         """Return the request that sampled that answer."""
         return Request(
-            prompt_ids=self.trajectory["token_ids"][: self.prompt_len],
+            prompt_ids=self.trajectory.token_ids[: self.prompt_len],
             sampling_seed=self.sampling_seed,
             params=self.params,
-            num_begun=self.num_begun,
+            num_begun=self.trajectory.until(self.prompt_len).num_begun(self.params.grammar),
         )
 
 
-_SHAPE = TypeAdapter(Case)
+_SHAPE = Shape(Case)
 
 
 def make_case(
@@ -86,11 +82,9 @@ def make_case(
     step: int,
     engines: EnginePair,
 ) -> Case:
-    """Return the case of a sample of rollout `step` whose log-probabilities differ.
-
-    It records the weights and the contract of both engines. `request` is the first request of the
-    sample's episode.
-    """
+    """Return the case of a sample of rollout `step` whose log-probabilities differ. It records the
+    weights and the contract of both engines. `request` is the first request of the sample's
+    episode."""
     place = first_apart(sample.trajectory, train_log_probs)
     asked = asked_at(request, sample.trajectory, place)
     if sample.seeds:  # an episode that was restarted has another seed than its request
@@ -99,10 +93,9 @@ def make_case(
     return Case(
         step=step,
         sample=sample.name,
-        trajectory=write(sample.trajectory),
+        trajectory=sample.trajectory,
         train_log_probs=[*train_log_probs],
         prompt_len=len(asked.prompt_ids),
-        num_begun=asked.num_begun,
         sampling_seed=asked.sampling_seed,
         params=asked.params,
         weight_digest=engines.weight_digest,
@@ -111,32 +104,27 @@ def make_case(
 
 
 def first_apart(trajectory: Trajectory, train_log_probs: Sequence[float]) -> int:
-    """Return the index in the trajectory of the first sampled token whose log-probability differs in
-    training, or is not finite."""
+    """Return the index of the first sampled token that differs in training, or is not finite."""
     places = list(compress(count(), trajectory.sampled))
     rollout, train = (torch.tensor(x) for x in (trajectory.rollout_log_probs, train_log_probs))
     return places[int(mismatches(train, rollout).nonzero()[0])]
 
 
 def asked_at(request: Request, trajectory: Trajectory, place: int) -> Request:
-    """Return the request that samples the answer around the token at `place` of a trajectory again, up
-    to the answer's end.
-
-    `request` is the first request of the episode. Adjacent answers with equal sampling parameters count
-    as one answer.
-    """
+    """Return the request that samples the answer around the token at `place` of a trajectory again,
+    up to the answer's end. `request` is the first request of the episode. Adjacent answers with
+    equal sampling parameters count as one answer."""
     branch, start, end = next(s for s in trajectory.stretches if s[1] <= place < s[2])
     numbers = [*accumulate(trajectory.sampled, initial=0)]
 
-    def way(at: int) -> tuple[float, GrammarSpan | None] | None:
+    def way(at: int) -> tuple[float, object] | None:
         if not (start <= at < end and trajectory.sampled[at]):
             return None
-        within = (span for span in trajectory.grammars if span.start <= at < span.end)
-        return trajectory.temperatures[numbers[at]], next(within, None)
+        return trajectory.temperatures[numbers[at]], trajectory.grammar_at(at)
 
     sampled = way(place)
     assert sampled is not None
-    temperature, span = sampled
+    temperature, span = sampled[0], trajectory.grammar_at(place)
     # Widen from this token to all adjacent tokens that were sampled in the same way.
     first = next(at for at in count(place, -1) if way(at - 1) != sampled)
     last = next(at for at in count(place) if way(at + 1) != sampled)
@@ -147,7 +135,7 @@ def asked_at(request: Request, trajectory: Trajectory, place: int) -> Request:
             request.params,
             temperature=temperature,
             max_new_tokens=last + 1 - first,
-            grammar=None if span is None else span.grammar,
+            grammar=span.grammar if span else None,
         ),
         num_begun=first - span.start if span else 0,
     )
@@ -156,16 +144,14 @@ def asked_at(request: Request, trajectory: Trajectory, place: int) -> Request:
 def write_case(case: Case, file: Path) -> None:
     """Write the file atomically."""
     file.parent.mkdir(exist_ok=True)
-    files.write(file, _SHAPE.dump_json(case).decode() + "\n")
+    files.write(file, _SHAPE.write(case) + "\n")
     logger.info("the first sample with a mismatch is in %s", file)
 
 
 def read_case(file: Path) -> Case:
     """Read a case. Raises ConfigError for a file that is none."""
     try:
-        case = checked_text(_SHAPE, file.read_bytes())
-        read(case.trajectory)
-        return case
+        return _SHAPE.read(file.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--case={file}: cannot be read as a case ({error}). Give a file that a run of this version "

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from onpolicy.cluster.placement import share_of_cores
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import CheckpointError
 from onpolicy.rollout.base import EnginesRestartedError, Progress, RolloutGroup, SamplingJob
-from onpolicy.run.launch.engine_specs import make_rollout_group, replays_routing
-from onpolicy.run.launch.host_shares import share_of_cores
+from onpolicy.run.launch.engine_specs import make_rollout_group
 from onpolicy.train import Trainer, make_trainer
 from onpolicy.train.base import Rescored
 from onpolicy.trajectory import UNPUSHED, Completion
 from onpolicy.types import Request
-from onpolicy.weights.push import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -96,25 +95,14 @@ class EnginePair:
         if changes:
             self.rollout.connect(self.trainer.self_check)
 
-    @property
-    def replays_routing(self) -> bool:
-        """Return whether the trainer replays the rollout's expert choices."""
-        return replays_routing(self.config, self.contract)
-
-    @property
-    def tells_entropy(self) -> bool:
-        """Return whether the trainer uses the entropies that the engine reported, which aligned
-        operators make equal to its own."""
-        return self.config.algorithm.compares_entropies and self.contract.is_aligned
-
     def push_weights(self, version: int) -> None:
         """Push the trainer's weights to the servers, and check the digests that they return.
-
         Servers that die meanwhile are restarted, and all servers get the weights once more. Raises
-        CheckpointError if a resumed trainer has other weights than at the save.
-        """
+        CheckpointError if a resumed trainer has other weights than at the save."""
         self.weight_version = version
-        self._push_by(self.trainer.push)
+        for attempt in self._until_none_dies(f"pushing the weights of version {version}"):
+            with attempt, self._memory_for_weights():
+                self.weight_digest = self.trainer.push(self.rollout.clients, version)
         expected, self.expected_digest = self.expected_digest, ""
         if expected not in ("", self.weight_digest):
             raise CheckpointError(
@@ -126,20 +114,21 @@ class EnginePair:
 
     def push_again(self) -> None:
         """Push the weights of the last push again, to servers that were restarted."""
-        self._push_by(self.trainer.push_again)
+        version = self.weight_version
+        for attempt in self._until_none_dies(f"pushing the weights of version {version}"):
+            with attempt, self._memory_for_weights():
+                self.weight_digest = self.trainer.push_again(self.rollout.clients, version)
 
-    def _push_by(self, way: Callable[[Sequence[Engine], int], str]) -> None:
-        what = f"pushing the weights of version {self.weight_version}"
-        self._through_deaths(lambda: self._push(way), what)
-
-    def _push(self, way: Callable[[Sequence[Engine], int], str]) -> None:
+    @contextmanager
+    def _memory_for_weights(self) -> Iterator[None]:
+        """Give colocated servers memory for weights, and afterwards for their caches."""
         colocate = self.config.engine.colocate
         if colocate:
             self.trainer.release_memory("state")
             self.rollout.release_memory()  # memory of servers that were restarted meanwhile
         try:
             self.rollout.resume_memory("weights")
-            self.weight_digest = way(self.rollout.clients, self.weight_version)
+            yield
         finally:
             # Also if a server died, since its successor measures free memory at its start.
             if colocate:
@@ -157,32 +146,37 @@ class EnginePair:
     def make_room(self) -> None:
         """Release the memory of colocated servers until the next push."""
         if self.config.engine.colocate:
-            self._through_deaths(self.rollout.release_memory, "taking memory back from the servers")
+            for attempt in self._until_none_dies("taking memory back from the servers"):
+                with attempt:
+                    self.rollout.release_memory()
 
-    def _through_deaths(self, call: Callable[[], None], what: str) -> None:
-        """Repeat a call until no server dies during it; restart servers that did."""
-        while True:
+    def _until_none_dies(self, what: str) -> Iterator[AbstractContextManager[None]]:
+        """Yield contexts to call the servers in until none dies in one; restart those that did."""
+        is_done = False
+
+        @contextmanager
+        def attempt() -> Iterator[None]:
+            nonlocal is_done
             try:
-                call()
-                return
+                yield
+                is_done = True
             except Exception:
                 if not self.rollout.revive():  # no server has died
                     raise
-            logger.warning("%s again", what)
+                logger.warning("%s again", what)
 
-    def generate(
-        self, requests: Sequence[Request], push_again: Callable[[], None] | None = None
-    ) -> list[Completion]:
+        while not is_done:
+            yield attempt()
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample responses, as `work` does."""
-        return self.work(SamplingJob(requests), push_again)
+        return self.work(SamplingJob(requests))
 
     def work(
         self, job: SamplingJob, push_again: Callable[[], None] | None = None
     ) -> list[Completion]:
         """Run a job; servers that die meanwhile are restarted and get the current weights again.
-
-        `push_again`: does that push, if the caller's thread may not call the trainer.
-        """
+        `push_again`: does that push, if the caller's thread may not call the trainer."""
         while True:
             self.rollout.on_progress = self.on_progress
             try:
@@ -198,10 +192,8 @@ class EnginePair:
         log_probs: LogProbs | None = None,
     ) -> list[Tensor]:
         """Return the trainer's log-probabilities of the completions: float32 [R] for each response.
-
-        The sequences are packed in reverse order, so that no row has the neighbours that it was sampled
-        beside. `log_probs`: a function to use instead of the trainer's.
-        """
+        The sequences are packed in reverse order, so that no row has the neighbours that it was
+        sampled beside. `log_probs`: a function to use instead of the trainer's."""
         self.make_room()
         asked = _asked(requests, completions, temperature)
         return (log_probs or self.trainer.log_probs)(*asked)[::-1]

@@ -1,4 +1,7 @@
-"""A run's journal, which writes down and shows its events."""
+"""A run's journal, which writes down and shows its events.
+
+`evaluate` logs an evaluation even if it fails.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from rich.console import Console
 from fallback_correction.governor import Move
 from onpolicy.config import TrainConfig
 from onpolicy.errors import OnPolicyError
-from onpolicy.outputs import rollout_journal
+from onpolicy.outputs import recorded_order
 from onpolicy.outputs.directory import RunDirectory
 from onpolicy.outputs.metrics import Sink
-from onpolicy.outputs.plot import plot_run
 from onpolicy.outputs.progress import Progress
 from onpolicy.outputs.samples import FailedAttempt, SampleLog
+from onpolicy.run.sampler import Sampler
 from onpolicy.types import SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -34,11 +37,10 @@ class Journal:
         samples: SampleLog,
         progress: Progress,
         first_step: int,
-        log_samples_interval: int,
     ):
         self._directory, self._sinks, self._samples = directory, sinks, samples
-        self._progress = progress
-        self._first_step, self._log_samples_interval = first_step, log_samples_interval
+        self.progress = progress
+        self._first_step = first_step
 
     @classmethod
     @contextmanager
@@ -50,25 +52,13 @@ class Journal:
         first_step: int,
         console: Console | None = None,
     ) -> Iterator[Journal]:
-        """Open the journal of a run that starts with `first_step`.
-
-        `decode` turns tokens into text, special tokens included. Progress is shown on `console`, or on
-        standard output.
-        """
+        """Open the journal of a run that starts with `first_step`. `decode` turns tokens into text,
+        special tokens included. Progress is shown on `console`, or on standard output."""
         output, num_rollout = config.output, config.rollout.num_rollout
         with directory.opened_sinks(config, first_step) as sinks:
             samples = SampleLog(directory.samples, decode, output.log_samples, first_step)
             with closing(Progress(num_rollout, first_step, console)) as progress:
-                interval = output.log_samples_interval
-                yield cls(directory, sinks, samples, progress, first_step, interval)
-
-    def on_requests(self, count: int) -> None:
-        """Show that `count` responses are about to be sampled."""
-        self._progress.on_requests(count)
-
-    def on_response(self, num_done: int, num_tokens: int) -> None:
-        """Show that `num_done` of them are complete, the latest with `num_tokens` tokens."""
-        self._progress.on_response(num_done, num_tokens)
+                yield cls(directory, sinks, samples, progress, first_step)
 
     def on_rollout(
         self,
@@ -78,15 +68,13 @@ class Journal:
         weights: str = "",
     ) -> None:
         """Record a rollout that was sampled and scored, and the failed attempts at its episodes.
-
-        `weights`: the digest of the weights that will learn from it, for an asynchronous run's journal
-        of rollouts.
-        """
+        `weights`: the digest of the weights that will learn from it, for an asynchronous run's
+        journal of rollouts."""
         self._write_failed("rollout", step, failed)
         if weights:
             with self._directory.writing():
-                record = rollout_journal.record_of(step, weights, groups)
-                rollout_journal.add(self._directory.rollouts, record)
+                record = recorded_order.record_of(step, weights, groups)
+                recorded_order.add(self._directory.rollouts, record)
         first = next((sample for group in groups for sample in group.samples), None)
         if step == self._first_step and first is not None:
             logger.info("%s", self._samples.describe(first))
@@ -101,21 +89,15 @@ class Journal:
     ) -> None:
         """Record an evaluation set that was scored after `step` rollouts, and its failed attempts."""
         self._log(step, metrics)
-        self._write_samples(_eval_file(name), step, groups)
+        self.write_samples(_eval_file(name), step, groups)
         self._write_failed(_eval_file(name), step, failed)
         numbers = "  ".join(f"{k.split('/')[-1]} {v:.4g}" for k, v in metrics.items())
         logger.info("after %d rollouts, %s: %s", step, name or "evaluation", numbers)
 
     def on_training(self, step: int, groups: Sequence[SampleGroup]) -> None:
         """Mark the shown samples before a rollout is trained on, so that the trainer reports on them."""
-        if step % self._log_samples_interval == 0:
-            for sample in self._samples.shown(groups):
-                sample.is_shown = True
-
-    def on_trained(self, step: int, groups: Sequence[SampleGroup]) -> None:
-        """Record the shown samples after training, failed or not."""
-        if step % self._log_samples_interval == 0:
-            self._write_samples("rollout", step, groups)
+        for sample in self._samples.shown(groups):
+            sample.is_shown = True
 
     @contextmanager
     def failing(
@@ -140,21 +122,15 @@ class Journal:
     def on_step(self, step: int, metrics: Metrics) -> None:
         """Record the metrics of a finished step."""
         self._log(step, metrics)
-        self._progress.on_step(step, metrics)
-
-    def on_end(self) -> None:
-        """Draw the plot of the finished run."""
-        try:
-            plot_run(self._directory.metrics_file, self._directory.plots / "training.png")
-        except OSError as error:  # no reason to lose a finished run's summary
-            logger.warning("the plot could not be written (%s)", error)
+        self.progress.on_step(step, metrics)
 
     def _log(self, step: int, metrics: Metrics) -> None:
         for sink in self._sinks:
             with self._directory.writing():
                 sink.log(step, metrics)
 
-    def _write_samples(self, name: str, step: int, groups: Sequence[SampleGroup]) -> None:
+    def write_samples(self, name: str, step: int, groups: Sequence[SampleGroup]) -> None:
+        """Record the shown samples of a rollout or an evaluation, after training if there is any."""
         with self._directory.writing():
             self._samples.write(name, step, groups)
 
@@ -166,3 +142,11 @@ class Journal:
 def _eval_file(name: str) -> str:
     """Return the name of an evaluation set's sample files."""
     return f"eval_{name}" if name else "eval"
+
+
+def evaluate(sampler: Sampler, journal: Journal, name: str, step: int) -> dict[str, float]:
+    """Sample and score an evaluation set after `step` rollouts; return its metrics."""
+    with journal.failing(step, sampler.failed_so_far, name):
+        groups, metrics, failed = sampler.evaluate(name)
+    journal.on_evaluation(step, name, groups, metrics, failed)
+    return metrics

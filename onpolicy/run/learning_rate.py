@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-from annotated_types import Ge
-from pydantic import TypeAdapter
-from typing_extensions import TypedDict
+from dataclasses import dataclass, field
+from typing import Any
 
 from fallback_correction.length_decay import LengthDecay
 from onpolicy.config import TrainConfig
 from onpolicy.errors import ConfigError
-from onpolicy.system.records import checked
+from onpolicy.system.records import Count, Shape
 from onpolicy.train.rates import base_factor
 
-Count = Annotated[int, Ge(0)]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Decay:
+    """The fields of `LengthDecay.state_dict`, less the detector's own; none without length decay."""
+
+    num_rollout_steps: Count = 0
+    num_decays: Count = 0
+    scale: float = 1.0
+    detector: dict[str, Any] = field(default_factory=dict)
 
 
-class _Decay(TypedDict, total=False):
-    """The fields of `LengthDecay.state_dict`, less the detector's own."""
-
-    num_rollout_steps: Count
-    num_decays: Count
-    scale: float
-    detector: dict[str, Any]
-
-
-class _State(TypedDict):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _State:
     steps_taken: Count
     length_decay: _Decay
 
 
-_SHAPE = TypeAdapter(_State)
+_SHAPE = Shape(_State, is_open=True)
 
 
 class LearningRate:
@@ -48,18 +45,13 @@ class LearningRate:
 
     def observe(self, mean_response_length: float, truncated_ratio: float) -> None:
         """Take in a rollout before its optimizer steps; the numbers must be equal on all ranks.
-
-        mean_response_length: mean tokens of all sampled responses, before any filter. truncated_ratio:
-        the fraction that was cut off.
-        """
+        mean_response_length: mean tokens of all sampled responses, before any filter.
+        truncated_ratio: the fraction that was cut off."""
         if self.decay is not None:
             self.decay.step(mean_response_length, truncated_ratio)
 
-    def next_rates(self, num_steps: int, governor: float) -> list[float]:
-        """Return the rates of the next optimizer steps, and count these as taken.
-
-        governor: its factor on the rate; length decay's floor still holds.
-        """
+    def next_rates(self, num_steps: int, governor: float = 1.0) -> list[float]:
+        """Return the rates of the next steps, which count as taken. governor: a factor on them."""
         first = self.steps_taken - self.without
         steps = [max(first + i, 0) for i in range(num_steps)]
         self.steps_taken += num_steps
@@ -82,7 +74,7 @@ class LearningRate:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state of `state_dict`. Raises ConfigError if it belongs to another schedule."""
         try:
-            checked(_SHAPE, state)
+            _SHAPE.take(state)
             if bool(state["length_decay"]) != (self.decay is not None):
                 raise ValueError(f"length_decay={state['length_decay']}")
             self.steps_taken = state["steps_taken"]

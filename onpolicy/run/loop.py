@@ -1,14 +1,23 @@
-"""The reinforcement-learning step, and the loop over it."""
+"""The reinforcement-learning step, the loop over it, and its restart from the last checkpoint after a
+lost trainer rank or host."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
 
 from onpolicy.config import TrainConfig
+from onpolicy.errors import HostLostError, TrainerLostError
 from onpolicy.outputs.totals import RunSummary
 from onpolicy.run.launch.inputs import Inputs
 from onpolicy.run.run import Run
+from onpolicy.run.saving.checkpoint import checkpoints
+
+logger = logging.getLogger(__name__)
 
 
 def train(
@@ -42,3 +51,36 @@ def take_step(run: Run, step: int) -> None:
     perf = {"perf/step_time": time.perf_counter() - started}
     run.record(step, groups, {**rollout, **update, **moves, **waited, **sync, **perf})
     run.save_if_due()
+
+
+def train_through_losses(
+    config: TrainConfig, inputs: Inputs, make_run: Callable[[TrainConfig, Inputs], Run] = Run
+) -> RunSummary:
+    """Call `train`, and again after each loss, up to --max-rank-restarts times. All engines and
+    ranks are restarted, wherever they fit the cluster at that time. The run hash equals an
+    undisturbed run's."""
+    left = config.output.max_rank_restarts
+    while True:
+        try:
+            return train(config, replace(inputs, ladder=deepcopy(inputs.ladder)), make_run)
+        except (KeyboardInterrupt, SystemExit):
+            if (save := config.output.save) and (saved := checkpoints(Path(save))):
+                newest = saved[max(saved)].name
+                logger.warning("the run was ended; --load %s goes on from %s", save, newest)
+            raise
+        except (TrainerLostError, HostLostError) as error:
+            if not left:
+                raise
+            left -= 1
+            logger.warning("%s", error)
+        config = _resumed(config)
+        begins = f"from the last checkpoint in {load}" if (load := config.output.load) else "again"
+        logger.warning("the run begins %s; --max-rank-restarts leaves %d", begins, left)
+
+
+def _resumed(config: TrainConfig) -> TrainConfig:
+    """Return the run that resumes from its own last checkpoint, if it has written one."""
+    save = config.output.save
+    if not checkpoints(Path(save)):
+        return config
+    return replace(config, output=replace(config.output, load=save))

@@ -19,11 +19,10 @@ from fallback_correction.mismatch_metrics import mismatch_metrics
 from fallback_correction.tokens import TokenBatch
 from onpolicy.config import TrainConfig
 from onpolicy.errors import ParityError
-from onpolicy.parity import ParityCounts, compare_draws, compare_log_probs
-from onpolicy.rollout.sampling import make_requests, require_version
+from onpolicy.parity import ParityCounts, compare_draws, compare_log_probs, compare_rows
+from onpolicy.rollout.sample_requests import make_requests, require_version
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.inputs import Inputs
-from onpolicy.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +30,6 @@ PROMPTS = 4
 """The number of training prompts that the probe uses, the first ones."""
 
 LONGEST = 16
-"""The most tokens of an answer."""
 
 _NONE = ParityCounts()
 
@@ -42,14 +40,7 @@ class Probe:
     def __init__(self, config: TrainConfig, inputs: Inputs, engines: EnginePair):
         self.config, self._engines = config, engines
         rollout = config.rollout
-        params = SamplingParams(
-            temperature=rollout.rollout_temperature,
-            max_new_tokens=min(LONGEST, rollout.rollout_max_response_len),
-            stop_token_ids=inputs.stop_token_ids,
-            top_p=rollout.rollout_top_p,
-            top_k=rollout.rollout_top_k,
-            min_p=rollout.rollout_min_p,
-        )
+        params = inputs.params(rollout, min(LONGEST, rollout.rollout_max_response_len))
         prompts = inputs.prompts.prompts[: min(PROMPTS, config.engine.rollout_max_concurrency)]
         self._requests = make_requests(prompts, 1, params, config.seed, "probe")
 
@@ -65,11 +56,14 @@ class Probe:
         train = [each.log_probs for each in found]
         rollout = [torch.tensor(c.rollout_log_probs, dtype=torch.float32) for c in completions]
         total = sum((compare_log_probs(*of)[0] for of in zip(train, rollout, strict=True)), _NONE)
+        aligned = self._engines.contract.is_aligned
         for each, completion in zip(found, completions, strict=True):
             total += compare_draws(each.drawn, torch.tensor(completion.response_ids))[0]
-        if total.num_mismatched or total.num_drawn_otherwise:
+            if aligned and self.config.parity.parity_check == "full":
+                digests = torch.tensor(completion.row_digests, dtype=torch.int64)
+                total += compare_rows(each.row_digests, digests)[0]
+        if total.num_mismatched or total.num_drawn_otherwise or total.num_mismatched_rows:
             self._judge(total)
-        aligned = self._engines.contract.is_aligned
         return {
             "probe/num_compared_tokens": total.num_compared,
             "probe/num_mismatched_tokens": total.num_mismatched,
@@ -87,11 +81,16 @@ class Probe:
             f"were given the same weights, and {total.num_drawn_otherwise} are others than the trainer "
             "draws by the same seeds"
         )
+        if total.num_mismatched_rows:
+            message += (
+                f"; {total.num_mismatched_rows} have another digest of the whole vocabulary's "
+                "log-probabilities"
+            )
         if on_mismatch == "fail":
             raise ParityError(
                 f"{message}. No step was taken on samples of theirs. To find out which part differs, "
                 f"run: onpolicy verify --hf-checkpoint {self.config.model.hf_checkpoint} --dtype "
-                f"{self._engines.contract.dtype}"
+                f"{self._engines.contract.dtype}{' --full-vocabulary' * bool(total.num_mismatched_rows)}"
             )
         if on_mismatch == "warn":
             logger.warning("%s", message)

@@ -18,27 +18,24 @@ from onpolicy.config.groups import RewardConfig
 from onpolicy.errors import ParityError
 from onpolicy.outputs.directory import RunDirectory
 from onpolicy.outputs.lock import locked
-from onpolicy.outputs.rollout_journal import begin as begin_journal
-from onpolicy.outputs.run_hash import RunHash
-from onpolicy.outputs.totals import RunSummary, RunTotals
+from onpolicy.outputs.recorded_order import begin as begin_journal
+from onpolicy.outputs.totals import RunHash, RunSummary, RunTotals
 from onpolicy.rewards.scorer import Scorer
-from onpolicy.rollout.episodes import Rollouter
+from onpolicy.rollout.rollouter import Rollouter
 from onpolicy.rollout.statistics import idle_shares, mean_response_length, truncated_ratio
 from onpolicy.run import saving, train_samples
 from onpolicy.run.cases import make_case, write_case
 from onpolicy.run.drawing import make_drawing
 from onpolicy.run.engines import EnginePair
-from onpolicy.run.evaluation import evaluate
-from onpolicy.run.journal import Journal
-from onpolicy.run.launch.inputs import Inputs
-from onpolicy.run.launch.rollouters import make_rollouter
+from onpolicy.run.journal import Journal, evaluate
+from onpolicy.run.launch.inputs import Inputs, make_rollouter
 from onpolicy.run.learning_rate import LearningRate
 from onpolicy.run.probe import Probe
 from onpolicy.run.sampler import Sampler
 from onpolicy.run.saving.rollouts import is_the_same_run, read_rollouts, write_rollouts
 from onpolicy.run.teacher_servers import TeacherServers
 from onpolicy.trajectory import UNPUSHED
-from onpolicy.types import ParityFindings, SampleGroup, TrainSample
+from onpolicy.types import ParityFindings, Sample, SampleGroup
 from onpolicy.weights.transports.disk import remove_leftovers
 
 logger = logging.getLogger(__name__)
@@ -64,7 +61,7 @@ class Run:
         rollouter: Rollouter | None = None,
         console: Console | None = None,
     ):
-        self.config, self.inputs = config, inputs
+        self.config, self.inputs, self.contract = config, inputs, inputs.contract
         self._make_engines, self._make_scorer = make_engines, make_scorer
         self._rollouter, self._console = rollouter or make_rollouter(config), console
         self.ladder, self.learning_rate = inputs.ladder, LearningRate(config)
@@ -92,7 +89,7 @@ class Run:
         resumed = self._find_checkpoint()
         if resumed is not None:
             self._continue(resumed.state)
-        given = config, self.inputs.hf_config, self.ladder.contract, Path(config.output.run_dir)
+        given = config, self.inputs.hf_config, self.contract, Path(config.output.run_dir)
         longest = self.inputs.longest_sequence(config)
         self.engines = self._make_engines(*given, longest_sequence=longest)
         self._open_directory(resumed)
@@ -100,19 +97,19 @@ class Run:
         self._on_exit.callback(self.engines.stop)
         self._scorer = self._on_exit.enter_context(closing(self._make_scorer(config.reward)))
         self.engines.start()
-        self._use_ladder()
+        self._scorer.start()
+        self._climb()
         if resumed is not None:
             saving.take_over(resumed, config, self.engines)
         self._open_outputs()
         self._begin_rollouts(resumed)
 
     def _find_checkpoint(self) -> saving.Checkpoint | None:
-        """Return the checkpoint to resume from, if any. With --save, lock that directory for this run
-        and check the room on its disk."""
+        """Return the checkpoint to resume from, if any; lock --save, and check the room on its disk."""
         self._hold_save()
         found = saving.find(self.config, self.inputs.prompts.prompts, self.inputs.evaluations)
         if self.config.output.save:
-            saving.require_room(self.config, self.inputs.hf_config, self.ladder.contract.adapter)
+            saving.require_room(self.config, self.inputs.hf_config, self.contract.adapter)
         return found
 
     def _hold_save(self) -> None:
@@ -122,7 +119,9 @@ class Run:
     def _continue(self, state: saving.RunState) -> None:
         self.first_step = self.rollouts_done = state.rollouts_done
         self.run_hash, self.totals, self.best = RunHash(state.run_hash), state.totals, state.best
-        self.ladder.load_state_dict(state.governor)
+        if self.ladder is not None:
+            self.ladder.load_state_dict(state.governor)
+            self.contract = self.ladder.contract
         self.learning_rate.load_state_dict(state.learning_rate)
 
     def _open_directory(self, resumed: saving.Checkpoint | None) -> None:
@@ -131,7 +130,7 @@ class Run:
         self._hold_save()  # an empty directory inside an earlier run's was moved away with it
         remove_leftovers(self._directory.path)
         self._on_exit.callback(remove_leftovers, self._directory.path)
-        self._directory.write_records(self.config, self.ladder.contract, self.first_step)
+        self._directory.write_records(self.config, self.contract, self.first_step)
         self._on_exit.enter_context(self._directory.log_file())
 
     def _open_outputs(self) -> None:
@@ -140,8 +139,9 @@ class Run:
         text: Any = self.inputs.tokenizer.decode  # special tokens can be seen in it
         opened = Journal.opened(config, self._directory, text, self.first_step, self._console)
         self.journal = self._on_exit.enter_context(opened)
-        self.engines.on_progress = self.journal.on_response
-        given = config, self.inputs, self.engines, self._scorer, self.journal.on_requests
+        self.engines.on_progress = self.journal.progress.on_response
+        on_requests = self.journal.progress.on_requests
+        given = config, self.inputs, self.engines, self._scorer, on_requests
         self.sampler = Sampler(*given, self._rollouter, self._directory.observations)
         self._on_exit.callback(self.sampler.close)
         self.probe = Probe(config, self.inputs, self.engines)
@@ -176,10 +176,10 @@ class Run:
     def roll_out(self, step: int) -> tuple[list[SampleGroup], Metrics]:
         """Return a step's samples, scored, and the rollout's metrics."""
         with self.journal.failing(step, self.sampler.failed_so_far):
-            rollout = self.rollouts.take(step)
+            groups, metrics, failed = self.rollouts.take(step)
         weights = self.engines.weight_digest if self._is_free else ""
-        self.journal.on_rollout(step, rollout.groups, rollout.failed, weights)
-        return rollout.groups, rollout.metrics
+        self.journal.on_rollout(step, groups, failed, weights)
+        return groups, metrics
 
     def draw_ahead(self, step: int) -> None:
         """Start to sample for later steps under the same weights, beside the trainer."""
@@ -204,7 +204,7 @@ class Run:
         try:
             metrics = self._train(groups, step)
         finally:
-            self.journal.on_trained(step, groups)
+            self.journal.write_samples("rollout", step, groups)
         self.rollouts_done += 1
         return metrics
 
@@ -220,27 +220,29 @@ class Run:
         version = step if self.config.plan.may_lag else None
         samples = train_samples.make_train_samples(kept, version)
         num_steps = min(self.config.steps_per_rollout, len({s.episode for s in samples}))
-        rates = self.learning_rate.next_rates(num_steps, self.ladder.lr_scale)
+        scale = self.ladder.lr_scale if self.ladder else 1.0
+        rates = self.learning_rate.next_rates(num_steps, scale)
         try:
             outcome = self.engines.trainer.train(self._ask_teachers(samples), step, rates)
         except ParityError as error:
             self._note(error.findings, samples, groups, step)
             raise
         self._note(outcome.findings, samples, groups, step)
-        train_samples.note_learnt(outcome, samples)
+        for number, learnt in outcome.learnt.items():
+            samples[number].learnt = learnt
         return {**outcome.metrics, **metrics, **self.learning_rate.metrics()}
 
     def _note(
         self,
         findings: ParityFindings | None,
-        trained: Sequence[TrainSample],
+        trained: Sequence[Sample],
         groups: Sequence[SampleGroup],
         step: int,
     ) -> None:
         """Store the findings in the samples; write the first that differs as a case."""
         apart = train_samples.note_findings(findings, trained)
         if apart is not None:
-            sample = trained[apart[0]].sample
+            sample = trained[apart[0]]
             given = self.sampler.request_of(sample, groups), sample, apart[1], step, self.engines
             with self._directory.writing():
                 write_case(make_case(*given), Path(self.config.output.case_file(step)))
@@ -248,15 +250,18 @@ class Run:
     def govern(self, step: int, metrics: Metrics) -> Metrics:
         """Let the governor, if there is one, change contract and corrections, after sampling is idle.
         Where samples are stale, it decides by the probe of the weights that they are sampled under."""
+        if self.ladder is None:
+            return {}
         move = self.ladder.update({**metrics, **self._probed})
         if move is not None:
             self.rollouts.drain()
             self.journal.on_move(step, move)
-            self._use_ladder()
+            self._climb()
         return self.ladder.metrics()
 
-    def _use_ladder(self) -> None:
-        self.engines.use(self.ladder.contract, self.ladder.fallback)
+    def _climb(self) -> None:
+        if self.ladder is not None:
+            self.engines.use(self.ladder.contract, self.ladder.fallback)
 
     def record(self, step: int, groups: Sequence[SampleGroup], metrics: Metrics) -> None:
         """Log a finished step, and add it to the run's hash and totals."""
@@ -274,7 +279,7 @@ class Run:
                 rollouts_done=done,
                 run_hash=self.run_hash.value,
                 totals=self.totals,
-                governor=self.ladder.state_dict(),
+                governor={} if self.ladder is None else self.ladder.state_dict(),
                 learning_rate=self.learning_rate.state_dict(),
                 prompts=saving.digest_prompts(self.inputs.prompts.prompts),
                 evaluations=self.inputs.evaluations,
@@ -285,8 +290,7 @@ class Run:
             saving.save(self.config, self.engines, state, write)
 
     def summary(self) -> RunSummary:
-        """Draw the plot, and return the run's summary."""
-        self.journal.on_end()
+        """Return the run's summary."""
         return RunSummary(
             run_dir=self.config.output.run_dir,
             run_hash=self.run_hash.value,

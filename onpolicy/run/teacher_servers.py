@@ -15,7 +15,7 @@ from onpolicy.config.secrets import reveal
 from onpolicy.errors import ConfigError, TrainingError
 from onpolicy.rewards import Failure
 from onpolicy.rewards.endpoint import Endpoint
-from onpolicy.types import Sample, TrainSample
+from onpolicy.types import Sample
 
 FLAG = "--teacher-url"
 
@@ -31,7 +31,7 @@ class Said(NamedTuple):
     likeliest: list[list[tuple[float, int]]]
     """The (log-probability, token) pairs of the k likeliest tokens at each place, [R, k]; k may be 0."""
 
-    def beside(self, one: TrainSample) -> TrainSample:
+    def beside(self, one: Sample) -> Sample:
         """Return the sample with these scores."""
         tops = [[*zip(*row, strict=True)] for row in self.likeliest]
         top = (
@@ -52,29 +52,26 @@ class TeacherServers:
             for name, url in self.flags.teacher_urls.items()
         }
 
-    def score(self, samples: Sequence[TrainSample]) -> Sequence[TrainSample]:
-        """Return the samples with `teacher_log_probs` from their own teachers, and `teacher_top` if the
-        loss needs it; one request a sample.
-
-        Raises TrainingError for a sample that its teacher did not score, since nothing can stand in for
-        a score.
-        """
+    def score(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """Return the samples with `teacher_log_probs` from their own teachers, and `teacher_top` if
+        the loss needs it; one request a sample. Raises TrainingError for a sample that its teacher
+        did not score, since nothing can stand in for a score."""
         if not self._endpoints:
             return samples
         numbers: dict[str, list[int]] = {name: [] for name in self._endpoints}
         for number, one in enumerate(samples):
-            if one.sample.trajectory.num_sampled:
-                numbers[self._teacher_of(one.sample)].append(number)
+            if one.trajectory.num_sampled:
+                key = self.flags.teacher_key
+                name = str(one.prompt.metadata[key]) if key else ""
+                numbers[name].append(number)
         begun = {
-            name: self._endpoints[name].begin(
-                [_body(samples[i].sample, self.top_k) for i in theirs]
-            )
+            name: self._endpoints[name].begin([_body(samples[i], self.top_k) for i in theirs])
             for name, theirs in numbers.items()
         }
         found: dict[int, Said] = {}
         for name, wait in begun.items():
             for number, answer in zip(numbers[name], wait(), strict=True):
-                sample = samples[number].sample
+                sample = samples[number]
                 said = _said(answer, sample, self.top_k)
                 if isinstance(said, Failure):
                     raise TrainingError(
@@ -84,10 +81,6 @@ class TeacherServers:
                     )
                 found[number] = said
         return [found.get(i, Said([], [])).beside(one) for i, one in enumerate(samples)]
-
-    def _teacher_of(self, sample: Sample) -> str:
-        key = self.flags.teacher_key
-        return str(sample.prompt.metadata[key]) if key else ""
 
 
 def _body(sample: Sample, top_k: int) -> dict[str, Any]:
@@ -101,12 +94,10 @@ def _body(sample: Sample, top_k: int) -> dict[str, Any]:
 
 
 def _question(token_ids: Sequence[int], first: int, top_k: int) -> dict[str, Any]:
-    """Return the request for the log-probabilities of tokens from position `first` (> 0) on, and of the
-    `top_k` likeliest tokens there.
-
-    Source: GenerateReqInput, sglang/srt/managers/io_struct.py. The first entry of the answer is null: it
-    belongs to the token before. Stock SGLang scores a prompt at temperature 1 and ignores the request's.
-    """
+    """Return the request for the log-probabilities of tokens from position `first` (> 0) on, and of
+    the `top_k` likeliest tokens there. Source: GenerateReqInput, sglang/srt/managers/io_struct.py.
+    The first entry of the answer is null: it belongs to the token before. Stock SGLang scores a
+    prompt at temperature 1 and ignores the request's."""
     return {
         "input_ids": [*token_ids],
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True},
@@ -148,11 +139,8 @@ def _answered(answer: Any, count: int, top_k: int) -> Said | Failure:
 
 
 def require_teacher_servers(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError for a teacher that does not answer, that has another tokenizer than the policy,
-    or that gives no log-probabilities of a prompt.
-
-    tokenizer: the policy's.
-    """
+    """Raise ConfigError for a teacher that does not answer, that has another tokenizer than the
+    policy, or that gives no log-probabilities of a prompt. tokenizer: the policy's."""
     top_k = config.distillation.loss_top_k
     for url in config.distillation.teacher_urls.values():
         _require_tokenizer(config, url, tokenizer)

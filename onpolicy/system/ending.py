@@ -1,11 +1,13 @@
-"""The end of a command on SIGTERM, or after the loss of something that it needs.
+"""The end of a command on SIGTERM or Ctrl-C, or after the loss of something that it needs.
 
 Another thread notices a loss and sends SIGTERM, too, which reaches the main thread wherever it waits.
-The main thread then leaves all its contexts, which end servers and remove temporary files.
+The main thread then leaves all its contexts, which end servers and remove temporary files. Python drops
+an exception that reaches it in a destructor, so a timer ends a command that goes on.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import threading
@@ -38,15 +40,13 @@ class Ended(SystemExit):
 
 @contextmanager
 def heard() -> Iterator[None]:
-    """Report at once, and raise Ended in the main thread, when SIGTERM comes or something is lost.
-
-    Do nothing in other threads than the main one, which get no signals.
-    """
+    """Report at once, and raise Ended in the main thread, when SIGTERM comes or something is lost;
+    raise KeyboardInterrupt at Ctrl-C. Do nothing in other threads, which get no signals."""
     global _loss, _is_heard
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before, owner = signal.getsignal(signal.SIGTERM), os.getpid()
+    owner = os.getpid()
     ended: Ended | None = None
 
     def end(number: int, _: FrameType | None) -> None:
@@ -57,12 +57,18 @@ def heard() -> Iterator[None]:
             return
         _is_ending.set()
         _end_by_then(SECONDS, number)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
         code, words = _told(number)
         os.write(2, f"\n{words}\n".encode())  # the interrupted code may hold sys.stderr's lock
         ended = Ended(code)
         raise ended
 
-    signal.signal(signal.SIGTERM, end)
+    # A shell lets the commands of its background ignore Ctrl-C.
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        numbers.append(signal.SIGINT)
+    before = {number: signal.signal(number, end) for number in numbers}
     _loss, _is_heard = None, True
     _is_ending.clear()
     try:
@@ -73,14 +79,13 @@ def heard() -> Iterator[None]:
         raise
     finally:
         _is_heard = False
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def lose(error: OnPolicyError) -> None:
-    """End this command with an error, from another thread than the main one.
-
-    Do nothing outside `heard`. If the main thread does not react, exit without it; guards clean up.
-    """
+    """End this command with an error, from another thread than the main one. Do nothing outside
+    `heard`. If the main thread does not react, exit without it; guards clean up."""
     global _loss
     if not _is_heard:
         return
@@ -99,7 +104,15 @@ def _told(number: int) -> tuple[int, str]:
 
 
 def _end_by_then(seconds: float, number: int) -> None:
-    """Let the signal kill this process if it still runs after so many seconds."""
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), number))
+    """Let the signal kill this process, and say where it stands, if it still runs after so many
+    seconds."""
+
+    def kill() -> None:
+        words = f"This command did not end within {seconds:g} s of {signal.Signals(number).name}."
+        os.write(2, f"\n{words} It is killed; guards end its servers. It stood at:\n".encode())
+        faulthandler.dump_traceback(2)
+        os.kill(os.getpid(), number)
+
+    timer = threading.Timer(seconds, kill)
     timer.daemon = True
     timer.start()

@@ -13,13 +13,14 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import connection
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import psutil
 
@@ -28,6 +29,14 @@ from onpolicy.system.private_directory import MAX_SOCKET_PATH, PrivateDirectory
 
 _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _STANDARD_INPUT = 0
+
+
+def let_end(guard: subprocess.Popen[Any]) -> None:
+    """Have a guard end its server; the guard's end is still to be waited for."""
+    if guard.stdin is not None:
+        with suppress(BrokenPipeError):
+            guard.stdin.close()
+    guard.send_signal(signal.SIGCONT)  # a stopped guard would not see that its input has closed
 
 
 def run(
@@ -43,8 +52,7 @@ def run(
     like `shared_memory` (`PrivateDirectory`). `secrets` are removed from its output.
     when_told: called once standard input has data or has closed. The server's output waits until then,
     for the secrets that it returns.
-    Returns the exit code, 128 + n after signal n.
-    """
+    Returns the exit code, 128 + n after signal n."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with PrivateDirectory(shared_memory) as directory:
@@ -92,10 +100,8 @@ def _serve(serve: Callable[[Path], None], directory: Path, log: int, guard: int)
 
 def end_orphans_after_guard(directory: Path) -> None:
     """Let the server's own process replace its guard if that is killed, for servers whose child
-    processes do not end with them.
-
-    It then kills all processes below it, removes the directory, and ends.
-    """
+    processes do not end with them. It then kills all processes below it, removes the directory, and
+    ends."""
     server = os.getpid()
 
     def end(number: int, _: object) -> None:
@@ -114,18 +120,15 @@ def end_orphans_after_guard(directory: Path) -> None:
 
 def _copy(output: BinaryIO, secrets: Sequence[str]) -> None:
     """Copy lines to standard output until all writers are gone; replace each secret by `...`."""
-    hidden = [form.encode() for secret in secrets for form in _forms(secret)]
+    # As it is, and escaped as in Python and JSON strings.
+    forms = [{x, repr(x)[1:-1], json.dumps(x)[1:-1]} for x in secrets]
+    hidden = [form.encode() for each in forms for form in each]
     for line in output:
         for secret in hidden:
             line = line.replace(secret, b"...")
         with suppress(OSError):  # a full disk must not stop the server
             sys.stdout.buffer.write(line)
             sys.stdout.buffer.flush()
-
-
-def _forms(secret: str) -> set[str]:
-    """Return the forms of a secret in output: as it is, and escaped as in Python and JSON strings."""
-    return {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1]}
 
 
 def _end_orphans() -> None:

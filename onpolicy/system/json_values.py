@@ -19,8 +19,7 @@ def json_value(value: Any) -> Any:
     NumPy arrays and numbers become lists and numbers, sets become sorted lists, times ISO 8601 text,
     decimals their digits, bytes base64 (RFC 4648, section 4). NaN becomes null, since it means a missing
     number, as in a pandas column. Raises ValueError for infinity, half of a surrogate pair, two keys
-    with the same text, and anything else that JSON cannot represent.
-    """
+    with the same text, and anything else that JSON cannot represent."""
     if isinstance(value, Mapping):
         said = {_key(key): json_value(each) for key, each in value.items()}
         if len(said) < len(value):
@@ -67,11 +66,9 @@ def number(value: Any) -> Any:
 
 
 def default(value: Any) -> Any:
-    """Return the JSON value of an object that `json.dumps` does not know, as its argument `default`.
-
-    NaN stays as it is, for the caller to refuse. Raises TypeError where `json_value` raises ValueError,
-    as JSON encoders do.
-    """
+    """Return the JSON value of an object that `json.dumps` does not know, as its argument
+    `default`. NaN stays as it is, for the caller to refuse. Raises TypeError where `json_value`
+    raises ValueError, as JSON encoders do."""
     try:
         return value.tolist() if hasattr(value, "tolist") else json_value(value)
     except ValueError as error:

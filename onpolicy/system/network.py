@@ -26,11 +26,9 @@ def is_loopback(host: str) -> bool:
 
 
 def proxy_exceptions(environment: Mapping[str, str], *hosts: str) -> dict[str, str]:
-    """Return the variables that keep requests to this host, and to `hosts`, from a proxy.
-
-    Hosts that the environment already names stay in them. They are names and addresses, not ranges,
-    which Python's urllib does not know.
-    """
+    """Return the variables that keep requests to this host, and to `hosts`, from a proxy. Hosts
+    that the environment already names stay in them. They are names and addresses, not ranges, which
+    Python's urllib does not know."""
     given = [environment.get(name, "").strip() for name in PROXY_EXCEPTIONS]
     if EVERYTHING in given:
         return dict.fromkeys(PROXY_EXCEPTIONS, EVERYTHING)
@@ -49,10 +47,8 @@ def is_of_this_host(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises OSError.
-
-    A port whose last connections have just ended can be taken again (SO_REUSEADDR).
-    """
+    """Return a listening socket. Raises OSError. A port whose last connections have just ended can
+    be taken again (SO_REUSEADDR)."""
     listener = socket.socket()
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -65,11 +61,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def free_port(host: str) -> int:
-    """Return a free port below the range of outgoing connections (Linux: from 32768 on).
-
-    A server listens on it some seconds later, when an outgoing connection could have taken a higher
-    port. Raises OSError for a host where nothing can listen, UnicodeError for an invalid host name.
-    """
+    """Return a free port below the range of outgoing connections (Linux: from 32768 on). A server
+    listens on it some seconds later, when an outgoing connection could have taken a higher port.
+    Raises OSError for a host where nothing can listen, UnicodeError for an invalid host name."""
     while True:
         try:
             with listen(host, random.SystemRandom().randrange(20000, 32000)) as listener:

@@ -63,11 +63,8 @@ class PrivateDirectory:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the directory and its shared memory, and the directories of owners that were killed
-        meanwhile.
-
-        Do nothing in a forked process.
-        """
+        """Remove the directory and its shared memory, and the directories of owners that were
+        killed meanwhile. Do nothing in a forked process."""
         if os.getpid() == self._owner:
             _remove(self.path)
             os.close(self._lock)
@@ -85,11 +82,8 @@ def of_this_process() -> PrivateDirectory:
 
 
 def _start_tracker_without_words() -> None:
-    """Start CPython's resource tracker without an output.
-
-    After a kill it would warn about leaked semaphores, and about missing ones that the directory's guard
-    has removed.
-    """
+    """Start CPython's resource tracker without an output. After a kill it would warn about leaked
+    semaphores, and about missing ones that the directory's guard has removed."""
     nowhere, standard_error = os.open(os.devnull, os.O_WRONLY), os.dup(2)
     os.dup2(nowhere, 2)
     try:
@@ -105,6 +99,15 @@ def name_semaphores_after(directory: str) -> None:
     so that they match `sem.NAME*` in /dev/shm."""
     # CPython's own prefix (multiprocessing/process.py), inherited by child processes.
     multiprocessing.current_process()._config["semprefix"] = f"/{directory}"  # type: ignore[attr-defined]
+
+
+def hold_listeners() -> None:
+    """Put the sockets on which multiprocessing listens, such as a fork server's, into this process's
+    directory, unless its path is too long for them."""
+    directory = of_this_process()
+    if directory.fits_socket("listener-12345678"):
+        # CPython's own directory (multiprocessing/util.py, get_temp_dir), which a kill would leave.
+        multiprocessing.current_process()._config["tempdir"] = str(directory.path)  # type: ignore[attr-defined]
 
 
 def sweep() -> None:

@@ -18,11 +18,9 @@ FORMS = "Give package.module.function or path/to/file.py:function."
 
 
 def load_function(path: str, flag: str) -> Callable[..., Any]:
-    """Return the function at `package.module.function` or `path/to/file.py:function`.
-
-    Modules are also searched in the current directory, after all other places; a file can import modules
-    beside it. Raises a ConfigError that names `flag`, also for any error in the import of the module.
-    """
+    """Return the function at `package.module.function` or `path/to/file.py:function`. Modules are
+    also searched in the current directory, after all other places; a file can import modules beside
+    it. Raises a ConfigError that names `flag`, also for any error in the import of the module."""
     file, colon, name = path.rpartition(":")
     if not colon:
         file, _, name = path.rpartition(".")

@@ -42,6 +42,6 @@ def _training_engine(config: TrainConfig, contract: NumericsContract) -> Trainin
         from onpolicy.train.megatron.make import megatron_engine
 
         return megatron_engine(config, contract)
-    from onpolicy.train.fsdp.sharded_model import FsdpModel
+    from onpolicy.train.fsdp.fsdp_model import FsdpModel
 
     return partial(FsdpModel, config, contract)

@@ -1,5 +1,8 @@
 """Advantages of sampled tokens, from the rewards of a rollout and the models' scores of its tokens.
-Every rank computes the advantages of its own samples after scoring."""
+
+Every rank computes the advantages of its own samples after scoring. Penalties, for the KL to the
+reference and for overlong answers, are subtracted from the tokens' rewards before that.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
+from math import fsum
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onpolicy.algorithm.advantages import (
-    group_advantages,
-    named_advantages,
-    returns,
-    whitening,
-)
-from onpolicy.algorithm.registry import ESTIMATORS, AdvantageEstimator
-from onpolicy.train.batch import PackedBatch
-from onpolicy.train.distributed import gather_vectors
+from onpolicy.algorithm.catalogue import ESTIMATORS, AdvantageEstimator
+from onpolicy.algorithm.estimators import group_advantages, returns, whitening
+from onpolicy.algorithm.objectives import kl_estimate
+from onpolicy.config import TrainConfig
+from onpolicy.train.batch import MicroBatch
+from onpolicy.train.distributed import gather_by_number, gather_vectors
 from onpolicy.train.engine import Role
-from onpolicy.train.penalties import after
 from onpolicy.train.shares import Outcomes
 from onpolicy.trajectory import Trajectory
 
@@ -42,9 +42,6 @@ class ScoredTrajectory:
 
     reward: float = 0.0
     """Reward of its sample, before any penalty."""
-
-    baseline: float = 0.0
-    """Reward of its group's greedy answer; 0 without one."""
 
     token_rewards: Sequence[float] | None = None
     """Rewards of its sampled tokens, [R], if its episode gave them."""
@@ -89,28 +86,23 @@ class Estimator(ABC):
         called for estimators that read the critic."""
         raise NotImplementedError
 
-    def metrics(self) -> dict[str, float]:
-        """Return metrics of the last rollout, the same on every rank."""
+    def metrics(self, ours: Mapping[int, ScoredTrajectory]) -> dict[str, float]:
+        """Return metrics of the rollout, the same on every rank; collective."""
         return {}
 
 
 class RewardEstimator(Estimator):
     """An estimator that gives all tokens of a sample one advantage from its reward
-    (`algorithm/advantages.py`).
+    (`algorithm/estimators.py`).
 
     With token rewards or penalties, reinforce gives each token the sum of rewards from it to the end of
-    its trajectory, remax subtracts the baseline from that, and reinforce_plus_plus whitens it. The
-    other estimators compare episodes by their total rewards.
+    its trajectory, and reinforce_plus_plus whitens it. The other estimators compare episodes by their
+    total rewards.
     """
 
-    def __init__(
-        self,
-        kind: AdvantageEstimator,
-        gamma: float = 1.0,
-        named_weights: Mapping[str, float] | None = None,
-    ):
-        """Take a discount `gamma` per token, and the weights of gdpo's named rewards."""
-        self.kind, self.gamma, self.named_weights = kind, gamma, named_weights or {}
+    def __init__(self, kind: AdvantageEstimator, gamma: float = 1.0):
+        """Take a discount `gamma` per token."""
+        self.kind, self.gamma = kind, gamma
 
     def advantages(
         self, outcomes: Outcomes, ours: Mapping[int, ScoredTrajectory]
@@ -118,17 +110,7 @@ class RewardEstimator(Estimator):
         by_token = outcomes.has_token_rewards or self.gamma != 1
         if by_token and ESTIMATORS[self.kind].returns:
             return self._of_returns(ours)
-        if self.kind == "gdpo":
-            named = outcomes.named_rewards(self.named_weights)
-            groups = named_advantages(named, self.named_weights, outcomes.episodes)
-        else:
-            groups = group_advantages(
-                outcomes.rewards,
-                self.kind,
-                outcomes.lengths,
-                outcomes.episodes,
-                outcomes.baselines,
-            )
+        groups = group_advantages(outcomes.rewards, self.kind, outcomes.lengths, outcomes.episodes)
         values = list(chain.from_iterable(groups))
         return {
             number: torch.full((scored.trajectory.num_sampled,), values[number])
@@ -137,8 +119,7 @@ class RewardEstimator(Estimator):
 
     def _of_returns(self, ours: Mapping[int, ScoredTrajectory]) -> dict[int, Tensor]:
         found = {
-            number: [x - scored.baseline for x in returns(shaped_rewards(scored), self.gamma)]
-            for number, scored in ours.items()
+            number: returns(shaped_rewards(scored), self.gamma) for number, scored in ours.items()
         }
         if ESTIMATORS[self.kind].whitens:
             # Runs of equal values are counted, since whitening sums (count, value) pairs.
@@ -151,19 +132,15 @@ class RewardEstimator(Estimator):
 def token_advantages(
     estimator: Estimator,
     outcomes: Outcomes,
-    batches: Sequence[PackedBatch],
-    scores: ScoresByRole,
-    penalties: Mapping[int, Sequence[float]] | None = None,
+    batches: Sequence[MicroBatch],
+    ours: Mapping[int, ScoredTrajectory],
 ) -> list[Tensor]:
     """Return the advantages of all tokens of each micro-batch of a rollout, float32 [R] of each;
     collective.
 
-    penalties: penalties of this rank's tokens, by their samples' numbers, if there are any. Raises
-    ValueError if the estimator returns anything but float32 [R] for a sample.
+    ours: this rank's trajectories (`scored_trajectories`). Raises ValueError if the estimator returns
+    anything but float32 [R] for a sample.
     """
-    ours = _ours(batches, scores, penalties)
-    if penalties is not None:
-        outcomes = after(outcomes, penalties)
     found = estimator.advantages(outcomes, ours)
     for number, scored in ours.items():
         shape, dtype = tuple(found[number].shape), found[number].dtype
@@ -173,34 +150,25 @@ def token_advantages(
                 f"{number}, which has {scored.trajectory.num_sampled} sampled tokens. Give float32, one "
                 "number a token."
             )
-    return _by_batch(batches, found)
+    return by_batch(batches, found)
 
 
-def token_returns(
-    estimator: Estimator,
-    batches: Sequence[PackedBatch],
+def scored_trajectories(
+    batches: Sequence[MicroBatch],
     scores: ScoresByRole,
     penalties: Mapping[int, Sequence[float]] | None = None,
-) -> list[Tensor]:
-    """Return the critic's targets for the tokens of each micro-batch, float32 [R] of each."""
-    return _by_batch(batches, estimator.returns(_ours(batches, scores, penalties)))
-
-
-def _ours(
-    batches: Sequence[PackedBatch],
-    scores: ScoresByRole,
-    penalties: Mapping[int, Sequence[float]] | None,
 ) -> dict[int, ScoredTrajectory]:
-    """Return this rank's trajectories, by their samples' numbers in the rollout."""
+    """Return this rank's trajectories with their scores and penalties, by their samples' numbers in the
+    rollout."""
     ours: dict[int, ScoredTrajectory] = {}
     for i, batch in enumerate(batches):
-        ours |= _scored_trajectories(batch, {role: each[i] for role, each in scores.items()})
+        ours |= _of_batch(batch, {role: each[i] for role, each in scores.items()})
     if penalties is not None:
         ours = {n: replace(scored, penalties=penalties[n]) for n, scored in ours.items()}
     return ours
 
 
-def _by_batch(batches: Sequence[PackedBatch], found: Mapping[int, Tensor]) -> list[Tensor]:
+def by_batch(batches: Sequence[MicroBatch], found: Mapping[int, Tensor]) -> list[Tensor]:
     """Concatenate vectors of samples into vectors of micro-batches; zeros for a filler."""
     return [
         torch.cat([found[n].to(batch.mask.device) for n in batch.numbers])
@@ -210,9 +178,7 @@ def _by_batch(batches: Sequence[PackedBatch], found: Mapping[int, Tensor]) -> li
     ]
 
 
-def _scored_trajectories(
-    batch: PackedBatch, scores: Mapping[Role, Any]
-) -> dict[int, ScoredTrajectory]:
+def _of_batch(batch: MicroBatch, scores: Mapping[Role, Any]) -> dict[int, ScoredTrajectory]:
     lens = batch.response_lens
     parts = {
         role: [whole._make(each) for each in zip(*(x.split(lens) for x in whole), strict=True)]
@@ -220,11 +186,93 @@ def _scored_trajectories(
     }
     return {
         number: ScoredTrajectory(
-            trajectory=batch.samples[i].sample.trajectory,
+            trajectory=batch.samples[i].trajectory,
             scores={role: each[i] for role, each in parts.items()},
-            reward=batch.samples[i].sample.reward,
-            baseline=batch.samples[i].baseline or 0.0,
-            token_rewards=batch.samples[i].sample.token_rewards,
+            reward=batch.samples[i].reward,
+            token_rewards=batch.samples[i].token_rewards,
         )
         for i, number in enumerate(batch.numbers)
     }
+
+
+class Penalties:
+    """The penalties that a run's flags select."""
+
+    def __init__(self, config: TrainConfig):
+        self.algorithm = config.algorithm
+        self.longest = config.rollout.rollout_max_response_len
+
+    @property
+    def reads_reference(self) -> bool:
+        """Return whether log-probabilities of policy and reference are needed before the loss."""
+        return self.algorithm.kl_coef > 0
+
+    def of(
+        self,
+        batches: Sequence[MicroBatch],
+        old: Sequence[Tensor | None],
+        reference: Sequence[Tensor | None],
+    ) -> tuple[dict[int, list[float]] | None, dict[str, float]]:
+        """Return the penalties of this rank's tokens, [R] for each sample number (None: no penalty),
+        and metrics; collective.
+
+        old, reference: log-probabilities float32 [R] of each micro-batch, where `reads_reference`.
+        """
+        if not (self.reads_reference or self.algorithm.overlong_buffer_len):
+            return None, {}
+        found: dict[int, list[float]] = {}
+        metrics: dict[str, float] = {}
+        for batch in batches:
+            for number, sample in zip(batch.numbers, batch.samples, strict=False):
+                length = sample.trajectory.num_sampled
+                found[number] = [0.0] * (length - 1) + [self._overlong(length)] * (length > 0)
+        if self.reads_reference:
+            kl = self._kl(batches, old, reference)
+            coef = self.algorithm.kl_coef
+            found = {
+                number: [paid + coef * x for paid, x in zip(found[number], each, strict=True)]
+                for number, each in kl.items()
+            }
+            metrics = self._measured(kl)
+        return found, metrics
+
+    def _overlong(self, length: int) -> float:
+        """Return DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), which grows linearly over
+        the last tokens."""
+        buffer = self.algorithm.overlong_buffer_len
+        if not buffer:
+            return 0.0
+        beyond = length - (self.longest - buffer)
+        return max(beyond / buffer, 0.0)
+
+    def _kl(
+        self,
+        batches: Sequence[MicroBatch],
+        old: Sequence[Tensor | None],
+        reference: Sequence[Tensor | None],
+    ) -> dict[int, list[float]]:
+        found: dict[int, list[float]] = {}
+        for batch, policy, ref in zip(batches, old, reference, strict=True):
+            assert policy is not None and ref is not None
+            kl = kl_estimate(policy, ref, "k1")
+            kl = torch.where(batch.mask, kl, 0).double()
+            parts = kl.cpu().split(batch.response_lens)
+            found |= {n: part.tolist() for n, part in zip(batch.numbers, parts, strict=False)}
+        return found
+
+    def _measured(self, kl: Mapping[int, Sequence[float]]) -> dict[str, float]:
+        means = gather_by_number({n: fsum(x) / max(len(x), 1) for n, x in kl.items()})
+        return {"train/kl_in_reward": fsum(means.values()) / max(len(means), 1)}
+
+
+def after(outcomes: Outcomes, ours: Mapping[int, Sequence[float]] | None) -> Outcomes:
+    """Return the outcomes of all samples, with the sums of their penalties subtracted; collective.
+
+    ours: penalties of this rank's tokens, by their samples' numbers; None if there are none.
+    """
+    if ours is None:
+        return outcomes
+    paid = gather_by_number({number: fsum(each) for number, each in ours.items()})
+    left = iter(r - paid[number] for number, r in enumerate(chain.from_iterable(outcomes.rewards)))
+    rewards = [[next(left) for _ in group] for group in outcomes.rewards]
+    return replace(outcomes, rewards=rewards, has_token_rewards=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
-from onpolicy.types import TrainOutcome, TrainSample
+from onpolicy.types import Sample, TrainOutcome
 from onpolicy.weights.push import Engine
 
 T = TypeVar("T")
@@ -30,6 +30,9 @@ class Rescored(NamedTuple):
     drawn: Tensor
     """Token that the request's seed draws at each place, float32 [R]; NaN without a seed."""
 
+    row_digests: Tensor
+    """Digest of each token's row, int64 [R]; 0 without --parity-check full and without a seed."""
+
 
 class Trainer(ABC):
     """One policy, its optimizer, and the ranks that hold them.
@@ -41,9 +44,7 @@ class Trainer(ABC):
     """Digests of the operators' self-check at start-up; empty under a stock contract."""
 
     @abstractmethod
-    def train(
-        self, samples: Sequence[TrainSample], step: int, rates: Sequence[float]
-    ) -> TrainOutcome:
+    def train(self, samples: Sequence[Sample], step: int, rates: Sequence[float]) -> TrainOutcome:
         """Take the optimizer steps of one rollout.
 
         `rates` holds the learning rate of each step; the samples, at least as many, are split evenly.

@@ -1,43 +1,41 @@
-"""The micro-batches of an optimizer step, in the stages through which they reach the loss.
+"""The micro-batches of an optimizer step: samples of one rank, laid end to end.
 
-`PackedBatch` (samples of one rank, laid end to end) -> `ScoredBatch` (adds log-probabilities fixed
-before the first optimizer step of a rollout) -> `WeighedBatch` (adds the corrections, computed over the
-global batch). A stage is a frozen record with all fields of the stage before. Tensors are [R], for all
-sampled tokens, and float32 unless stated otherwise.
+A micro-batch is packed, then scored (log-probabilities fixed before the first optimizer step of a
+rollout, and advantages), then weighed (corrections and shares, computed over the global batch); each
+stage is a copy with more fields. Tensors are [R], for all sampled tokens, and float32 unless stated
+otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from fallback_correction.config import CorrectionConfig
 from fallback_correction.correction import correct
-from fallback_correction.ratios import without_nonfinite
-from fallback_correction.tokens import TokenBatch
-from onpolicy.models.grammars import Grammars
+from fallback_correction.tokens import TokenBatch, without_nonfinite
+from onpolicy.config.groups import ModelConfig
 from onpolicy.models.policy import PackedTokens
 from onpolicy.models.shared_prefixes import share_prefixes
-from onpolicy.ops.cuts import Cut
+from onpolicy.models.token_grammars import allowed_sets
+from onpolicy.ops.kept_tokens import Cut
+from onpolicy.ops.row_digests import NO_DIGEST
 from onpolicy.train import distributed
 from onpolicy.trajectory import Trajectory
-from onpolicy.types import Prompt, Sample, Term, TrainSample
+from onpolicy.types import Prompt, Sample, Term
 
-_FILLER = TrainSample(
-    sample=Sample(
-        prompt=Prompt(index=-1, prompt_ids=[0], label="", text=""),
-        sample_index=0,
-        trajectory=Trajectory(
-            token_ids=[0, 0],
-            sampled=[False, True],
-            rollout_log_probs=[0.0],
-            temperatures=[1.0],
-            entropy=[0.0],
-        ),
+_FILLER = Sample(
+    prompt=Prompt(index=-1, prompt_ids=[0], label="", text=""),
+    sample_index=0,
+    trajectory=Trajectory(
+        token_ids=[0, 0],
+        sampled=[False, True],
+        rollout_log_probs=[0.0],
+        temperatures=[1.0],
     ),
     group=-1,
     episode=-1,
@@ -45,20 +43,25 @@ _FILLER = TrainSample(
 """Stand-in sample of an empty micro-batch, masked out."""
 
 
+def _later() -> Tensor:
+    """Return the value of a field until its stage gives it: to compute with it is an error."""
+    return torch.empty(0, device="meta")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedBatch:
-    """Samples laid end to end, with their rollout's data."""
+class MicroBatch:
+    """Samples laid end to end, with their rollout's data, and what the loss needs of each token."""
 
     packed: PackedTokens
-    samples: list[TrainSample]
+    samples: list[Sample]
 
     numbers: list[int]
     """Numbers of the samples in their rollout; empty for a filler."""
 
     rollout_log_probs: Tensor
 
-    rollout_entropy: Tensor | None
-    """Entropy of each token's distribution, in nats, as engines reported it; None if any did not."""
+    rollout_digests: Tensor
+    """Digests of the engine's rows (`ops/row_digests.py`), int64; 0 where it gave none."""
 
     lags: Tensor
     """Staleness, int32: the number of pushes between the policy that sampled each token and the one
@@ -70,6 +73,42 @@ class PackedBatch:
 
     token_weights: Mapping[Term, Tensor] = field(default_factory=dict)
     """Weights of each token in a term of the loss; 1 in a missing term."""
+
+    # Scored: the values that stay fixed in all optimizer steps of a rollout.
+
+    advantages: Tensor = field(default_factory=_later)
+    """Advantages, after a penalty."""
+
+    old_log_probs: Tensor | None = None
+    """Log-probabilities under the policy before the first step; None where the loss's own forward pass
+    gives them."""
+
+    ref_log_probs: Tensor | None = None
+    """Log-probabilities under the reference model; None without a KL penalty in the loss."""
+
+    old_values: Tensor | None = None
+    """Values of the critic before its first step; None without a critic."""
+
+    returns: Tensor | None = None
+    """Targets of the critic; None without a critic."""
+
+    # Weighed: each token's part in the loss.
+
+    shares: Tensor = field(default_factory=_later)
+    """Share of each token in the mean over the global batch."""
+
+    kept: Tensor = field(default_factory=_later)
+    """Tokens that no correction rejected, bool."""
+
+    importance_weights: Tensor = field(default_factory=_later)
+    """Factor of each token's policy loss: 1 without a correction."""
+
+    correction: CorrectionConfig | None = None
+    """Weights and rejection that the loss computes from its own log-probabilities, where the policy's
+    were not computed before."""
+
+    custom: CustomCorrection | None = None
+    """Correction by the user's own function."""
 
     @property
     def is_filler(self) -> bool:
@@ -87,7 +126,7 @@ class PackedBatch:
 
     @property
     def response_lens(self) -> list[int]:
-        return [s.sample.trajectory.num_sampled for s in self.samples]
+        return [s.trajectory.num_sampled for s in self.samples]
 
     def tokens(self, train_log_probs: Tensor) -> TokenBatch:
         """Return the tokens that count, with these log-probabilities of the trainer."""
@@ -100,23 +139,18 @@ class PackedBatch:
         weights = self.token_weights.get(term)
         return factors if weights is None else factors * weights
 
-    def with_own_cut(self, cut: Cut | None, grammars: Grammars, *, always: bool) -> Self:
+    def with_own_cut(self, cut: Cut | None, model: ModelConfig, *, always: bool) -> Self:
         """Return the batch with the requirement that tokens of the current policy lie within the
-        sampling filters' cut and their grammars. always: as in `PackedTokens.with_own_cut`."""
-        trajectories = [s.sample.trajectory for s in self.samples]
-        allowed = list[bytes]()
-        if any(t.grammars for t in trajectories):
-            allowed = [each for t in trajectories for each in grammars.sets(t)]
-        fresh = self.lags == 0
-        packed = self.packed.with_own_cut(cut, fresh, allowed, always=always and not self.is_filler)
+        sampling filters' cut and their grammars, by the model's tokenizer.
+
+        always: as in `PackedTokens.with_own_cut`.
+        """
+        allowed = allowed_sets([s.trajectory for s in self.samples], model)
+        fresh, always = self.lags == 0, always and not self.is_filler
+        packed = self.packed.with_own_cut(cut, fresh, allowed, always=always)
         return replace(self, packed=packed)
 
-    @classmethod
-    def after(cls, earlier: PackedBatch, **more: Any) -> Self:
-        """Make this stage of a micro-batch from the stage before it and further fields."""
-        return cls(**{each.name: getattr(earlier, each.name) for each in fields(earlier)}, **more)
-
-    def locate(self, row: int) -> tuple[TrainSample, int]:
+    def locate(self, row: int) -> tuple[Sample, int]:
         """Return the sample of sampled token `row`, and the number of its tokens before that row."""
         for sample, length in zip(self.samples, self.response_lens, strict=True):
             if row < length:
@@ -125,74 +159,19 @@ class PackedBatch:
         raise IndexError(row)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredBatch(PackedBatch):
-    """A micro-batch with the values that stay fixed in all optimizer steps of a rollout."""
-
-    advantages: Tensor
-
-    old_log_probs: Tensor | None
-    """Log-probabilities under the policy before the first step; None where the loss's own forward pass
-    gives them."""
-
-    ref_log_probs: Tensor | None = None
-    """Log-probabilities under the reference model; None without a KL penalty in the loss."""
-
-    entropy: Tensor | None = None
-    """Entropy of the policy before the first step, in nats; None where no token is selected by it, or
-    where the loss's own pass gives it."""
-
-    old_values: Tensor | None = None
-    """Values of the critic before its first step; None without a critic."""
-
-    returns: Tensor | None = None
-    """Targets of the critic; None without a critic."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeighedBatch(ScoredBatch):
-    """A micro-batch with each token's part in the loss; its advantages are after a penalty."""
-
-    shares: Tensor
-    """Share of each token in the mean over the global batch."""
-
-    kept: Tensor
-    """Tokens that no correction rejected, bool."""
-
-    importance_weights: Tensor
-    """Factor of each token's policy loss: 1 without a correction."""
-
-    positive_shares: Tensor | None = None
-    """Share of each token in the mean over the samples to imitate (`marks.py`)."""
-
-    learnt: Tensor | None = None
-    """Tokens that the objective is computed on, bool; None: all."""
-
-    restrained: Tensor | None = None
-    """Tokens whose log-ratio to the old policy is penalised (KL-Cov), bool."""
-
-    correction: CorrectionConfig | None = None
-    """Weights and rejection that the loss computes from its own log-probabilities, where the policy's
-    were not computed before."""
-
-    custom: CustomCorrection | None = None
-    """Correction by the user's own function."""
-
-
-CustomCorrection = Callable[
-    [Tensor, Tensor, WeighedBatch], tuple[Tensor, Tensor, dict[str, Tensor]]
-]
+CustomCorrection = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Tensor, dict[str, Tensor]]]
 """(loss [R], its log-probabilities [R], detached, micro-batch) -> (loss [R], mask [R], metrics)."""
 
 
 def packed_batch(
-    numbered: Mapping[int, TrainSample], device: torch.device, shares_prefixes: bool = False
-) -> PackedBatch:
+    numbered: Mapping[int, Sample], device: torch.device, shares_prefixes: bool = False
+) -> MicroBatch:
     """Pack these samples, by their numbers, into the first stage of a micro-batch; without samples, a
     filler."""
     samples = list(numbered.values()) or [_FILLER]
-    trajectories = [s.sample.trajectory for s in samples]
+    trajectories = [s.trajectory for s in samples]
     log_probs = [x for t in trajectories for x in t.rollout_log_probs]
+    digests = [x for t in trajectories for x in t.row_digests or [NO_DIGEST] * t.num_sampled]
     packed = PackedTokens.pack(
         [t.token_ids for t in trajectories],
         [t.sampled for t in trajectories],
@@ -202,27 +181,20 @@ def packed_batch(
     )
     if shares_prefixes:
         packed = share_prefixes(packed)
-    return PackedBatch(
+    return MicroBatch(
         packed=packed.on(device),
         samples=samples,
         numbers=list(numbered),
         rollout_log_probs=torch.tensor(log_probs, dtype=torch.float32, device=device),
-        rollout_entropy=_rollout_entropy(trajectories, device),
+        rollout_digests=torch.tensor(digests, dtype=torch.int64, device=device),
         lags=torch.tensor([x for s in samples for x in s.lags], dtype=torch.int32, device=device),
         mask=torch.full((len(log_probs),), bool(numbered), device=device),
         token_weights=_token_weights(samples, device),
     )
 
 
-def _rollout_entropy(trajectories: Sequence[Trajectory], device: torch.device) -> Tensor | None:
-    if any(len(t.entropy) != t.num_sampled for t in trajectories):
-        return None
-    entropy = [x for t in trajectories for x in t.entropy]
-    return torch.tensor(entropy, dtype=torch.float32, device=device)
-
-
-def _token_weights(samples: Sequence[TrainSample], device: torch.device) -> dict[Term, Tensor]:
-    said = [(s.sample.token_weights, s.sample.trajectory.num_sampled) for s in samples]
+def _token_weights(samples: Sequence[Sample], device: torch.device) -> dict[Term, Tensor]:
+    said = [(s.token_weights, s.trajectory.num_sampled) for s in samples]
     numbers = {
         term: [x for weights, count in said for x in weights.get(term, [1.0] * count)]
         for term in sorted({term for weights, _ in said for term in weights})
@@ -233,7 +205,7 @@ def _token_weights(samples: Sequence[TrainSample], device: torch.device) -> dict
     }
 
 
-def sharing(steps: Iterable[Sequence[PackedBatch]], shares_prefixes: bool) -> dict[str, float]:
+def sharing(steps: Iterable[Sequence[MicroBatch]], shares_prefixes: bool) -> dict[str, float]:
     """Return the share of tokens that all ranks compute with shared prefixes; nothing without them."""
     if not shares_prefixes:
         return {}
@@ -241,13 +213,13 @@ def sharing(steps: Iterable[Sequence[PackedBatch]], shares_prefixes: bool) -> di
     ours = [batch for batch in batches if not batch.is_filler]
     counts = {
         "distinct": sum(len(batch.packed.tokens) for batch in ours),
-        "all": sum(len(s.sample.token_ids) for batch in ours for s in batch.samples),
+        "all": sum(len(s.token_ids) for batch in ours for s in batch.samples),
     }
     found = distributed.count_over_data(counts, batches[0].mask.device)
     return {"train/distinct_tokens_share": found["distinct"] / found["all"]}
 
 
-def completed(batch: WeighedBatch, log_probs: Tensor) -> WeighedBatch:
+def completed(batch: MicroBatch, log_probs: Tensor) -> MicroBatch:
     """Fill in the fields of the third stage that depend on the loss's own log-probabilities, float32
     [R].
 

@@ -10,17 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onpolicy.algorithm.advantages import whitening
-from onpolicy.algorithm.critic import generalized_advantages, value_loss
+from onpolicy.algorithm.estimators import generalized_advantages, value_loss, whitening
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import CriticConfig
-from onpolicy.models.value_head import Values
+from onpolicy.models.policy import Values
 from onpolicy.train import distributed
 from onpolicy.train.advantages import Estimator, ScoredTrajectory, shaped_rewards
-from onpolicy.train.batch import ScoredBatch, WeighedBatch
-from onpolicy.train.engine import Role, ShardedModel
+from onpolicy.train.batch import MicroBatch
+from onpolicy.train.engine import Role, ShardedModel, optimizer_step
 from onpolicy.train.loss import weighted_sum
-from onpolicy.train.optimizer_step import optimizer_step
 from onpolicy.train.rates import base_factor
 from onpolicy.train.shares import Outcomes
 
@@ -28,7 +26,7 @@ Metrics = dict[str, float]
 
 
 class GaeEstimator(Estimator):
-    """Generalized advantages of each trajectory's tokens, whitened over the rollout unless disabled.
+    """Generalized advantages of each trajectory's tokens, whitened over the rollout.
     The critic's targets are advantages plus values, before whitening."""
 
     roles: frozenset[Role] = frozenset({"critic"})
@@ -40,11 +38,9 @@ class GaeEstimator(Estimator):
         self, outcomes: Outcomes, ours: Mapping[int, ScoredTrajectory]
     ) -> dict[int, Tensor]:
         found = {number: self._advantages(scored) for number, scored in ours.items()}
-        if self.config.normalize_advantages:
-            tokens = [[(1, a) for a in each] for each in found.values()]
-            whitened = whitening(tokens, distributed.gather_vectors)
-            found = {number: [whitened(a) for a in each] for number, each in found.items()}
-        return {number: torch.tensor(each) for number, each in found.items()}
+        tokens = [[(1, a) for a in each] for each in found.values()]
+        whitened = whitening(tokens, distributed.gather_vectors)
+        return {number: torch.tensor([whitened(a) for a in x]) for number, x in found.items()}
 
     def returns(self, ours: Mapping[int, ScoredTrajectory]) -> dict[int, Tensor]:
         return {
@@ -72,11 +68,11 @@ class Critic:
         flags, trainer = self.config.critic, self.config.trainer
         per_rollout = self.config.steps_per_rollout
         peak = trainer.lr if flags.critic_lr is None else flags.critic_lr
-        schedule = replace(trainer, lr_warmup_steps=flags.critic_lr_warmup_iters)
+        schedule = replace(trainer, lr_warmup_steps=0)
         total = self.config.rollout.num_rollout * per_rollout
         return peak * base_factor(step * per_rollout + number, schedule, total)
 
-    def take_step(self, micro_batches: Sequence[WeighedBatch], rate: float) -> Metrics:
+    def take_step(self, micro_batches: Sequence[MicroBatch], rate: float) -> Metrics:
         """Take an optimizer step on this rank's micro-batches and return its metrics."""
         # The critic's routers choose their own experts, as in its scoring pass.
         own = [replace(b, packed=b.packed.with_own_routing()) for b in micro_batches]
@@ -84,7 +80,7 @@ class Critic:
         ours = {name: x for name, x in metrics.items() if name.startswith("critic/")}
         return {**ours, "critic/grad_norm": metrics["train/grad_norm"], "critic/lr": rate}
 
-    def _loss(self, scores: Values, batch: WeighedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(self, scores: Values, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the value loss of a micro-batch and its metrics. Every counting token has its share,
         even if a correction rejected it: the critic learns the returns of the rollout as it was
         sampled."""
@@ -100,7 +96,7 @@ class Critic:
         }
 
 
-def known_variance(batches: Sequence[ScoredBatch]) -> Metrics:
+def known_variance(batches: Sequence[MicroBatch]) -> Metrics:
     """Return 1 - Var(returns - values) / (Var(returns) + 1e-5) over a rollout's tokens, before training
     on it, as in verl's `compute_data_metrics` (verl/trainer/ppo/metric_utils.py); collective."""
     sums = distributed.sum_micro_batches(map(_moments, batches))
@@ -113,7 +109,7 @@ def known_variance(batches: Sequence[ScoredBatch]) -> Metrics:
     return {"critic/vf_explained_var": known, "critic/return_mean": sums["returns"] / count}
 
 
-def _moments(batch: ScoredBatch) -> dict[str, Any]:
+def _moments(batch: MicroBatch) -> dict[str, Any]:
     assert batch.old_values is not None and batch.returns is not None
     returns, values = (x[batch.mask].double().cpu() for x in (batch.returns, batch.old_values))
     moments = {"count": float(len(returns))}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
@@ -58,28 +59,29 @@ def world_size() -> int:
     return dist.get_world_size()
 
 
-def run_on_all_ranks(function: Callable[[], T]) -> list[T]:
-    """Call `function`, which must not be collective, on every rank; return all results on every rank.
-
-    Raises the error of the first failed rank, on every rank and after all have finished.
-    """
-    outcome: tuple[T | None, Exception | None]
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """Raise the error of the first rank that fails within this context, on every rank and after all
+    have left it. A rank that fails must still take part in every collective operation within."""
+    failure: Exception | None = None
     try:
-        outcome = function(), None
+        yield
     except Exception as error:
         if world_size() == 1:
             raise
-        outcome = None, error
-    outcomes = gather(outcome, None)
-    for _, failure in outcomes:
-        if failure is not None:
-            raise failure
-    return [result for result, _ in outcomes]  # type: ignore[misc]
+        failure = error
+    for each in gather(failure, None):
+        if each is not None:
+            raise each
 
 
 def run_on_rank_zero(function: Callable[[], T]) -> T:
     """Call `function` on rank 0 and return its result, or raise its error, on every rank."""
-    return run_on_all_ranks(lambda: function() if rank() == 0 else None)[0]  # type: ignore[return-value]
+    found: T | None = None
+    with failing_together():
+        if rank() == 0:
+            found = function()
+    return gather(found, None)[0]  # type: ignore[return-value]
 
 
 def device(kind: str) -> torch.device:

@@ -1,8 +1,14 @@
-"""The interface of a training engine (FSDP2, Megatron-core) to one model; the trainer does the rest."""
+"""A training engine's interface (FSDP2, Megatron-core) to one model, and an optimizer step on the
+model.
+
+The step, or its forward pass alone, is the same for a model of any role and with any loss. The trainer
+does the rest.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,27 +16,30 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from onpolicy.config.groups import TrainerConfig
 from onpolicy.contract import AdapterShape
+from onpolicy.errors import ParityError, TrainingError
 from onpolicy.models.hf_config import has_experts
 from onpolicy.models.lora.adapters import FactorValues, without_adapters
 from onpolicy.models.policy import PackedTokens
-from onpolicy.models.trainable import frozen_digest
 from onpolicy.ops import Operators
 from onpolicy.ops.log_probs import Head
-from onpolicy.train.batch import WeighedBatch
-from onpolicy.weights.digest import WeightBucket, WeightPart
+from onpolicy.train import distributed
+from onpolicy.train.batch import MicroBatch
+from onpolicy.train.parity_gate import ParityGate
+from onpolicy.weights.digest import WeightBucket, WeightDigest, WeightPart
 
 Role = str
 """Role of a model in a run: policy, reference, critic, or teacher:NAME."""
 
-Loss = Callable[[Any, WeighedBatch], tuple[Tensor, dict[str, Tensor]]]
+Loss = Callable[[Any, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 """(scores with gradient, micro-batch) -> part of a sum over the global batch, and its metrics."""
 
-Check = Callable[[Tensor, WeighedBatch, Tensor, Tensor], None]
-"""(log_probs float32 [R], micro-batch, entropy float32 [R], redrawn tokens float32 [R]); raises
+Check = Callable[[Tensor, MicroBatch, Tensor, Tensor], None]
+"""(log_probs float32 [R], micro-batch, redrawn tokens float32 [R], digests of rows int64 [R]); raises
 ParityError if they must not be trained on."""
 
 
@@ -38,7 +47,7 @@ class ShardedModel(ABC):
     """A model that is sharded over the ranks, with its optimizer if it is trained.
 
     A critic's forward pass returns `Values`, other models' `Scores` or the variant that a micro-batch
-    asks for (`models/scoring.py`).
+    asks for (`models/policy.py`).
 
     With several ranks, all of them must call every method together. Every rank of a data-parallel share
     gets the same scores and metrics, so that the following computations are the same on them.
@@ -70,7 +79,7 @@ class ShardedModel(ABC):
 
     @abstractmethod
     def accumulate_gradients(
-        self, batches: Sequence[WeighedBatch], loss: Loss, check: Check | None
+        self, batches: Sequence[MicroBatch], loss: Loss, check: Check | None
     ) -> tuple[list[dict[str, float]], list[Tensor]]:
         """Run forward, check, loss and backward of every micro-batch.
 
@@ -145,7 +154,12 @@ class ShardedModel(ABC):
 
     def frozen_digest(self) -> str:
         """Return the digest of this rank's part of the frozen weights; "" if it has none."""
-        return frozen_digest(self.module)
+        digest, frozen = WeightDigest(), False
+        for name, parameter in self.module.named_parameters():
+            if not parameter.requires_grad:
+                frozen, part = True, parameter.detach()
+                digest.add(name, part.to_local() if isinstance(part, DTensor) else part)
+        return digest.hexdigest() if frozen else ""
 
 
 class TrainingEngine(Protocol):
@@ -165,7 +179,58 @@ class TrainingEngine(Protocol):
 
 
 def recomputes_activations(config: TrainerConfig, hf_config: PretrainedConfig) -> bool:
-    """Return whether activations are recomputed, by the flags; by default for mixtures of experts
-    alone. No bit of a gradient changes."""
-    of_experts = config.moe_activation_checkpointing and has_experts(hf_config)
-    return config.activation_checkpointing or of_experts
+    """Return whether activations are recomputed: if asked, and for mixtures of experts. No bit of a
+    gradient changes."""
+    return config.activation_checkpointing or has_experts(hf_config)
+
+
+def optimizer_step(
+    model: ShardedModel,
+    micro_batches: Sequence[MicroBatch],
+    loss: Loss,
+    gate: ParityGate | None,
+    rate: float,
+) -> tuple[dict[str, float], list[Tensor]]:
+    """Take an optimizer step; return its metrics, and the log-probabilities of each micro-batch in its
+    loss; collective.
+
+    Raises ParityError as the gate does, and TrainingError for a gradient that is not finite; no step is
+    taken then.
+    """
+    check = None if gate is None else gate.check
+    try:
+        found, log_probs = model.accumulate_gradients(micro_batches, loss, check)
+        if gate is not None:
+            gate.require_all()
+    except ParityError:
+        model.drop_gradients()
+        raise
+    sums = distributed.sum_micro_batches(found)
+    grad_norm = model.clip_gradients()
+    if not math.isfinite(grad_norm):
+        raise TrainingError(
+            f"grad_norm={grad_norm}: a gradient is not finite, so no optimizer step was taken. "
+            "Lower --lr, or resume from the last checkpoint with --load."
+        )
+    model.take_step(rate)
+    return {**sums, "train/grad_norm": grad_norm, "train/lr": rate}, log_probs
+
+
+def no_step(
+    model: ShardedModel,
+    micro_batches: Sequence[MicroBatch],
+    loss: Loss,
+    gate: ParityGate | None,
+) -> tuple[dict[str, float], list[Tensor]]:
+    """Compare and measure as `optimizer_step` does, without training the model; collective."""
+    found, log_probs = [], []
+    scored = model.score([batch.packed for batch in micro_batches])
+    for scores, batch in zip(scored, micro_batches, strict=True):
+        if gate is not None:
+            gate.check(scores.log_probs, batch, scores.drawn, scores.row_digests)
+        _, metrics = loss(scores, batch)
+        found.append({name: float(value) for name, value in metrics.items()})
+        log_probs.append(scores.log_probs)
+    if gate is not None:
+        gate.require_all()
+    return {**distributed.sum_micro_batches(found), "train/lr": 0.0}, log_probs

@@ -1,11 +1,22 @@
-"""Learning on one rollout: parity check, corrections, loss and optimizer steps."""
+"""Learning on one rollout, in four stages.
+
+    score         each model scores the micro-batches, if a later stage reads what it says
+    advantages    adds to the micro-batches everything that stays fixed in all optimizer steps
+    correct       adds each token's part in the loss
+    loss          the optimizer steps; the first one follows the parity check
+
+A feature joins a stage with an object that the learner holds: teachers score; the estimator, penalties
+and the critic make advantages and targets; corrections weigh; the critic's own step belongs to the
+loss.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -15,30 +26,38 @@ from torch import Tensor
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ParityError
-from onpolicy.models.grammars import Grammars
-from onpolicy.ops.cuts import Cut
+from onpolicy.ops.draws import Draws
+from onpolicy.ops.kept_tokens import Cut
 from onpolicy.ops.log_probs import Scores
-from onpolicy.train import distributed
-from onpolicy.train.advantages import Estimator, ScoresByRole, token_advantages, token_returns
-from onpolicy.train.batch import PackedBatch, ScoredBatch, WeighedBatch, packed_batch, sharing
-from onpolicy.train.correction import Corrections
+from onpolicy.train.advantages import (
+    Estimator,
+    Penalties,
+    ScoresByRole,
+    after,
+    by_batch,
+    scored_trajectories,
+    token_advantages,
+)
+from onpolicy.train.batch import (
+    MicroBatch,
+    completed,
+    packed_batch,
+    sharing,
+)
 from onpolicy.train.critic import Critic, known_variance
-from onpolicy.train.engine import Role, ShardedModel
-from onpolicy.train.entropy import EntropyBonus
-from onpolicy.train.learnt import learnt_tokens
+from onpolicy.train.distributed import gather_by_number
+from onpolicy.train.engine import Role, ShardedModel, no_step, optimizer_step
 from onpolicy.train.loss import LossSettings, policy_loss
-from onpolicy.train.marks import early_entropies, entropies_from, marked, marked_by_own_entropy
-from onpolicy.train.optimizer_step import optimizer_step
 from onpolicy.train.parity_gate import ParityGate
-from onpolicy.train.penalties import Penalties
-from onpolicy.train.redraw import with_draws
-from onpolicy.train.shares import Outcomes, Share
+from onpolicy.train.rollout_correction import Corrections, TrainedStep
+from onpolicy.train.shares import Outcomes, Steps
 from onpolicy.train.teachers import Teachers
-from onpolicy.types import LearntTokens, TrainOutcome
+from onpolicy.types import LearntTokens, Sample, TrainOutcome
 
 logger = logging.getLogger(__name__)
 
 Models = dict[Role, ShardedModel]
+Metrics = dict[str, float]
 
 
 class Learner:
@@ -49,252 +68,255 @@ class Learner:
         config: TrainConfig,
         models: Models,
         estimator: Estimator,
-        grammars: Grammars,
         device: torch.device,
     ):
         self.config, self.models, self.device = config, models, device
-        self.estimator, self.grammars = estimator, grammars
-        self.loss_settings = LossSettings.of(config)
+        self.estimator = estimator
+        self.settings = LossSettings.of(config)
         self.corrections = Corrections(config)
         rollout = config.rollout
         self.cut = Cut.of(rollout.rollout_top_k, rollout.rollout_top_p, rollout.rollout_min_p)
         self.penalties = Penalties(config)
         self.teachers = Teachers.of(config, models)
-        self.bonus = EntropyBonus(config.algorithm)
         self.critic = Critic(config, models["critic"]) if "critic" in models else None
-        self._marked_late: WeighedBatch | None = None
-        """Micro-batch of the loss, if it was marked by the loss's own entropies."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the next rollout depends on, by component."""
-        carried = {"penalties": self.penalties.state_dict(), "bonus": self.bonus.state_dict()}
-        moved = {name: state for name, state in carried.items() if state}
-        return {"corrections": self.corrections.state_dict(), **moved}
+        return {"corrections": self.corrections.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.corrections.load_state_dict(state["corrections"])
-        self.penalties.load_state_dict(state.get("penalties", {}))
-        self.bonus.load_state_dict(state.get("bonus", {}))
 
     def learn(
-        self, share: Share, rates: Sequence[float], step: int, contract: NumericsContract
+        self,
+        share: Steps,
+        outcomes: Outcomes,
+        rates: Sequence[float],
+        step: int,
+        contract: NumericsContract,
     ) -> TrainOutcome:
         """Take one optimizer step at each of these rates, on samples drawn under this contract.
 
         A ParityError carries the findings of the parity check too.
         """
-        self.loss_settings = replace(self.loss_settings, entropy_coef=self.bonus.coef)
-        steps = [
-            [packed_batch(x, self.device, share.shares_prefixes) for x in share.micro_batches(n)]
-            for n in range(len(rates))
-        ]
-        gate = ParityGate.of(self.config, step, contract, share.sampled)
-        corrected = not contract.is_aligned or any(share.lags)
-        told = contract.is_aligned
-        scored, perf = self._scored(steps, share.outcomes, corrected=corrected, told=told)
+        shared = self.config.trainer.shares_prefixes
+        steps = [[packed_batch(part, self.device, shared) for part in parts] for parts in share]
+        # Corrections apply where engines may differ, or samples are stale.
+        is_corrected = not contract.is_aligned or any(outcomes.lags)
+        gate, apart = ParityGate.of(self.config, step, contract, outcomes.sampled), None
         try:
-            metrics, learnt = self._train_on(
-                scored, rates, gate, corrected=corrected, lags=share.lags
+            metrics, learnt = self._through_stages(
+                steps, outcomes, rates, gate, is_corrected=is_corrected
             )
-            apart = None
         except ParityError as error:
             apart = gate.first_apart()
-            error.findings = gate.findings(share.outcomes.num_samples, apart)
+            error.findings = gate.findings(outcomes.num_samples, apart)
             if gate.on_mismatch != "fall back" or not error.is_correctable:
                 raise
             logger.error("%s Going on with the fallback correction.", error)
             # No step was taken yet: score again, and train on the same rollout with corrections.
             gate = ParityGate(step, "measure")
-            scored, perf = self._scored(steps, share.outcomes, corrected=True, told=False)
-            metrics, learnt = self._train_on(scored, rates, gate, corrected=True)
+            metrics, learnt = self._through_stages(steps, outcomes, rates, gate, is_corrected=True)
             metrics["parity/num_fallbacks"] = 1.0
-        self.penalties.step()
-        metrics |= self.bonus.step(metrics["train/entropy"])
-        metrics |= perf | sharing(steps, share.shares_prefixes)
-        findings = gate.findings(share.outcomes.num_samples, apart)
-        return TrainOutcome(metrics=metrics, findings=findings, learnt=learnt)
+        metrics |= sharing(steps, shared)
+        found = gate.findings(outcomes.num_samples, apart)
+        return TrainOutcome(metrics=metrics, findings=found, learnt=learnt)
 
-    def _train_on(
+    def _through_stages(
         self,
-        steps: list[list[ScoredBatch]],
+        steps: Sequence[Sequence[MicroBatch]],
+        outcomes: Outcomes,
         rates: Sequence[float],
         gate: ParityGate,
         *,
-        corrected: bool,
-        lags: Sequence[int] = (),
-    ) -> tuple[dict[str, float], dict[int, LearntTokens]]:
-        """Take the optimizer steps of a rollout; `corrected`: apply the off-policy corrections.
-
-        Returns metrics, and the learnt tokens of samples that are shown.
-        """
-        self._marked_late = None
-        metrics = self._own_routing(steps[0])
-        weighed, found = self.corrections.weigh(steps, active=corrected)
-        weighed = [marked(step, self.config, gate.step) for step in weighed]
-        updates = [
-            self._optimizer_steps(micro_batches, rate, gate, number)
-            for number, (micro_batches, rate) in enumerate(zip(weighed, rates, strict=True))
-        ]
-        metrics |= found | {
-            name: fmean(update[name] for update, _ in updates) for name in updates[0][0]
-        }
-        if self._marked_late is not None:
-            weighed = [[self._marked_late]]
-        trained = list(zip(weighed, [log_probs for _, log_probs in updates], strict=True))
-        if corrected:
-            metrics |= self.corrections.measure(trained) | self.corrections.measure_lags(
-                trained, lags
-            )
-        return {**metrics, **gate.metrics()}, learnt_tokens(trained)
-
-    def _optimizer_steps(
-        self, micro_batches: Sequence[WeighedBatch], rate: float, gate: ParityGate, number: int
-    ) -> tuple[dict[str, float], list[Tensor]]:
-        """Take the policy's and the critic's step of this number in a rollout; return their metrics,
-        and the log-probabilities of each micro-batch that the policy's loss used."""
-        first = gate if number == 0 else None
-        if first is not None and first.stops:
-            own, always = (self.cut, self.grammars), first.expected is not None
-            micro_batches = [batch.with_own_cut(*own, always=always) for batch in micro_batches]
-        if first is not None and first.expected is not None:
-            share, seed = self.config.parity.redraw_share, self.config.seed
-            micro_batches = [with_draws(batch, share, seed) for batch in micro_batches]
-        if self.critic is None:
-            return self._optimizer_step(micro_batches, rate, first)
-        if self.critic.learns_alone(gate.step):
-            metrics, log_probs = self._no_step(micro_batches, first)
-        else:
-            metrics, log_probs = self._optimizer_step(micro_batches, rate, first)
-        of_critic = self.critic.take_step(micro_batches, self.critic.rate(gate.step, number))
-        return metrics | of_critic, log_probs
-
-    def _no_step(
-        self, micro_batches: Sequence[WeighedBatch], gate: ParityGate | None
-    ) -> tuple[dict[str, float], list[Tensor]]:
-        """Compare the policy with the rollout without training it; return as `_optimizer_step` does."""
-        found, log_probs = [], []
-        scored = self.models["policy"].score([batch.packed for batch in micro_batches])
-        for scores, batch in zip(scored, micro_batches, strict=True):
-            if gate is not None:
-                gate.check(scores.log_probs, batch, scores.entropy, scores.drawn)
-            _, metrics = self._loss(scores, batch)
-            found.append({name: float(value) for name, value in metrics.items()})
-            log_probs.append(scores.log_probs)
-        if gate is not None:
-            gate.require_all()
-        return {**distributed.sum_micro_batches(found), "train/lr": 0.0}, log_probs
-
-    def _optimizer_step(
-        self, micro_batches: Sequence[WeighedBatch], rate: float, gate: ParityGate | None
-    ) -> tuple[dict[str, float], list[Tensor]]:
-        """Take the policy's step; return its metrics and each micro-batch's log-probabilities."""
-        metrics, train_log_probs = optimizer_step(
-            self.models["policy"], micro_batches, self._loss, gate, rate
-        )
-        if replayed := metrics.pop("routing/num_replayed", 0.0):
-            metrics["routing/differing_share"] = metrics.pop("routing/num_differing") / replayed
-        return metrics, train_log_probs
-
-    def _loss(self, scores: Scores, batch: WeighedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a micro-batch's part of the loss and of the metrics of the global batch."""
-        if self.config.algorithm.compares_entropies and batch.entropy is None:
-            batch = marked_by_own_entropy(batch, scores.entropy, self.config)
-            self._marked_late = batch
-        reverse_kl = getattr(scores, "reverse_kl", None)
-        return policy_loss(scores.log_probs, batch, self.loss_settings, scores.entropy, reverse_kl)
-
-    def _own_routing(self, step: Sequence[PackedBatch]) -> dict[str, float]:
-        """Return the engines' mismatch without routing replay, if it is measured."""
-        replays = distributed.any_data(any(b.packed.routed_experts is not None for b in step))
-        if not replays or not self.corrections.flags.is_measured:
-            return {}
-        scores = self.models["policy"].score([b.packed.with_own_routing() for b in step])
-        log_probs = [each.log_probs for each in scores]
-        return {"routing/k3_without_replay": self.corrections.k3(step, log_probs)}
-
-    def _scored(
-        self, steps: list[list[PackedBatch]], outcomes: Outcomes, *, corrected: bool, told: bool
-    ) -> tuple[list[list[ScoredBatch]], dict[str, float]]:
-        """Compute scores and advantages before the first step; told: use the entropies that the engine
-        reported."""
+        is_corrected: bool,
+    ) -> tuple[Metrics, dict[int, LearntTokens]]:
+        """Return the metrics of a rollout, and the learnt tokens of samples that are shown."""
         start = time.perf_counter()
-        batches = [batch for step in steps for batch in step]
-        source = entropies_from(steps, self.config, told=told)
-        roles = self._roles(steps, source, corrected=corrected)
-        scores: dict[Role, Any] = {role: self._score(role, batches) for role in roles}
+        # The rollout's log-probabilities are the old policy's in bypass, and on-policy under an
+        # aligned contract, where computing them again would give the same bits.
+        has_old = self.corrections.bypass or not is_corrected
+        asked = self._asked(len(steps), has_old)
+        batches, scores = self._score([*chain.from_iterable(steps)], asked)
+        batches, metrics = self._advantages(batches, outcomes, scores, has_old)
+        metrics["perf/log_probs_time"] = time.perf_counter() - start
+        rest = iter(batches)
+        weighed, found = self._correct([[next(rest) for _ in step] for step in steps], is_corrected)
+        trained, of_loss = self._loss(weighed, rates, gate)
+        metrics |= found | of_loss
+        if is_corrected:
+            metrics |= self.corrections.measure(trained, outcomes.lags)
+        return metrics | gate.metrics(), learnt_tokens(trained)
+
+    def _score(
+        self, batches: Sequence[MicroBatch], asked: set[Role]
+    ) -> tuple[Sequence[MicroBatch], ScoresByRole]:
+        """Return the micro-batches with the inputs of a distillation loss, and each model's scores."""
+        own = [batch.packed.with_own_routing() for batch in batches]
+        packed = [batch.packed for batch in batches]  # with the rollout's experts
+        scores: dict[Role, Sequence[Any]] = {
+            role: model.score(packed if role == "policy" else own)
+            for role, model in self.models.items()
+            if role in asked
+        }
         if self.teachers is not None:
             scores["teacher"], batches = self.teachers.score(batches)
-        old = self._old_log_probs(batches, scores, corrected=corrected)
-        reference = _told(scores.get("reference"), "log_probs", len(batches))
-        paid, metrics = self.penalties.of(batches, old, reference)
-        parts = zip(
-            batches,
-            token_advantages(self.estimator, outcomes, batches, scores, paid),
-            old,
-            reference if self.config.algorithm.use_kl_loss else [None] * len(batches),
-            early_entropies(source, batches, scores.get("policy")),
-            self._values_and_returns(batches, scores, paid),
-            strict=True,
-        )
+        return batches, scores
+
+    def _asked(self, num_steps: int, has_old: bool) -> set[Role]:
+        """Return the roles of the models that score a rollout before its first optimizer step."""
+        pays_kl, asked = self.penalties.reads_reference, set(self.estimator.roles)
+        if self.config.algorithm.use_kl_loss or pays_kl:
+            asked.add("reference")
+        reads_old = pays_kl or self.corrections.needs_scores(num_steps)
+        if reads_old and not has_old:
+            asked.add("policy")
+        return asked
+
+    def _advantages(
+        self,
+        batches: Sequence[MicroBatch],
+        outcomes: Outcomes,
+        scores: ScoresByRole,
+        has_old: bool,
+    ) -> tuple[list[MicroBatch], Metrics]:
+        """Return the micro-batches with advantages, after penalties, and the scores that the loss
+        reads."""
+        count = len(batches)
+        # None: the old log-probabilities are those that the loss computes.
+        old = _each(scores.get("policy"), "log_probs", count)
+        if has_old:
+            old = [batch.rollout_log_probs for batch in batches]
+        reference = _each(scores.get("reference"), "log_probs", count)
+        penalties, metrics = self.penalties.of(batches, old, reference)
+        ours = scored_trajectories(batches, scores, penalties)
+        outcomes = after(outcomes, penalties)
+        columns: dict[str, Sequence[Any]] = {
+            "advantages": token_advantages(self.estimator, outcomes, batches, ours),
+            "old_log_probs": old,
+        }
+        if self.config.algorithm.use_kl_loss:
+            columns["ref_log_probs"] = reference
+        if self.critic is not None:
+            columns["old_values"] = _each(scores["critic"], "values", count)
+            columns["returns"] = by_batch(batches, self.estimator.returns(ours))
         scored = [
-            ScoredBatch.after(
-                batch, advantages=a, old_log_probs=old, ref_log_probs=ref, entropy=h, **critics
-            )
-            for batch, a, old, ref, h, critics in parts
+            replace(batch, **{name: column[i] for name, column in columns.items()})
+            for i, batch in enumerate(batches)
         ]
-        metrics |= self.estimator.metrics()
+        metrics |= self.estimator.metrics(ours)
         if self.critic is not None:
             metrics |= known_variance(scored)
-        metrics["perf/log_probs_time"] = time.perf_counter() - start
-        rest = iter(scored)
-        return [[next(rest) for _ in step] for step in steps], metrics
+        return scored, metrics
 
-    def _roles(
-        self, steps: list[list[PackedBatch]], entropies: str, *, corrected: bool
-    ) -> list[Role]:
-        """Return the roles that score a rollout before its first optimizer step, in order."""
-        asked, penalised = set(self.estimator.roles), self.penalties.reads_reference
-        if self.config.algorithm.use_kl_loss or penalised:
-            asked.add("reference")
-        algorithm = self.config.algorithm
-        early = penalised or self.corrections.needs_scores(len(steps))
-        early |= algorithm.compares_covariances
-        if entropies == "policy" or (corrected and not self.corrections.bypass and early):
-            asked.add("policy")
-        return [role for role in self.models if role in asked]
+    def _correct(
+        self, scored: Sequence[Sequence[MicroBatch]], is_corrected: bool
+    ) -> tuple[list[list[MicroBatch]], Metrics]:
+        """Return the micro-batches with each token's part in the loss."""
+        metrics = self.corrections.without_replay(scored[0], self.models["policy"])
+        weighed, found = self.corrections.weigh(scored, active=is_corrected)
+        return weighed, metrics | found
 
-    def _score(self, role: Role, batches: Sequence[PackedBatch]) -> list[Scores]:
-        """Score with the model of a role; only the policy replays the rollout's experts."""
-        is_policy = role == "policy"
-        packed = [b.packed if is_policy else b.packed.with_own_routing() for b in batches]
-        return self.models[role].score(packed)
+    def _loss(
+        self, weighed: Sequence[Sequence[MicroBatch]], rates: Sequence[float], gate: ParityGate
+    ) -> tuple[list[TrainedStep], Metrics]:
+        """Take the optimizer steps; return each with the log-probabilities that its loss used."""
+        pairs = enumerate(zip(weighed, rates, strict=True))
+        updates = [self._take_step(step, rate, gate, number) for number, (step, rate) in pairs]
+        metrics = {name: fmean(found[name] for found, _ in updates) for name in updates[0][0]}
+        return list(zip(weighed, [used for _, used in updates], strict=True)), metrics
 
-    def _old_log_probs(
-        self, batches: Sequence[PackedBatch], scores: ScoresByRole, *, corrected: bool
-    ) -> Sequence[Tensor | None]:
-        """Return the rollout's log-probabilities in bypass and on-policy under an aligned contract,
-        where recomputing gives the same bits; otherwise the policy's, or None where the loss computes
-        them."""
-        if not corrected or self.corrections.bypass:
-            return [batch.rollout_log_probs for batch in batches]
-        return _told(scores.get("policy"), "log_probs", len(batches))
+    def _take_step(
+        self, step: Sequence[MicroBatch], rate: float, gate: ParityGate, number: int
+    ) -> tuple[Metrics, list[Tensor]]:
+        """Take the policy's and the critic's step of this number in a rollout; return their metrics,
+        and the log-probabilities of each micro-batch that the policy's loss used."""
 
-    def _values_and_returns(
-        self,
-        batches: Sequence[PackedBatch],
-        scores: ScoresByRole,
-        penalties: Mapping[int, Sequence[float]] | None,
-    ) -> list[dict[str, Tensor]]:
-        """Return the critic's inputs; empty without a critic."""
-        if self.critic is None:
-            return [{} for _ in batches]
-        returns = token_returns(self.estimator, batches, scores, penalties)
-        return [
-            {"old_values": said.values, "returns": each}
-            for said, each in zip(scores["critic"], returns, strict=True)
-        ]
+        def loss(scores: Scores, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            reverse_kl = getattr(scores, "reverse_kl", None)
+            return policy_loss(scores.log_probs, batch, self.settings, scores.entropy, reverse_kl)
+
+        first, policy = gate if number == 0 else None, self.models["policy"]
+        if first is not None:
+            step = self._to_compare(step, first)
+        if self.critic is not None and self.critic.learns_alone(gate.step):
+            metrics, log_probs = no_step(policy, step, loss, first)
+        else:
+            metrics, log_probs = optimizer_step(policy, step, loss, first, rate)
+        if replayed := metrics.pop("routing/num_replayed", 0.0):
+            metrics["routing/differing_share"] = metrics.pop("routing/num_differing") / replayed
+        if self.critic is not None:
+            metrics |= self.critic.take_step(step, self.critic.rate(gate.step, number))
+        return metrics, log_probs
+
+    def _to_compare(self, step: Sequence[MicroBatch], gate: ParityGate) -> Sequence[MicroBatch]:
+        """Return the first step's micro-batches, with which the loss's pass cuts and draws its own
+        distribution too, as far as the gate compares that."""
+        if gate.stops:
+            own, always = (self.cut, self.config.model), gate.expected is not None
+            step = [batch.with_own_cut(*own, always=always) for batch in step]
+        if gate.expected is not None:
+            step = [with_draws(batch, gate.compares_rows) for batch in step]
+        return step
 
 
-def _told(scores: Sequence[Any] | None, name: str, count: int) -> list[Tensor | None]:
+def _each(scores: Sequence[Any] | None, name: str, count: int) -> list[Tensor | None]:
     """Return a field of a model's scores for each micro-batch; None for a model that was not asked."""
     return [None] * count if scores is None else [getattr(each, name) for each in scores]
+
+
+def draws_of(sample: Sample) -> Draws:
+    """Return the draws of the R sampled tokens of a sample; tokens with a known seed are chosen.
+
+    Raises ParityError for a sample whose seeds cover more or fewer tokens.
+    """
+    sampled = sample.trajectory.sampled
+    seeds: list[int | None] = [seed for seed, count in sample.seeds for _ in range(count)]
+    positions = [place - 1 for place, is_sampled in enumerate(sampled) if is_sampled]
+    if seeds and len(seeds) != len(positions):
+        raise ParityError(
+            f"{sample.name}: seeds={len(seeds)} tokens, sampled={len(positions)}: each sampled token "
+            "has the seed of its request. Report it."
+        )
+    return Draws.of(seeds or [None] * len(positions), positions)
+
+
+def with_draws(batch: MicroBatch, with_rows: bool = False) -> MicroBatch:
+    """Return the micro-batch with its tokens from the current policy chosen to be redrawn.
+
+    The trainer draws them from the logits of the loss's own forward pass, with the seed of a token's
+    request and its position (`ops/draws.py`). with_rows: it digests their rows too.
+    """
+    found = [draws_of(s) for s in batch.samples]
+    seeds, positions, known = (
+        torch.cat([getattr(each, name) for each in found])
+        for name in ("seeds", "positions", "chosen")
+    )
+    is_comparable = (batch.lags == 0).cpu() & batch.sampled.cpu()
+    draws = Draws(seeds, positions, known & is_comparable, with_rows)
+    return replace(batch, packed=replace(batch.packed, draws=draws.on(batch.packed.rows.device)))
+
+
+def learnt_tokens(steps: Sequence[TrainedStep]) -> dict[int, LearntTokens]:
+    """Return the part in training that the tokens of displayed samples had, on all ranks, by the
+    samples' numbers; collective."""
+    pairs = [pair for step in steps for pair in zip(*step, strict=True)]
+    ours = {number: found for batch, own in pairs for number, found in _of_batch(batch, own)}
+    return gather_by_number(ours)
+
+
+def _of_batch(batch: MicroBatch, log_probs: Tensor) -> Iterator[tuple[int, LearntTokens]]:
+    shown = [s.is_shown for s in batch.samples]
+    if batch.is_filler or not any(shown):
+        return
+    weighed = completed(batch, log_probs)
+    is_learnt = weighed.kept & weighed.mask
+    weights = weighed.importance_weights * is_learnt
+    weights = weighed.with_weights(weights, "objective")
+    columns = [x.detach().cpu().split(batch.response_lens) for x in (weighed.advantages, weights)]
+    for number, is_shown, advantages, factors in zip(batch.numbers, shown, *columns, strict=True):
+        if is_shown:
+            yield (
+                number,
+                LearntTokens(advantages=advantages.tolist(), weights=factors.tolist()),
+            )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 
 from torch import Tensor
 
@@ -11,8 +10,16 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.plan import OnMismatch
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ParityError
-from onpolicy.parity import Mismatch, ParityCounts, compare_draws, compare_log_probs, mismatches
-from onpolicy.train.batch import PackedBatch
+from onpolicy.parity import (
+    ParityCounts,
+    compare_draws,
+    compare_log_probs,
+    compare_rows,
+    mismatches,
+    two_digests,
+    ulp_distance,
+)
+from onpolicy.train.batch import MicroBatch
 from onpolicy.train.distributed import (
     count_over_data,
     gather_by_number,
@@ -31,8 +38,9 @@ ENGINES = (
 
 
 class ParityGate:
-    """Comparison of the loss's own log-probabilities with the rollout's, and of the sampled tokens with
-    the trainer's own draws.
+    """Comparison of the loss's own log-probabilities with the rollout's, of the sampled tokens with the
+    trainer's own draws, and, if it `compares_rows`, of digests of the whole vocabulary's
+    log-probabilities.
 
     Only the first optimizer step of a rollout is comparable, since the policy changes after it, and in
     it only tokens sampled from the current policy, not from earlier weights. `expected`: how many
@@ -45,9 +53,10 @@ class ParityGate:
         on_mismatch: OnMismatch,
         remedy: str = "",
         expected: SampledTokens | None = None,
+        compares_rows: bool = False,
     ):
         self.step, self.on_mismatch, self.remedy = step, on_mismatch, remedy
-        self.expected = expected
+        self.expected, self.compares_rows = expected, compares_rows
         self._counts: list[ParityCounts] = []
         self._by_sample: dict[int, int] = {}
         self._apart: tuple[int, list[float]] | None = None
@@ -64,7 +73,9 @@ class ParityGate:
             f"{output.case_file(step)} --hf-checkpoint {config.model.hf_checkpoint}{load}"
         )
         policy = config.plan.on_mismatch(is_aligned=contract.is_aligned)
-        return ParityGate(step, policy, remedy, sampled if contract.is_aligned else None)
+        if not contract.is_aligned:
+            return ParityGate(step, policy, remedy)
+        return ParityGate(step, policy, remedy, sampled, config.parity.parity_check == "full")
 
     @property
     def stops(self) -> bool:
@@ -74,25 +85,24 @@ class ParityGate:
     def check(
         self,
         log_probs: Tensor,
-        batch: PackedBatch,
-        entropy: Tensor | None = None,
+        batch: MicroBatch,
         drawn: Tensor | None = None,
+        row_digests: Tensor | None = None,
     ) -> None:
         """Compare float32 [R]; raise ParityError on every rank if any token of any rank differs.
 
-        entropy: float32 [R], compared where engines reported it. drawn: float32 [R], the redrawn
-        tokens, NaN for the others.
+        drawn: float32 [R], the redrawn tokens, NaN for the others; row_digests: int64 [R].
         """
-        counts, first, first_drawn, others = ParityCounts(), None, None, 0
-        lost = self._num_lost(log_probs, batch, drawn)
+        counts, apart, otherwise, of_row = ParityCounts(), None, None, None
+        lost = self._num_lost(log_probs, batch, drawn, row_digests)
         if not (batch.is_filler or lost):
-            counts, first = self._compared(log_probs, batch)
+            counts, apart = self._compared(log_probs, batch)
             if drawn is not None:
-                of_draws, first_drawn = compare_draws(drawn, batch.packed.targets)
-                counts += of_draws
-            if entropy is not None and batch.rollout_entropy is not None:
-                differ = mismatches(entropy.detach(), batch.rollout_entropy)
-                others = int(differ[batch.lags == 0].sum())
+                found, otherwise = self._compared_draws(drawn, batch)
+                counts += found
+            if row_digests is not None and self.compares_rows:
+                found, of_row = self._compared_rows(row_digests, batch)
+                counts += found
         self._counts.append(counts)
         if not self.stops:
             if lost:
@@ -104,36 +114,32 @@ class ParityGate:
             "mismatched": counts.num_mismatched,
             "redrawn": counts.num_redrawn,
             "otherwise": counts.num_drawn_otherwise,
-            "others": others,
+            "rows": counts.num_mismatched_rows,
             "lost": lost,
         }
         totals = count_over_data(ours, log_probs.device)
-        mismatched, compared = totals["mismatched"], totals["compared"]
+        compared = totals["compared"]
         if lost := totals["lost"]:
             raise self._lost(lost)
-        if mismatched:
-            found = None if first is None else self._mismatch(log_probs, batch, first)
-            example = next(m for m in gather_data(found) if m is not None)
-            kept = batch.packed.kept is not None and math.isnan(example.train_log_prob)
-            why = " (nan: the trainer's own cut keeps other tokens)" if kept else ""
+        if mismatched := totals["mismatched"]:
             raise ParityError(
                 f"{mismatched} of {compared} tokens have another log-probability in training than in "
-                f"the rollout. First: {example}{why}. No step was taken. {self.remedy}"
+                f"the rollout. First: {_first(apart)}. No step was taken. {self.remedy}"
             )
-        if others := totals["others"]:
-            raise ParityError(
-                f"{others} of {compared} tokens have another entropy in training than engines told, by "
-                "which tokens were told apart, and the same log-probability. No step was taken. Leave "
-                "--top-entropy-quantile out, and report it: both are of one distribution."
-            )
-        if otherwise := totals["otherwise"]:
-            told = None if first_drawn is None else self._draw_of(batch, drawn, first_drawn)
-            first_of_all = next(x for x in gather_data(told) if x is not None)
+        if count := totals["otherwise"]:
             raise _beyond_correction(
-                f"{otherwise} of {totals['redrawn']} tokens that were drawn again are others than the "
+                f"{count} of {totals['redrawn']} tokens that were drawn again are others than the "
                 "rollout's, at the same log-probabilities: a sampled token must be the one that its "
                 "request's seed draws at its position from the policy's own distribution. First: "
-                f"{first_of_all}. No step was taken. {ENGINES}"
+                f"{_first(otherwise)}. No step was taken. {ENGINES}"
+            )
+        if rows := totals["rows"]:
+            raise ParityError(
+                f"{rows} of {compared} tokens have the same log-probability in training as in the "
+                "rollout, and other tokens of the vocabulary have another: the digests of their "
+                f"rows differ. First: {_first(of_row)}. No step was taken. `onpolicy verify "
+                "--full-vocabulary` looks for it on this checkpoint, and `onpolicy explain` names the "
+                "operator where a sampled token differs."
             )
 
     def require_all(self) -> None:
@@ -156,16 +162,15 @@ class ParityGate:
         """Return the counts of all micro-batches; log a warning if tokens differed and the run
         goes on."""
         total = sum(gather_micro_batches(self._counts), ParityCounts())
-        if self.on_mismatch == "warn" and total.num_mismatched:
-            logger.warning(
-                "step %d: %d of %d tokens have another log-probability in training",
-                self.step, total.num_mismatched, total.num_compared,
-            )  # fmt: skip
-        if self.on_mismatch == "warn" and total.num_drawn_otherwise:
-            logger.warning(
-                "step %d: %d of %d tokens that were drawn again are others than the rollout's",
-                self.step, total.num_drawn_otherwise, total.num_redrawn,
-            )  # fmt: skip
+        for count, of, what in (
+            (total.num_mismatched, total.num_compared, "have another log-probability in training"),
+            (total.num_drawn_otherwise, total.num_redrawn,
+                "that were drawn again are others than the rollout's"),
+            (total.num_mismatched_rows, total.num_compared_rows,
+                "have another distribution over the vocabulary in training"),
+        ):  # fmt: skip
+            if self.on_mismatch == "warn" and count:
+                logger.warning("step %d: %d of %d tokens %s", self.step, count, of, what)
         return total
 
     def metrics(self) -> dict[str, float]:
@@ -193,33 +198,81 @@ class ParityGate:
         everyones = gather_data(self._apart)
         return min((found for found in everyones if found is not None), default=None)
 
-    def _compared(self, log_probs: Tensor, batch: PackedBatch) -> tuple[ParityCounts, int | None]:
-        """Compare the tokens of the current policy; the first mismatch is an index among all R."""
+    def _compared(self, log_probs: Tensor, batch: MicroBatch) -> tuple[ParityCounts, str | None]:
+        """Compare the tokens of the current policy, and describe the first mismatch."""
         fresh = (batch.lags == 0).nonzero()[:, 0]
         self._count_by_sample(log_probs, batch)
         if not len(fresh):
             return ParityCounts(), None
-        pair = log_probs.detach()[fresh], batch.rollout_log_probs[fresh]
-        counts, first = compare_log_probs(*pair)
-        return counts, None if first is None else int(fresh[first])
+        train, rollout = log_probs.detach()[fresh], batch.rollout_log_probs[fresh]
+        counts, first = compare_log_probs(train, rollout)
+        if first is None:
+            return counts, None
+        ours, theirs = train[first], rollout[first]
+        cut = batch.packed.kept is not None and bool(ours.isnan())
+        why = " (nan: the trainer's own cut keeps other tokens)" if cut else ""
+        return counts, (
+            f"{self._place(batch, int(fresh[first]))}: rollout={theirs.item()!r}, "
+            f"train={ours.item()!r}, ulp={int(ulp_distance(ours, theirs))}{why}"
+        )
 
-    def _num_lost(self, log_probs: Tensor, batch: PackedBatch, drawn: Tensor | None) -> int:
-        """Count the sampled tokens without a log-probability and the chosen tokens that were not
-        redrawn, or those in excess."""
+    def _compared_draws(self, drawn: Tensor, batch: MicroBatch) -> tuple[ParityCounts, str | None]:
+        """Compare the redrawn tokens, and describe the first that was drawn differently."""
+        counts, row = compare_draws(drawn, batch.packed.targets)
+        if row is None:
+            return counts, None
+        draws = batch.packed.draws
+        assert draws is not None
+        return counts, (
+            f"{self._place(batch, row)}: rollout={int(batch.packed.targets[row])}, "
+            f"train={int(drawn[row])}, sampling_seed={int(draws.seeds[row])}, "
+            f"position={int(draws.positions[row])}"
+        )
+
+    def _compared_rows(
+        self, row_digests: Tensor, batch: MicroBatch
+    ) -> tuple[ParityCounts, str | None]:
+        """Compare the rows of the current policy's tokens, and describe the first mismatch."""
+        fresh = (batch.lags == 0).nonzero()[:, 0]
+        counts, first = compare_rows(row_digests[fresh], batch.rollout_digests[fresh])
+        if first is None:
+            return counts, None
+        row = int(fresh[first])
+        digests = int(row_digests[row]), int(batch.rollout_digests[row])
+        said = two_digests(int(batch.packed.targets[row]), *digests)
+        return counts, f"{self._place(batch, row)}: {said}"
+
+    def _place(self, batch: MicroBatch, row: int) -> str:
+        """Return the step, the sample and the position of a sampled token, for messages."""
+        sample, position = batch.locate(row)
+        return f"step={self.step}, {sample.name}, response position={position}"
+
+    def _num_lost(
+        self,
+        log_probs: Tensor,
+        batch: MicroBatch,
+        drawn: Tensor | None,
+        row_digests: Tensor | None,
+    ) -> int:
+        """Count the sampled tokens without a log-probability or a digest and the chosen tokens that
+        were not redrawn, or those in excess."""
         if batch.is_filler:
             return 0
         asked = 0 if (draws := batch.packed.draws) is None else int(draws.chosen.sum())
         found = 0 if drawn is None else int((~drawn.isnan()).sum())
-        return abs(len(batch.rollout_log_probs) - len(log_probs)) + abs(asked - found)
+        rows = 0 if row_digests is None else len(row_digests)
+        without = len(batch.rollout_digests) - rows if self.compares_rows else 0
+        missing = len(batch.rollout_log_probs) - len(log_probs)
+        return abs(missing) + abs(asked - found) + abs(without)
 
     def _lost(self, count: int) -> ParityError:
         return _beyond_correction(
             f"step={self.step}: what the trainer says of a micro-batch is off by {count} tokens: it "
-            "must have one log-probability of each sampled token, and draw those again that it was "
-            "to. No step was taken. Report it, with the run's log."
+            "must have one log-probability of each sampled token, draw those again that it was to, and "
+            "digest their rows if it was to. No step was taken. Report it, with the run's log."
         )
 
-    def _count_by_sample(self, log_probs: Tensor, batch: PackedBatch) -> None:
+    def _count_by_sample(self, log_probs: Tensor, batch: MicroBatch) -> None:
         differ = mismatches(log_probs.detach(), batch.rollout_log_probs).cpu()
         lens, fresh = batch.response_lens, batch.lags.cpu() == 0
         parts = differ.split(lens), fresh.split(lens), log_probs.split(lens)
@@ -229,29 +282,10 @@ class ParityGate:
                 if count and self._apart is None:
                     self._apart = number, scores.tolist()
 
-    def _mismatch(self, log_probs: Tensor, batch: PackedBatch, row: int) -> Mismatch:
-        sample, position = batch.locate(row)
-        train, rollout = log_probs[row].detach(), batch.rollout_log_probs[row]
-        counts, _ = compare_log_probs(train[None], rollout[None])
-        return Mismatch(
-            step=self.step,
-            sample=sample.sample.name,
-            position=position,
-            rollout_log_prob=rollout.item(),
-            train_log_prob=train.item(),
-            ulp=counts.max_ulp,
-        )
 
-    def _draw_of(self, batch: PackedBatch, drawn: Tensor | None, row: int) -> str:
-        """Describe a token that was drawn differently, for messages."""
-        assert drawn is not None and batch.packed.draws is not None
-        sample, position = batch.locate(row)
-        draws = batch.packed.draws
-        return (
-            f"step={self.step}, {sample.sample.name}, response position={position}: "
-            f"rollout={int(batch.packed.targets[row])}, train={int(drawn[row])}, "
-            f"sampling_seed={int(draws.seeds[row])}, position={int(draws.positions[row])}"
-        )
+def _first(told: str | None) -> str:
+    """Return the description of the first rank that has one; collective."""
+    return next(each for each in gather_data(told) if each is not None)
 
 
 def _beyond_correction(message: str) -> ParityError:

@@ -21,7 +21,6 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, TrainingError
-from onpolicy.models.grammars import Grammars
 from onpolicy.models.policy import PackedTokens
 from onpolicy.models.shared_prefixes import share_prefixes
 from onpolicy.ops import Operators, make_operators
@@ -32,17 +31,14 @@ from onpolicy.train import distributed
 from onpolicy.train.advantages import Estimator, RewardEstimator
 from onpolicy.train.base import Rescored, Trainer, TrainerMemory
 from onpolicy.train.critic import GaeEstimator
-from onpolicy.train.distillation import with_teacher
 from onpolicy.train.engine import ShardedModel, TrainingEngine
 from onpolicy.train.learner import Learner, Models
 from onpolicy.train.offload import Offload
-from onpolicy.train.packing import pack
-from onpolicy.train.shares import Share, make_shares
+from onpolicy.train.shares import Outcomes, Steps, make_shares, pack
 from onpolicy.train.state import load_state, save_state
-from onpolicy.train.teachers import teacher_role
+from onpolicy.train.teachers import teacher_role, with_teacher
 from onpolicy.train.weight_outlet import WeightOutlet, bucket_bytes, export
-from onpolicy.types import TrainOutcome, TrainSample
-from onpolicy.weights.push import Engine
+from onpolicy.types import Sample, TrainOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +48,11 @@ CRITIC = "critic"
 """Folder of the critic in a checkpoint: its state, and `hf`, a token classifier of transformers."""
 
 
-class PolicyTrainer(Trainer):
+class PolicyTrainer(WeightOutlet, Trainer):
     """One rank of the trainer, or the only one.
 
-    It holds the models of a training engine, one for each role.
+    It holds the models of a training engine, one for each role; a `WeightOutlet` hands the policy's
+    weights over.
     """
 
     def __init__(
@@ -86,9 +83,8 @@ class PolicyTrainer(Trainer):
         for name, path in config.distillation.teachers.items():
             self.models[teacher_role(name)] = load_model(path, self.operators, trained=False)
         self._away: dict[TrainerMemory, Offload] = {"state": Offload(), "weights": Offload()}
-        self.outlet = WeightOutlet(config, contract, self.policy)
-        grammars = Grammars(source, contract.shapes.vocab_size, config.model.trust_remote_code)
-        self.learner = Learner(config, self.models, estimator, grammars, self.device)
+        super().__init__(config, contract, self.policy)
+        self.learner = Learner(config, self.models, estimator, self.device)
 
     def _use_contract(self, contract: NumericsContract) -> None:
         longest = self.config.trainer.max_tokens_per_gpu
@@ -108,20 +104,21 @@ class PolicyTrainer(Trainer):
                 model.use(self.operators)
         self.learner.corrections.use(fallback)
 
-    def train(
-        self, samples: Sequence[TrainSample], step: int, rates: Sequence[float]
-    ) -> TrainOutcome:
+    def train(self, samples: Sequence[Sample], step: int, rates: Sequence[float]) -> TrainOutcome:
         flags, num_ranks = self.config.trainer, distributed.data_size()
         most, shared = flags.max_tokens_per_gpu, flags.shares_prefixes
         shares = make_shares(samples, len(rates), num_ranks, most, shared)
-        return self.train_share(shares[distributed.data_rank()], step, rates)
+        outcomes = Outcomes.of(samples, len(rates))
+        return self.train_share(shares[distributed.data_rank()], outcomes, step, rates)
 
-    def train_share(self, share: Share, step: int, rates: Sequence[float]) -> TrainOutcome:
+    def train_share(
+        self, share: Steps, outcomes: Outcomes, step: int, rates: Sequence[float]
+    ) -> TrainOutcome:
         """Train as `train` does, on a rank that received only its own share of the samples."""
         start = time.perf_counter()
         self._bring_back("weights", "state")
         try:
-            outcome = self.learner.learn(share, rates, step, self.contract)
+            outcome = self.learner.learn(share, outcomes, rates, step, self.contract)
         except NonfiniteError as error:
             how = self.learner.corrections.flags.tis_nonfinite
             raise TrainingError(f"--tis-nonfinite={how}: {error}") from error
@@ -129,9 +126,9 @@ class PolicyTrainer(Trainer):
         seconds = time.perf_counter() - start
         speed = {
             "perf/train_time": seconds,
-            "perf/train_tokens_per_second": share.num_tokens / seconds,
+            "perf/train_tokens_per_second": outcomes.num_tokens / seconds,
         }
-        return replace(outcome, metrics={**outcome.metrics, **self.outlet.metrics, **speed})
+        return replace(outcome, metrics={**outcome.metrics, **self.push_metrics, **speed})
 
     def release_memory(self, kind: TrainerMemory) -> None:
         models = self.models.values()
@@ -169,7 +166,10 @@ class PolicyTrainer(Trainer):
             for indices in plan
         ]
         if seeds:
-            draws = [_draws([(seeds[i], prompt_lens[i], lens[i]) for i in part]) for part in plan]
+            rows = self.config.parity.parity_check == "full"
+            draws = [
+                _draws([(seeds[i], prompt_lens[i], lens[i]) for i in part], rows) for part in plan
+            ]
             batches = [replace(x, draws=own) for x, own in zip(batches, draws, strict=True)]
         if self.config.trainer.shares_prefixes:
             batches = [share_prefixes(batch) for batch in batches]
@@ -177,28 +177,13 @@ class PolicyTrainer(Trainer):
         mine: dict[int, Rescored] = {}
         for indices, scores in zip(plan, self.policy.score(batches), strict=True):
             responses = [lens[i] - prompt_lens[i] for i in indices]
-            told = scores.log_probs, scores.drawn
+            told = scores.log_probs, scores.drawn, scores.row_digests
             parts = (x[: sum(responses)].cpu().split(responses) for x in told)
             mine.update(zip(indices, map(Rescored, *parts), strict=True))
         return list(distributed.gather_by_number(mine).values())
 
     def on_each_rank(self, function: Callable[..., T], *args: Any) -> list[T]:
         return [function(self, *args)]
-
-    def push(self, engines: Sequence[Engine], version: int) -> str:
-        self._bring_back("weights")
-        return self.outlet.push(engines, version, self.contract)
-
-    def push_again(self, engines: Sequence[Engine], version: int) -> str:
-        self._bring_back("weights")
-        return self.outlet.push_again(engines, version, self.contract)
-
-    def export(self, directory: Path) -> None:
-        self._bring_back("weights")
-        self.outlet.export(directory, self.contract.dtype)
-
-    def close(self) -> None:
-        self.outlet.close()
 
     def save(self, directory: Path) -> None:
         self._bring_back("weights", "state")
@@ -225,19 +210,19 @@ class PolicyTrainer(Trainer):
             ) from error
 
 
-def _draws(sequences: Sequence[tuple[int, int, int]]) -> Draws:
+def _draws(sequences: Sequence[tuple[int, int, int]], with_rows: bool) -> Draws:
     """Return how the tokens after the prompts were drawn, from (seed, prompt tokens, all tokens) of
     each sequence; without sequences, the draw of a filler's one token, which is not redrawn."""
     asked = [(seed, place - 1) for seed, prompt, end in sequences for place in range(prompt, end)]
     seeds, positions = zip(*asked, strict=True) if sequences else ((None,), (0,))
-    return Draws.of(seeds, positions)
+    return Draws.of(seeds, positions, with_rows)
 
 
 def _estimator(config: TrainConfig) -> Estimator:
     algorithm = config.algorithm
     if algorithm.advantage_estimator == "gae":
         return GaeEstimator(config.critic, algorithm.gamma)
-    return RewardEstimator(algorithm.advantage_estimator, algorithm.gamma, config.gdpo_rewards)
+    return RewardEstimator(algorithm.advantage_estimator, algorithm.gamma)
 
 
 def checked_operators(

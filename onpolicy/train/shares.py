@@ -1,24 +1,35 @@
 """The split of a rollout's samples over ranks and micro-batches, made by the process that has them all.
 
-Micro-batches are packed to a budget of tokens (`packing.py`), and spread evenly over ranks.
+Samples are packed into micro-batches up to a budget of tokens, and the micro-batches are spread evenly
+over the ranks. The packing is a function of the samples alone, not of any rank's speed.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, groupby
+from itertools import groupby
 
 from onpolicy.errors import ParityError, TrainingError
-from onpolicy.train.packing import pack, pack_groups
+from onpolicy.models.token_labels import token_labels
 from onpolicy.trajectory import Forks
-from onpolicy.types import Sample, TrainSample
+from onpolicy.types import Sample
+
+PAIRS_PER_TOKEN = 6144
+"""Number of query-key pairs that cost as much as the rest of a token's computation: for a dense layer,
+24 h^2 by 4 h operations at a hidden size h of 1,024."""
+
+
+Steps = list[list[dict[int, Sample]]]
+"""One rank's part of a rollout: the samples of each micro-batch of each optimizer step, by their
+numbers in the whole rollout. All ranks have equally many micro-batches, some of which may be empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """The results of all samples of a rollout, in order, by groups of one prompt."""
+    """The results of all samples of a rollout, in order, by groups of one prompt, and the numbers of
+    their tokens; every rank knows them."""
 
     rewards: list[list[float]]
 
@@ -28,39 +39,30 @@ class Outcomes:
     episodes: list[list[int]]
     """Episode of each sample."""
 
-    has_token_rewards: bool = False
+    has_token_rewards: bool
     """Whether any sample has token rewards."""
 
-    reward_parts: list[list[dict[str, float]]] = field(default_factory=list)
-    """Named parts of each reward."""
+    sampled: SampledTokens
 
-    baselines: list[float] = field(default_factory=list)
-    """Reward of each group's greedy answer, if groups have one."""
+    num_tokens: int
+    """Number of tokens, prompts included."""
+
+    lags: tuple[int, ...]
+    """Distinct lags of tokens."""
 
     @staticmethod
-    def of(samples: Sequence[TrainSample]) -> Outcomes:
+    def of(samples: Sequence[Sample], num_steps: int) -> Outcomes:
+        """Return what is known of samples that are trained on in `num_steps` optimizer steps."""
         groups = [list(group) for _, group in groupby(samples, key=lambda s: s.group)]
         return Outcomes(
-            rewards=[[s.sample.reward for s in group] for group in groups],
-            lengths=[[s.sample.trajectory.num_sampled for s in group] for group in groups],
+            rewards=[[s.reward for s in group] for group in groups],
+            lengths=[[s.trajectory.num_sampled for s in group] for group in groups],
             episodes=[[s.episode for s in group] for group in groups],
-            reward_parts=[[s.sample.reward_parts for s in group] for group in groups],
-            has_token_rewards=any(s.sample.token_rewards is not None for s in samples),
-            baselines=[group[0].baseline for group in groups if group[0].baseline is not None],
+            has_token_rewards=any(s.token_rewards is not None for s in samples),
+            sampled=SampledTokens.of(samples, split_into_steps(samples, num_steps)[0]),
+            num_tokens=sum(len(s.token_ids) for s in samples),
+            lags=tuple(sorted({lag for s in samples for lag in s.lags})),
         )
-
-    def named_rewards(self, names: Iterable[str]) -> dict[str, list[list[float]]]:
-        """Return the named parts of the rewards, grouped like the rewards.
-
-        Raises TrainingError for a sample that lacks one.
-        """
-        for parts in chain.from_iterable(self.reward_parts):
-            if missing := [name for name in names if name not in parts]:
-                raise TrainingError(
-                    f"--gdpo-reward-keys={missing[0]}: a sample's reward has no part of that name, but "
-                    f"{', '.join(parts) or 'none'}. Give names that the reward function returns."
-                )
-        return {name: [[p[name] for p in group] for group in self.reward_parts] for name in names}
 
     @property
     def num_samples(self) -> int:
@@ -88,13 +90,13 @@ class SampledTokens:
         return self.all - self.older - self.later
 
     @staticmethod
-    def of(samples: Sequence[TrainSample], first_step: range) -> SampledTokens:
+    def of(samples: Sequence[Sample], first_step: range) -> SampledTokens:
         """Count the tokens of samples, where `first_step` is the range of those in the first optimizer
         step.
 
         Raises ParityError for a sample with a token of unknown version.
         """
-        counts = [s.sample.trajectory.num_sampled for s in samples]
+        counts = [s.trajectory.num_sampled for s in samples]
         of_first = [samples[i] for i in first_step]
         return SampledTokens(
             all=sum(counts),
@@ -103,9 +105,8 @@ class SampledTokens:
         )
 
 
-def _num_older(trained: TrainSample) -> int:
-    sample, version = trained.sample, trained.policy_version
-    if version is None:
+def _num_older(sample: Sample) -> int:
+    if (version := sample.policy_version) is None:
         return 0
     counts = [(span.version, span.end - span.start) for span in sample.trajectory.spans]
     told, sampled = sum(count for _, count in counts), sample.trajectory.num_sampled
@@ -117,73 +118,31 @@ def _num_older(trained: TrainSample) -> int:
     return sum(count for drawn_under, count in counts if drawn_under != version)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """One rank's part of a rollout. Samples keep their numbers in the whole rollout."""
-
-    samples: dict[int, TrainSample]
-
-    steps: list[list[list[int]]]
-    """Samples of each micro-batch of each optimizer step; all ranks have equally many micro-batches,
-    some of which may be empty."""
-
-    outcomes: Outcomes
-    """Outcomes on all ranks."""
-
-    sampled: SampledTokens
-    """Token counts over all ranks."""
-
-    num_tokens: int
-    """Number of tokens on all ranks, prompts included."""
-
-    lags: tuple[int, ...] = (0,)
-    """Distinct lags of tokens on all ranks."""
-
-    shares_prefixes: bool = False
-    """Whether a micro-batch computes a common prefix of its samples once."""
-
-    def micro_batches(self, step: int) -> list[dict[int, TrainSample]]:
-        """Return the samples of each micro-batch of an optimizer step."""
-        return [{i: self.samples[i] for i in part} for part in self.steps[step]]
-
-
 def make_shares(
-    samples: Sequence[TrainSample],
+    samples: Sequence[Sample],
     num_steps: int,
     num_ranks: int,
     max_tokens: int,
     shares_prefixes: bool = False,
-) -> list[Share]:
+) -> list[Steps]:
     """Split a rollout into every rank's share, for training in `num_steps` optimizer steps.
 
     shares_prefixes: whether the trainer computes a common prefix within a micro-batch once. Raises
     TrainingError for a token that several trajectories of its episode would train on.
     """
     for _, episode in groupby(samples, key=lambda s: s.episode):
-        _require_learnt_once([s.sample for s in episode])
-    lens = [len(s.sample.token_ids) for s in samples]
-    plans, steps = [], split_into_steps(samples, num_steps)
+        _require_learnt_once([*episode])
+    shares: list[Steps] = [[] for _ in range(num_ranks)]
     # Each optimizer step is packed by itself, since gradients are summed within a step.
-    for part in steps:
+    for step in split_into_steps(samples, num_steps):
+        own = [samples[i] for i in step]
         if shares_prefixes:
-            plan = pack_groups(samples[part.start : part.stop], num_ranks, max_tokens)
+            plan = pack_groups(own, num_ranks, max_tokens)
         else:
-            plan = pack([lens[i] for i in part], num_ranks, max_tokens)
-        plans.append(_numbered(plan, part.start))
-    lags = tuple(sorted({lag for s in samples for lag in s.lags}))
-    outcomes, sampled = Outcomes.of(samples), SampledTokens.of(samples, steps[0])
-    return [
-        Share(
-            samples={i: samples[i] for step in own for part in step for i in part},
-            steps=list(own),
-            outcomes=outcomes,
-            sampled=sampled,
-            num_tokens=sum(lens),
-            lags=lags,
-            shares_prefixes=shares_prefixes,
-        )
-        for own in zip(*plans, strict=True)
-    ]
+            plan = pack([len(s.token_ids) for s in own], num_ranks, max_tokens)
+        for share, parts in zip(shares, plan, strict=True):
+            share.append([{step[i]: own[i] for i in part} for part in parts])
+    return shares
 
 
 def _require_learnt_once(episode: Sequence[Sample]) -> None:
@@ -197,17 +156,12 @@ def _require_learnt_once(episode: Sequence[Sample]) -> None:
                     f"prompt {sample.prompt.index}, sample {sample.sample_index}: {len(twice)} sampled "
                     f"tokens of its trajectory {sample.number}, the first at position {min(twice)}, "
                     "would be learnt in an earlier one too. Let a token that branches share count as "
-                    "given in all but the first of them (onpolicy/rollout/branches.py, learnt_once)."
+                    "given in all but the first of them (onpolicy/rollout/results.py, learnt_once)."
                 )
             learnt[branch] |= own
 
 
-def _numbered(plan: list[list[list[int]]], start: int) -> list[list[list[int]]]:
-    """Return a step's plan, by rank and micro-batch, with the samples' numbers in the rollout."""
-    return [[[start + i for i in part] for part in rank] for rank in plan]
-
-
-def split_into_steps(samples: Sequence[TrainSample], num_steps: int) -> list[range]:
+def split_into_steps(samples: Sequence[Sample], num_steps: int) -> list[range]:
     """Split samples into optimizer steps of whole episodes; the numbers of episodes differ by at most
     one."""
     numbers = [s.episode for s in samples]
@@ -225,3 +179,100 @@ def split_evenly(count: int, parts: int) -> list[range]:
         ranges.append(range(start, stop))
         start = stop
     return ranges
+
+
+def pack(
+    lens: Sequence[int],
+    num_ranks: int,
+    max_tokens: int,
+    costs: Sequence[int] | None = None,
+) -> list[list[list[int]]]:
+    """Assign indices of samples to ranks and micro-batches: every rank has equally many micro-batches.
+
+    Greedy: costliest sample first, each into the cheapest micro-batch with room; a sample longer than
+    the budget gets a micro-batch of its own. Without `costs` a sample costs its tokens. Micro-batches
+    may be empty (more ranks than samples), since ranks must run the same number of collective
+    operations. The plan depends on the arguments alone, so every rank computes the same.
+    """
+    costs = lens if costs is None else costs
+    order = sorted(range(len(lens)), key=lambda i: (-costs[i], i))
+    bins: list[list[int]] = []
+    tokens: list[int] = []
+    loads: list[int] = []
+    for i in order:
+        with_room = (b for b in range(len(bins)) if tokens[b] + lens[i] <= max_tokens)
+        chosen = min(with_room, key=lambda b: (loads[b], b), default=len(bins))
+        if chosen == len(bins):
+            bins.append([])
+            tokens.append(0)
+            loads.append(0)
+        bins[chosen].append(i)
+        tokens[chosen] += lens[i]
+        loads[chosen] += costs[i]
+    # Deal micro-batches to the ranks in turn, costliest first, and pad with empty ones.
+    fullest_first = sorted(range(len(bins)), key=lambda b: (-loads[b], b))
+    per_rank = max(1, -(-len(bins) // num_ranks))
+    padded = [sorted(bins[b]) for b in fullest_first]
+    padded += [[] for _ in range(per_rank * num_ranks - len(bins))]
+    return [padded[rank::num_ranks] for rank in range(num_ranks)]
+
+
+def pack_groups(
+    samples: Sequence[Sample], num_ranks: int, max_tokens: int
+) -> list[list[list[int]]]:
+    """Pack whole groups, whose shared prefixes are computed once, as `pack` does.
+
+    Distinct tokens count for the budget; distinct tokens and their query-key pairs count for the
+    balance. A group that is too large is split into parts, each of which computes its prompt again.
+    """
+    groups = groupby(range(len(samples)), key=lambda i: samples[i].group)
+    parts = [part for _, group in groups for part in _parts([*group], samples, max_tokens)]
+    plan = pack([x.tokens for x in parts], num_ranks, max_tokens, [x.cost for x in parts])
+    return [[sorted(i for p in batch for i in parts[p].samples) for batch in rank] for rank in plan]
+
+
+@dataclass(slots=True)
+class _Part:
+    """Samples of one group that share a micro-batch."""
+
+    samples: list[int] = field(default_factory=list)
+
+    tokens: int = 0
+    """Number of distinct tokens."""
+
+    pairs: int = 0
+    """Number of query-key pairs of the distinct tokens."""
+
+    def add(self, sample: int, length: int, shared: int) -> None:
+        """Add a sample of `length` tokens, of which the part already has the first `shared`."""
+        self.samples.append(sample)
+        self.tokens += length - shared
+        self.pairs += (length * (length + 1) - shared * (shared + 1)) // 2
+
+    @property
+    def cost(self) -> int:
+        return self.tokens + self.pairs // PAIRS_PER_TOKEN
+
+
+def _parts(group: list[int], samples: Sequence[Sample], max_tokens: int) -> list[_Part]:
+    """Split a group into as many parts as its budget requires; samples with a common prefix are
+    adjacent."""
+    trajectories = [samples[i].trajectory for i in group]
+    labels = [token_labels(t.token_ids, t.routed_experts) for t in trajectories]
+    parts: list[_Part] = []
+    before: Sequence[Hashable] = ()
+    # In sorted order each sample shares its longest prefix with the one before it.
+    for at in sorted(range(len(group)), key=lambda i: labels[i]):
+        length, shared = len(labels[at]), _common(before, labels[at])
+        if not parts or parts[-1].tokens + length - shared > max_tokens:
+            parts.append(_Part())
+            shared = 0
+        parts[-1].add(group[at], length, shared)
+        before = labels[at]
+    return parts
+
+
+def _common(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
+    """Return the length of the common prefix of two sequences of labels."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))

@@ -17,19 +17,16 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
-from pydantic import TypeAdapter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.optim import Optimizer
 
 from onpolicy.errors import CheckpointError
-from onpolicy.system.records import checked
 from onpolicy.train import distributed
 
 _SHARDED = "sharded"
 _NUMBERS = "numbers.json"
-_SHAPE = TypeAdapter(dict[str, dict[str, Any]])
 
 
 def save_state(directory: Path, numbers: dict[str, Any], write: Callable[[Path], None]) -> None:
@@ -54,7 +51,7 @@ def load_state(directory: Path, read: Callable[[Path], None]) -> dict[str, Any]:
     sharded = directory / _SHARDED
     try:
         IndexReader(sharded).read_metadata()  # fails early, since DCP's own errors are very long
-        numbers = checked(_SHAPE, json.loads((directory / _NUMBERS).read_text()))
+        numbers = _numbers(json.loads((directory / _NUMBERS).read_text()))
         read(sharded)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError,
             CheckpointException) as error:  # fmt: skip
@@ -63,6 +60,13 @@ def load_state(directory: Path, read: Callable[[Path], None]) -> dict[str, Any]:
             "--hf-checkpoint that it was made from, or remove it to resume from an earlier one."
         ) from error
     return numbers
+
+
+def _numbers(read: Any) -> dict[str, Any]:
+    """Return what was read if it is an object of objects. Raises ValueError otherwise."""
+    if not isinstance(read, dict) or not all(isinstance(each, dict) for each in read.values()):
+        raise ValueError(f"{_NUMBERS}: must be an object of objects")
+    return read
 
 
 def create_missing_moments(optimizer: Optimizer) -> None:

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from onpolicy.ops.log_probs import Scores
 from onpolicy.train import distributed
-from onpolicy.train.batch import WeighedBatch, packed_batch, sharing
+from onpolicy.train.batch import MicroBatch, packed_batch, sharing
+from onpolicy.train.engine import optimizer_step
 from onpolicy.train.loss import weighted_sum
-from onpolicy.train.optimizer_step import optimizer_step
 from onpolicy.train.policy_trainer import PolicyTrainer
 from onpolicy.train.shares import make_shares
-from onpolicy.types import TrainSample
+from onpolicy.types import Sample
 from onpolicy.weights.digest import WeightDigest
 
 GATHERED_BYTES = 256 << 20
@@ -27,14 +28,14 @@ GATHERED_BYTES = 256 << 20
 
 
 def supervised_step(
-    trainer: PolicyTrainer, samples: Sequence[TrainSample], rate: float
+    trainer: PolicyTrainer, samples: Sequence[Sample], rate: float
 ) -> dict[str, float]:
     """Take one optimizer step on all samples; return its metrics, the same on every rank."""
     start = time.perf_counter()
     batches = supervised_batches(trainer, samples)
     metrics, _ = optimizer_step(trainer.policy, batches, negative_log_likelihood, None, rate)
     seconds = time.perf_counter() - start
-    num_tokens = sum(len(s.sample.token_ids) for s in samples)
+    num_tokens = sum(len(s.token_ids) for s in samples)
     return {
         **metrics,
         **sharing([batches], trainer.config.trainer.shares_prefixes),
@@ -43,7 +44,7 @@ def supervised_step(
     }
 
 
-def supervised_loss(trainer: PolicyTrainer, samples: Sequence[TrainSample]) -> float:
+def supervised_loss(trainer: PolicyTrainer, samples: Sequence[Sample]) -> float:
     """Return the loss of the current policy, in nats per token; the same on every rank."""
     batches = supervised_batches(trainer, samples)
     scores = trainer.policy.score([batch.packed for batch in batches])
@@ -54,22 +55,19 @@ def supervised_loss(trainer: PolicyTrainer, samples: Sequence[TrainSample]) -> f
     return distributed.sum_micro_batches(losses)["loss"]
 
 
-def supervised_batches(
-    trainer: PolicyTrainer, samples: Sequence[TrainSample]
-) -> list[WeighedBatch]:
+def supervised_batches(trainer: PolicyTrainer, samples: Sequence[Sample]) -> list[MicroBatch]:
     """Return this rank's micro-batches, with the share 1 / (number of trained tokens of all ranks) for
     each token."""
     flags = trainer.config.trainer
     most, shares = flags.max_tokens_per_gpu, flags.shares_prefixes
     plan = make_shares(samples, 1, distributed.data_size(), most, shares)
-    share = plan[distributed.data_rank()]
-    weight = 1 / max(sum(s.sample.trajectory.num_sampled for s in samples), 1)
-    batches = [packed_batch(each, trainer.device, shares) for each in share.micro_batches(0)]
+    (parts,) = plan[distributed.data_rank()]
+    weight = 1 / max(sum(s.trajectory.num_sampled for s in samples), 1)
+    batches = [packed_batch(each, trainer.device, shares) for each in parts]
     return [
-        WeighedBatch.after(
+        replace(
             batch,
             advantages=torch.ones_like(batch.rollout_log_probs),
-            old_log_probs=None,
             shares=batch.mask * weight,
             kept=batch.mask,
             importance_weights=torch.ones_like(batch.rollout_log_probs),
@@ -78,9 +76,7 @@ def supervised_batches(
     ]
 
 
-def negative_log_likelihood(
-    scores: Scores, batch: WeighedBatch
-) -> tuple[Tensor, dict[str, Tensor]]:
+def negative_log_likelihood(scores: Scores, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a micro-batch's part of the mean over the global batch's tokens, and of the metrics."""
     loss = weighted_sum(-scores.log_probs, batch.shares)
     entropy = weighted_sum(scores.entropy.detach(), batch.shares)

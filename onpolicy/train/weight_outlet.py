@@ -1,55 +1,49 @@
 """Hand-over of a trainer's weights: to the engines, or into an exported checkpoint.
 
 The ranks gather them together, a bucket at a time. Each rank sends them to its own engines
-(`weights/senders.py`), which prove receipt by a digest; then all ranks compare the digests. Frozen
-weights go only to engines that do not hold them yet; engines without adapters get all weights, merged.
+(`weights/push.py`), which prove receipt by a digest; then all ranks compare the digests. Frozen weights
+go only to engines that do not hold them yet. Engines without adapters get all weights, and the adapters
+are merged into them for each push.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Protocol
+
+from transformers import PreTrainedModel
 
 from onpolicy.config import TrainConfig
-from onpolicy.contract import NumericsContract
+from onpolicy.config.groups import ModelConfig
+from onpolicy.contract import AdapterShape, NumericsContract
 from onpolicy.errors import WeightSyncError
-from onpolicy.models.export import export_checkpoint
+from onpolicy.models.hf_config import load_config
+from onpolicy.models.hf_export import export_checkpoint
+from onpolicy.models.lora.merged import Merged, merge_push
 from onpolicy.models.lora.peft_format import export_adapter
+from onpolicy.models.weight_files import matched_model
 from onpolicy.train import distributed
-from onpolicy.train.merging import MergedPush
+from onpolicy.train.base import TrainerMemory
+from onpolicy.train.engine import ShardedModel
 from onpolicy.weights.digest import WeightBucket, WeightDigest, WeightPart
-from onpolicy.weights.kept import KeptWeights
-from onpolicy.weights.push import Engine, push_weights
+from onpolicy.weights.push import Engine, push_weights, share_out
 from onpolicy.weights.rounding import format_of_push, rounded
-from onpolicy.weights.senders import share_out
 from onpolicy.weights.transports import make_transport, shares_gpus
+from onpolicy.weights.transports.disk import KeptWeights
 
 MIB = 1 << 20
 
 
-class WeightSource(Protocol):
-    """The part of a `ShardedModel` that provides weights."""
-
-    def weight_buckets(
-        self,
-        max_bytes: int,
-        part: WeightPart = ...,
-        ranks: Collection[int] = ...,
-        masters: bool = ...,
-    ) -> Iterator[WeightBucket]: ...
-    def frozen_digest(self) -> str: ...
-
-
 class WeightOutlet:
-    """Gathering and hand-over of the ranks' weights; every method is collective."""
+    """Gathering and hand-over of the ranks' weights, under the `contract` of the moment; every method
+    is collective."""
 
-    def __init__(self, config: TrainConfig, contract: NumericsContract, source: WeightSource):
-        self.config, self._source = config, source
+    def __init__(self, config: TrainConfig, contract: NumericsContract, source: ShardedModel):
+        self.config, self.contract, self._source = config, contract, source
         self._max_bytes = bucket_bytes(config)
         directory = Path(config.output.run_dir)
         on_gpus = shares_gpus(config, contract.device)
@@ -62,73 +56,65 @@ class WeightOutlet:
         self._merging: MergedPush | None = None
         if self._adapter is not None:
             self._merging = MergedPush(config.model, self._adapter)
-        self.metrics: dict[str, float] = {}
+        self.push_metrics: dict[str, float] = {}
         """Metrics of merging adapters into the last push, on every rank."""
         self._frozen: list[str] | None = None
         """Digests of the frozen weights of each rank, since the first push."""
         self._pushed, self._digest = WeightDigest(), ""
 
-    def push(self, engines: Sequence[Engine], version: int, contract: NumericsContract) -> str:
-        """Push as `Trainer.push` does, under the current contract of trainer and engines."""
+    def push(self, engines: Sequence[Engine], version: int) -> str:
+        """Push as `Trainer.push` does."""
+        self._bring_back("weights")
         has_frozen = self._require_unchanged()
-        merging = self._merging if contract.merges_adapter else None
+        merging = self._merging if self.contract.merges_adapter else None
         senders = self._senders(engines)
         ours = [e for e, rank in zip(engines, senders, strict=True) if rank == distributed.rank()]
-        hold = partial(self._hold_the_last_push, ours, contract)
-        carries = has_frozen and not all(distributed.run_on_all_ranks(hold))
+        carries = has_frozen and not self._all_hold_the_last_push(ours)
         which: tuple[WeightPart, ...] = ("frozen", "trained") if carries else ("trained",)
         if merging is not None:
             which = ("trained", "frozen")  # adapters are gathered before what they are merged into
         known = self._pushed if has_frozen and not carries else WeightDigest()
-
-        def push_ours() -> dict[str, str]:
-            ranks = self._keepers | {*senders}
-            with _gathered(self._source, self._max_bytes, *which, ranks=ranks) as parts:
-                if merging is not None:
-                    parts = {"trained": merging.buckets(parts)}
-                outgoing = (self._outgoing(part, x, version, contract) for part, x in parts.items())
-                sent = chain.from_iterable(outgoing)
-                # A rank without engines still takes part in gathering, and discards the buckets.
-                if ours:
-                    digest = self._send(sent, ours, version, known)
-                else:
-                    deque(sent, maxlen=0)
-            return {engine.url: digest for engine in ours}
-
-        self._digest = _the_same(distributed.run_on_all_ranks(push_ours), engines)
-        self.metrics = {}
+        ranks, proved = self._keepers | {*senders}, dict[str, str]()
+        with (
+            distributed.failing_together(),
+            _gathered(self._source, self._max_bytes, *which, ranks=ranks) as parts,
+        ):
+            if merging is not None:
+                parts = {"trained": merging.buckets(parts)}
+            sent = chain.from_iterable(self._outgoing(*part, version) for part in parts.items())
+            if ours:
+                self._pushed = known
+                self._digest = push_weights(sent, ours, self.transport, version, known)
+                proved = {engine.url: self._digest for engine in ours}
+            else:  # this rank still takes part in gathering, and discards the buckets
+                deque(sent, maxlen=0)
+        self._digest = _the_same(distributed.gather(proved, None), engines)
+        self.push_metrics = {}
         if merging is not None:
-            self.metrics = next(filter(None, distributed.gather(merging.metrics(), None)), {})
+            self.push_metrics = next(filter(None, distributed.gather(merging.metrics(), None)), {})
         return self._digest
+
+    def _bring_back(self, *kinds: TrainerMemory) -> None:
+        """Bring back memory that was released; there is none without servers on the same GPUs."""
 
     def _senders(self, engines: Sequence[Engine]) -> list[int]:
         """Return the rank that sends to each engine."""
         near = distributed.gather([self.transport.is_near(engine) for engine in engines], None)
         return share_out(near, one_copy=self.transport.one_copy)
 
-    def push_again(
-        self, engines: Sequence[Engine], version: int, contract: NumericsContract
-    ) -> str:
+    def push_again(self, engines: Sequence[Engine], version: int) -> str:
         """Push again as `Trainer.push_again` does; only rank 0 holds the kept weights."""
         if not self.config.plan.may_lag:
-            return self.push(engines, version, contract)
+            return self.push(engines, version)
+        self._bring_back("weights")
         if distributed.rank() != 0:
             return ""
-        device, frozen = str(distributed.device(contract.device)), self._kept["frozen"]
+        device, frozen = str(distributed.device(self.contract.device)), self._kept["frozen"]
         kept = self._kept["trained"].buckets(version, device)
-        if frozen.version is not None and not contract.merges_adapter:
+        if frozen.version is not None and not self.contract.merges_adapter:
             kept = chain(frozen.buckets(frozen.version, device), kept)
-        return self._send(kept, engines, version, WeightDigest())
-
-    def _send(
-        self,
-        buckets: Iterable[WeightBucket],
-        engines: Sequence[Engine],
-        version: int,
-        known: WeightDigest,
-    ) -> str:
-        self._pushed = known
-        self._digest = push_weights(buckets, engines, self.transport, version, known)
+        self._pushed = WeightDigest()
+        self._digest = push_weights(kept, engines, self.transport, version, self._pushed)
         return self._digest
 
     def _require_unchanged(self) -> bool:
@@ -146,48 +132,72 @@ class WeightOutlet:
             )
         return any(found)
 
-    def _hold_the_last_push(self, engines: Sequence[Engine], contract: NumericsContract) -> bool:
-        """Return whether these engines prove that they hold the frozen weights
-        (`sglang_patches/weights.py`): they are aligned, keep their memory, and hold this rank's last
-        push."""
-        if self.config.engine.colocate or not contract.is_aligned:
+    def _all_hold_the_last_push(self, engines: Sequence[Engine]) -> bool:
+        """Return whether these engines of every rank prove that they hold the frozen weights
+        (`sglang_patches/pushed_weights.py`): they are aligned, keep their memory, and hold their rank's
+        last push."""
+        if self.config.engine.colocate or not self.contract.is_aligned:
             return False
-        if engines and self._pushed.hexdigest() != self._digest:
-            return False
-        return all(engine.report()["weights"] == self._digest for engine in engines)
+        holds = not engines or self._pushed.hexdigest() == self._digest
+        with distributed.failing_together():
+            holds = holds and all(e.report()["weights"] == self._digest for e in engines)
+        return all(distributed.gather(holds, None))
 
     def _outgoing(
-        self,
-        part: WeightPart,
-        buckets: Iterator[WeightBucket],
-        version: int,
-        contract: NumericsContract,
+        self, part: WeightPart, buckets: Iterator[WeightBucket], version: int
     ) -> Iterator[WeightBucket]:
         """Yield the buckets of a part as engines receive them; rank 0 keeps them for engines that
         restart."""
-        sent = rounded(buckets, self._weight_format(contract))
+        asked = self.config.engine.rollout_weight_format
+        # An aligned trainer's weights are rounded already.
+        rounding = "" if self.contract.is_aligned else format_of_push(self.contract, asked)
+        sent = rounded(buckets, rounding)
         keeps = distributed.rank() in self._keepers
         return self._kept[part].keep(sent, version) if keeps else sent
 
-    def export(self, directory: Path, dtype: str) -> None:
-        """Export as `Trainer.export` does, in a dtype; of a model with adapters, only the adapters."""
+    def export(self, directory: Path) -> None:
+        """Export as `Trainer.export` does; of a model with adapters, only the adapters."""
+        self._bring_back("weights")
         made_from, flags = self.config.model.hf_checkpoint, self.config.lora
-        if self._adapter is not None:
-            with _gathered(self._source, self._max_bytes, "trained", ranks={0}) as parts:
-                if distributed.rank() == 0:
-                    export_adapter(parts["trained"], directory, made_from, self._adapter, flags)
+        if self._adapter is None:
+            export(self._source, made_from, directory, self.contract.dtype, self._max_bytes)
             return
-        export(self._source, made_from, directory, dtype, self._max_bytes)
+        with _gathered(self._source, self._max_bytes, "trained", ranks={0}) as parts:
+            if distributed.rank() == 0:
+                export_adapter(parts["trained"], directory, made_from, self._adapter, flags)
 
     def close(self) -> None:
         """End the transport's connections to engines."""
         self.transport.end()
 
-    def _weight_format(self, contract: NumericsContract) -> str:
-        """Return the format to round pushed weights to; an aligned trainer's weights are rounded
-        already."""
-        asked = self.config.engine.rollout_weight_format
-        return "" if contract.is_aligned else format_of_push(contract, asked)
+
+class MergedPush:
+    """The weights of a push with merged adapters, and the rounding loss of the last push."""
+
+    def __init__(self, config: ModelConfig, adapter: AdapterShape):
+        self._config, self._scale = config, adapter.scale
+        self._last = Merged()
+
+    @cached_property
+    def _model(self) -> PreTrainedModel:
+        """Return the model without weights; it maps the tensors of a checkpoint to parameters."""
+        path, trust = self._config.hf_checkpoint, self._config.trust_remote_code
+        return matched_model(path, load_config(path, trust), trust)
+
+    def buckets(self, parts: Mapping[WeightPart, Iterator[WeightBucket]]) -> Iterator[WeightBucket]:
+        """Yield all weights from both parts; all trained weights are gathered first."""
+        self._last = Merged()
+        given = parts["trained"], parts["frozen"], self._model, self._scale
+        return merge_push(*given, self._last)
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the last merge; empty where this rank sent nothing."""
+        if not self._last.linears:
+            return {}
+        return {
+            "lora/merged_changed": self._last.changed_share,
+            "lora/merged_rounding": self._last.rounding,
+        }
 
 
 def bucket_bytes(config: TrainConfig) -> int:
@@ -196,7 +206,7 @@ def bucket_bytes(config: TrainConfig) -> int:
 
 
 def export(
-    source: WeightSource,
+    source: ShardedModel,
     made_from: str,
     directory: Path,
     dtype: str,
@@ -214,7 +224,7 @@ def export(
 
 @contextmanager
 def _gathered(
-    source: WeightSource,
+    source: ShardedModel,
     max_bytes: int,
     *parts: WeightPart,
     ranks: Collection[int],

@@ -56,11 +56,8 @@ FORMATS = {
 
 
 def format_of_push(contract: NumericsContract, asked: str) -> str:
-    """Return the format to which trained weights are rounded before a push.
-
-    It is empty where stock SGLang on GPUs makes FP8 of the weights itself
-    (`rollout/engine_args.py`).
-    """
+    """Return the format to which trained weights are rounded before a push. It is empty where stock
+    SGLang on GPUs makes FP8 of the weights itself (`rollout/engine_args.py`)."""
     by_sglang = not contract.is_aligned and contract.device == "cuda" and asked == "fp8_e4m3"
     return "" if by_sglang else asked
 
@@ -88,10 +85,8 @@ def round_weight(weight: Tensor, weight_format: str) -> Tensor:
 
 
 def quantise(weight: Tensor, weight_format: str) -> tuple[Tensor, Tensor]:
-    """Quantise [N, K] to numbers of the format, float32 [N, K], and float32 scales.
-
-    The scales are [blocks of N, blocks of K].
-    """
+    """Quantise [N, K] to numbers of the format, float32 [N, K], and float32 scales. The scales are
+    [blocks of N, blocks of K]."""
     asked = FORMATS[weight_format]
     blocks = in_blocks(weight.float(), asked.block)
     scale = blocks.abs().amax((1, 3), keepdim=True) / asked.largest

@@ -72,11 +72,8 @@ def add_up_blocks(words: Tensor, secret: Tensor) -> Tensor:
 
 
 def chain_blocks(sums: list[Tensor], secrets: Tensor, start: Tensor) -> Tensor:
-    """Chain the blocks of each of N tensors.
-
-    sums: int64 [blocks, 8] of each tensor; secrets: int64 [N, 24]; start: int64 [8] -> int64 [N,
-    8].
-    """
+    """Chain the blocks of each of N tensors. sums: int64 [blocks, 8] of each tensor; secrets: int64
+    [N, 24]; start: int64 [8] -> int64 [N, 8]."""
     counts = torch.tensor([0, *map(len, sums)]).cumsum(0).to(start.device)
     out = start.new_empty(len(sums), 8)
     with torch.cuda.device_of(start):

@@ -5,7 +5,7 @@ import pytest
 from benchmarks import computed_once
 from benchmarks.prefill_once import KINDS
 from onpolicy.config import groups
-from onpolicy.config.tools import BenchConfig
+from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.models.hf_config import load_config
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from benchmarks import gpu_bench
 from benchmarks.gpu_page import page
+from onpolicy.cli.parse import parse
+from onpolicy.config.tool_flags import BenchConfig
 from tests.support.forked_processes import forked_processes
 
 TOY = ["--geometry", "tiny", "--layers", "1"]
@@ -18,24 +20,30 @@ def bench(directory, *argv):
 
 
 @pytest.mark.runs
-def test_servers_and_steps_are_measured_on_one_page(tmp_path):
-    sizes = ["--batch-sizes", "1", "2", "--context-lens", "16", "--num-tokens", "256"]
-    sizes += ["--bucket-mib", "1"]
+def test_steps_and_pushes_are_measured_on_one_page(tmp_path):
+    """Servers: tests/e2e/test_bench.py."""
     with forked_processes():
-        code, file = bench(tmp_path, "--parts", "decode,step,push", *sizes)
+        code, file = bench(
+            tmp_path, "--parts", "step,push", "--num-tokens", "256", "--bucket-mib", "1"
+        )
     record = json.loads(file.read_text())
-    assert code == 0 and record["parts"].keys() == {"decode", "step", "push"}
-    assert [cell["batch_size"] for cell in record["parts"]["decode"]["cells"]] == [1, 2]
+    assert code == 0 and record["parts"].keys() == {"step", "push"}
     text = file.with_suffix(".md").read_text()
-    assert "| 16 | 2 | decode | stock |" in text and "| 256 |" in text
-    assert "| tensor | 1 |" in text and "| distributed | 1 |" in text
+    assert "| 256 |" in text and "| tensor | 1 |" in text and "| distributed | 1 |" in text
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_servers_are_asked_for_with_flags_that_there_are(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(gpu_bench, "_model", lambda args: "model")
+    monkeypatch.setattr(gpu_bench, "_measured", lambda command, _: asked.append(command) or {})
+    bench(tmp_path, "--parts", "decode", "--batch-sizes", "1", "2", "--context-lens", "16")
+    config = parse(BenchConfig, asked[0][4:], "onpolicy bench")
+    assert (config.what, config.batch_sizes, config.context_lens) == ("decode", (1, 2), (16,))
 
 
 @pytest.fixture
 def parts(monkeypatch):
-    """Commands that stand for the real ones."""
-
     def commands(args, model, record):
         write = f"open({str(record)!r}, 'w').write('{{\"by_num_tokens\": []}}')"
         return {
@@ -55,14 +63,6 @@ def test_a_part_that_fails_is_named_and_the_others_are_kept(parts, tmp_path):
     assert "out of memory" in record["parts"]["decode"]["error"]
     text = file.with_suffix(".md").read_text()
     assert "## step" in text and "    exit code 1: out of memory" in text
-
-
-def test_a_record_is_drawn_again_without_measuring(parts, tmp_path):
-    _, file = bench(tmp_path, "--parts", "step")
-    before = file.read_bytes()
-    file.with_suffix(".png").unlink()
-    assert bench(tmp_path, "--parts", "")[0] == 0
-    assert file.read_bytes() == before and file.with_suffix(".png").exists()
 
 
 def test_a_part_that_there_is_not_is_refused(tmp_path, capsys):

@@ -52,17 +52,6 @@ def test_stale_samples_cost_a_pass_more(equal_lengths):
     assert lagged.trainer_seconds == pytest.approx(10 * 8 + 9 * 4)
 
 
-def test_every_schedule_trains_on_whole_groups_and_tails_wait_in_rounds_alone():
-    runs = {
-        name: simulate(dataclasses.replace(SETTING, steps=30, **values), COSTS)
-        for name, values in lag_simulation.SCHEDULES.items()
-    }
-    assert runs["lag 0"].tokens == runs["lag 1"].tokens
-    walls = {name: run.wall / run.tokens for name, run in runs.items()}
-    assert walls["lag 1, segments of 64"] < walls["lag 1"] < walls["lag 0"]
-    assert runs["lag 0"].longest_lag == 0 < runs["segments of 64"].longest_lag
-
-
 def measured(costs, steps):
     """A result whose steps have these longest responses and tokens, and take what the costs say."""
     longest, tokens = zip(*steps, strict=True)
@@ -73,12 +62,15 @@ def measured(costs, steps):
         "train_seconds": [costs.train * (t + 8 * 5) for t in tokens],
         "push_seconds": [costs.push] * len(steps),
     }
-    trained = [(costs.train + costs.score) * (t + 8 * 5) for t in tokens]
-    schedules = {"lag 0": lag_0, "segments": {**lag_0, "train_seconds": trained}}
-    return {"schedules": schedules, "num_prompts": 4, "n_samples_per_prompt": 2, "prompt_len": 5}
+    return {
+        "schedules": {"lag 0": lag_0},
+        "num_prompts": 4,
+        "n_samples_per_prompt": 2,
+        "prompt_len": 5,
+    }
 
 
-@pytest.mark.parametrize("changes", [{}, {"response": 0.0}, {"token": 0.0}, {"score": 0.05}])
+@pytest.mark.parametrize("changes", [{}, {"response": 0.0}, {"token": 0.0}])
 def test_costs_are_read_from_the_steps_that_were_measured(changes):
     costs = dataclasses.replace(COSTS, **changes)
     result = measured(costs, [(100, 300), (90, 500), (200, 450)])
@@ -88,8 +80,3 @@ def test_costs_are_read_from_the_steps_that_were_measured(changes):
     assert lag_simulation.measured_costs(result, 4).train == pytest.approx(costs.train / 4)
     setting = lag_simulation.measured_setting(result, 3)
     assert (setting.groups, setting.samples, setting.slots, setting.prompt) == (12, 2, 8, 5)
-
-
-def test_no_cost_is_below_nothing():
-    assert lag_simulation.fit([1, 2, 3], [3, 2, 2], [3, 2, 1]) == (0.0, pytest.approx(15 / 17))
-    assert lag_simulation.fit([1, 2], [2, 4], [1, 2]) in [(1.0, 0.0), (0.0, 0.5)]

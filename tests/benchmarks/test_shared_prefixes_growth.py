@@ -5,7 +5,7 @@ from pathlib import Path
 
 import benchmarks
 from benchmarks.shared_prefixes_growth import BY_PROMPT, BY_SAMPLES, RESPONSE, draw
-from onpolicy.run.launch.sharing import distinct_share
+from onpolicy.run.launch.input_checks import distinct_share
 
 RECORD = Path(benchmarks.__path__[0]) / "results" / "shared_prefixes_growth.json"
 

@@ -6,12 +6,6 @@ import random
 WORDS = "([a-f]{3,5}-)+[0-9]{2}"
 
 
-async def act(turns, prompt):
-    """What it observes is chance."""
-    await first_answer(turns)
-    await go_on(turns, await turns.observe(look))
-
-
 async def act_by_tokens(turns, prompt):
     """What it gives is a function of what was sampled, so that its runs have one hash."""
     await go_on(turns, sum(await first_answer(turns)))
@@ -29,10 +23,6 @@ async def go_on(turns, given):
     turns.append(f" {given} ")
     fork = turns.fork()
     await asyncio.gather(turns.sample(max_tokens=4, temperature=0.8), fork.sample(max_tokens=6))
-
-
-async def look():
-    return random.randrange(10**6)
 
 
 async def act_within(turns, prompt):

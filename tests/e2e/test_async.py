@@ -6,6 +6,7 @@ import pytest
 
 from onpolicy.outputs.meanings import meaning
 from onpolicy.run.probe import PROMPTS
+from tests.support.raylets import raylets
 from tests.support.train_runs import (
     FREE,
     ROLLOUTS,
@@ -23,10 +24,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.runs]
 
 MODES = {
     "lag 1": ("--rollout-lag", "1", "--global-batch-size", "16"),  # one step
-    "lag 1, segments": ("--rollout-lag", "1", "--rollout-segment-tokens", "7"),
     "lag 2, dynamic sampling": (
         "--rollout-lag", "2", "--dynamic-sampling", "--custom-rm-path", "own_reward.begins_even",
-        "--rollout-max-response-len", "120",
+        "--rollout-max-response-len", "60",
     ),
 }  # fmt: skip
 
@@ -71,20 +71,20 @@ def sequences_since_the_push(log):
     return sum(map(int, re.findall(r"Prefill batch, #new-seq: (\d+)", text)))
 
 
-@pytest.mark.parametrize(
-    ("mode", "engines"), [("lag 1, segments", 2), ("lag 2, dynamic sampling", 1)]
-)
-def test_an_engine_that_is_killed_while_it_samples_ahead_costs_no_bit(
-    start, plain, tmp_path, mode, engines
-):
-    """The only one, or the last of two, whose samples the other may take over."""
-    process = start(tmp_path, *MODES[mode], "--rollout-num-engines", str(engines))
-    log = tmp_path / "run" / "logs" / f"engine_{engines - 1}.log"
-    wait_for(lambda: metrics_of(tmp_path) or process.poll() is not None)
-    assert process.poll() is None, process.stdout.read()[-3000:]
+def kill_an_engine_that_samples_ahead(directory, process, engines):
+    """The last of them."""
+    log = directory / "run" / "logs" / f"engine_{engines - 1}.log"
     wait_for(lambda: sequences_since_the_push(log) > PROMPTS or process.poll() is not None)
     assert process.poll() is None, process.stdout.read()[-3000:]
     kill_an_engine(process)
+
+
+def test_an_engine_that_is_killed_while_it_samples_ahead_costs_no_bit(start, plain, tmp_path):
+    """The only one: whose samples another may take over, it loses below."""
+    mode = "lag 2, dynamic sampling"
+    process = start(tmp_path, *MODES[mode])
+    wait_for(lambda: metrics_of(tmp_path) or process.poll() is not None)
+    kill_an_engine_that_samples_ahead(tmp_path, process, 1)
     output = finish(process)
     assert "starting http://127.0.0.1" in output
     assert run_hash(output) == plain(mode)[1]
@@ -96,29 +96,42 @@ def test_what_was_drawn_without_a_signal_is_drawn_anew(plain):
     assert [record.get("lag/mean", 0) for record in records] == [0, 1, 2, 2]
 
 
-def test_a_rank_that_is_lost_while_engines_sample_ahead_costs_no_bit(start, plain, tmp_path):
-    mode = "lag 1"
-    output = finish(a_rank_is_lost(start, tmp_path, *MODES[mode]))
-    assert "the run begins from the last checkpoint" in output
-    assert run_hash(output) == plain(mode)[1]
+def test_a_run_ahead_that_loses_an_engine_and_a_rank_and_is_killed_resumes_to_the_same_bits(
+    start, plain, tmp_path
+):
+    """On one engine, where it had two; it trains on what it had drawn."""
+    mode, save = "lag 1", tmp_path / "save"
 
+    def under_way(process):
+        kill_an_engine_that_samples_ahead(tmp_path, process, 2)
 
-def test_a_run_that_is_killed_and_resumed_trains_on_what_it_had_drawn(start, plain, tmp_path):
-    """On two engines, where it had one."""
-    mode, save = "lag 1, segments", tmp_path / "save"
-    argv = [*MODES[mode], "--save", str(save), "--save-interval", "1", "--load", str(save)]
-    process = start(tmp_path, *argv)
-    wait_for(lambda: (save / "step_000002").is_dir() or process.poll() is not None)
+    argv = [*MODES[mode], "--rollout-num-engines", "2"]
+    process = a_rank_is_lost(start, tmp_path, *argv, under_way=under_way)
+    wait_for(lambda: (save / "step_000003").is_dir() or process.poll() is not None)
     process.kill()
-    process.wait()
-    output = finish(start(tmp_path, *argv, "--rollout-num-engines", "2"))
+    lost, _ = process.communicate(timeout=400)
+    assert "starting http://127.0.0.1" in lost
+    assert "the run begins from the last checkpoint" in lost
+    saves = ("--save", str(save), "--save-interval", "1", "--load", str(save))
+    output = finish(start(tmp_path, *MODES[mode], *saves))
     assert "resumed from" in output
     assert run_hash(output) == plain(mode)[1]
 
 
+WITHIN = (
+    *FREE, "--custom-generate-function-path", "own_agent.write_within",
+    "--rollout-max-context-len", "160", "--rollout-max-concurrency", "4",
+)  # fmt: skip
+
+SHORTEST = 16 * 4 + 2
+"""Tokens of the first answer of `write_within`, which its grammar allows to end no earlier."""
+
+
 def test_a_free_run_that_is_interrupted_killed_and_resumed_is_repeated_to_the_bit(start, tmp_path):
+    """Answers go on in their grammars with other weights. Two hosts repeat it, each with an engine and a
+    rank."""
     ran, again, save = tmp_path / "ran", tmp_path / "again", tmp_path / "save"
-    argv = [*FREE, "--save", str(save), "--save-interval", "1", "--load", str(save)]
+    argv = [*WITHIN, "--save", str(save), "--save-interval", "1", "--load", str(save)]
     process = start(ran, *argv)
     wait_for(lambda: (save / "step_000002").is_dir() or process.poll() is not None)
     process.kill()
@@ -126,11 +139,15 @@ def test_a_free_run_that_is_interrupted_killed_and_resumed_is_repeated_to_the_bi
     wanted = run_hash(finish(start(ran, *argv)))
     steps = steps_of(journal_of(ran))
     spans = [s["spans"] for step in steps for group in step["groups"] for s in group["samples"]]
-    assert len(steps) == ROLLOUTS and any(len(found) > 1 for found in spans)
+    assert len(steps) == ROLLOUTS
+    assert any(len(found) > 1 and found[0][1] < SHORTEST for found in spans)
     replay = ("--replay", str(journal_of(ran)), "--rollout-num-engines", "2")
-    assert run_hash(finish(start(again, *FREE, *replay))) == wanted
+    with raylets(2) as cluster:
+        hosts = ("--ray-address", cluster.address, "--actor-num-nodes", "2")
+        assert run_hash(finish(start(again, *WITHIN, *replay, *hosts))) == wanted
     assert steps_of(journal_of(again)) == steps
     for directory in (ran, again):
         for record in metrics_of(directory):
             assert record["probe/num_mismatched_tokens"] == 0
             assert record["parity/num_mismatched_tokens"] == 0
+            assert record["rollout/num_failed_episodes"] == 0

@@ -11,7 +11,7 @@ from tests.support.unstarted_run import changed
 
 pytestmark = [pytest.mark.runs, pytest.mark.engine]
 
-ROWS = 3
+ROWS = 2
 GIVEN = {"num_rollout": 2, "rollout_batch_size": 2, "global_batch_size": 8}
 """In place of what `start_train` asks for."""
 

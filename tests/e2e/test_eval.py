@@ -6,11 +6,11 @@ import pytest
 
 from onpolicy.cli.main import main
 from onpolicy.cli.parse import parse
-from onpolicy.config.sft import SftConfig
-from onpolicy.run.supervised import run as supervised_run
-from onpolicy.run.supervised.inputs import read_inputs
+from onpolicy.config.sft_flags import SftConfig
+from onpolicy.run.supervised import supervised_run
+from onpolicy.run.supervised.supervised_run import read_inputs
 from onpolicy.train import distributed
-from tests.onpolicy.run.supervised.test_run import ROWS, trainer_here
+from tests.onpolicy.run.supervised.test_supervised_run import ROWS, trainer_here
 from tests.support.train_runs import ROOT
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.runs]

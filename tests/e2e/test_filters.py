@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from onpolicy.errors import ParityError
-from onpolicy.ops import cuts
-from onpolicy.ops.cuts import Cut
-from onpolicy.ops.kept_tokens import packed, unpacked
-from onpolicy.rollout.sampling import greedy, trajectories_of
-from onpolicy.types import Prompt, Sample, TrainSample
+from onpolicy.ops import kept_tokens
+from onpolicy.ops.kept_tokens import Cut, packed, unpacked
+from onpolicy.rollout.sample_requests import trajectories_of
+from onpolicy.types import Prompt, Sample
 from tests.support.engines_fixture import make_requests
 
 FILTERS = {"top_k": 60, "top_p": 0.8, "min_p": 0.02}
@@ -44,22 +43,6 @@ def trajectories(engines, requests):
     return trajectories_of(requests, answers[:12])
 
 
-def test_a_greedy_answer_beside_them_is_that_of_the_whole_vocabulary(
-    engines, requests, monkeypatch
-):
-    """At each temperature the tokens of a request of temperature 0, and a log-probability among all."""
-    monkeypatch.setattr(engines.trainer.learner, "cut", Cut.of(-1, 1.0, 0.0))
-    alone = make_requests(3, seed=23, max_new_tokens=20)
-    asked = [greedy(request) for request in with_filters(alone, **FILTERS)]
-    answers = engines.generate([*requests[:5], *asked])[5:]
-    for request, answer in zip(asked, answers, strict=True):
-        params = dataclasses.replace(request.params, temperature=0.0, top_k=-1)
-        (coldest,) = engines.generate([dataclasses.replace(request, params=params)])
-        assert answer.response_ids == coldest.response_ids and answer.kept_tokens == []
-        (scores,) = engines.score([request], [answer], request.params.temperature)
-        assert scores.tolist() == answer.rollout_log_probs
-
-
 @pytest.fixture(autouse=True)
 def _cut(engines, monkeypatch):
     """As --rollout-top-k, -p and --rollout-min-p of a run set it."""
@@ -69,8 +52,11 @@ def _cut(engines, monkeypatch):
 def samples_of(trajectories, **more):
     prompt = Prompt(index=0, prompt_ids=[5], label="", text="")
     return [
-        TrainSample(
-            sample=Sample(prompt=prompt, sample_index=i, trajectory=t, reward=(-1.0) ** i),
+        Sample(
+            prompt=prompt,
+            sample_index=i,
+            trajectory=t,
+            reward=(-1.0) ** i,
             group=0,
             episode=i,
             **more,
@@ -118,12 +104,12 @@ def test_without_the_sets_every_token_differs_that_was_drawn_from_fewer(engines,
 
 def test_a_cut_in_another_order_is_found(engines, trajectories, monkeypatch):
     def top_p_first(operators, log_probs, top_k, top_p, min_p):
-        all_of_them, no_limit = torch.full_like(top_k, cuts.ALL), torch.ones_like(top_p)
+        all_of_them, no_limit = torch.full_like(top_k, kept_tokens.ALL), torch.ones_like(top_p)
         by_mass = kept(operators, log_probs, all_of_them, top_p, min_p)
         return by_mass & kept(operators, log_probs, top_k, no_limit, min_p)
 
-    kept = cuts._kept
-    monkeypatch.setattr(cuts, "_kept", top_p_first)
+    kept = kept_tokens._kept
+    monkeypatch.setattr(kept_tokens, "_kept", top_p_first)
     with pytest.raises(ParityError, match="tokens have another log-probability in training"):
         train(engines, trajectories)
 

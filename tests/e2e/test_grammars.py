@@ -3,23 +3,21 @@
 import dataclasses
 import json
 import re
-from functools import partial
 
 import pytest
 import torch
 
 from onpolicy.errors import ContractError, ParityError
-from onpolicy.grammar import Grammar
-from onpolicy.models.grammars import Matcher, require_held
-from onpolicy.ops.cuts import Cut
-from onpolicy.ops.kept_tokens import packed, unpacked
-from onpolicy.rollout.episode_rules import EpisodeRules
-from onpolicy.rollout.episodes import Episode, Rollouter
-from onpolicy.rollout.rounds import Round
-from onpolicy.rollout.sampling import open_group, trajectories_of
+from onpolicy.models.token_grammars import Matcher
+from onpolicy.ops.kept_tokens import WHOLE, Cut, packed, unpacked
+from onpolicy.rollout.rollouter import Episode, Rollouter
+from onpolicy.rollout.sample_requests import open_group, trajectories_of
+from onpolicy.rollout.turns import EpisodeRules
+from onpolicy.trajectory import Grammar
 from onpolicy.types import Prompt, Request, SamplingParams
 from tests.e2e.test_filters import FILTERS, VOCABULARY, train, with_filters
 from tests.support.engines_fixture import make_requests
+from tests.support.episodes import Part
 from tests.support.tiny import make_tokenizer
 
 pytestmark = pytest.mark.engine
@@ -127,18 +125,67 @@ def test_an_answer_goes_on_in_another_request_where_it_was(engines, requests, an
         assert rest.kept_tokens[:length] == answer.kept_tokens[5:]
 
 
+def test_an_answer_that_begins_anew_where_it_was_to_go_on_is_found(engines, requests, answers):
+    """As after a push of a free run, if the engine were not told how far it had come."""
+    asked, begun = requests[:6:2], answers[:6:2]  # after their beginnings other words are allowed
+    anew = [
+        dataclasses.replace(r, prompt_ids=[*r.prompt_ids, *a.response_ids[:5]])
+        for r, a in zip(asked, begun, strict=True)
+    ]
+    joined = [
+        dataclasses.replace(
+            rest,
+            response_ids=[*a.response_ids[:5], *rest.response_ids],
+            rollout_log_probs=[*a.rollout_log_probs[:5], *rest.rollout_log_probs],
+            kept_tokens=[*a.kept_tokens[:5], *rest.kept_tokens],
+            spans=(),
+        )
+        for rest, a in zip(engines.generate(anew), begun, strict=True)
+    ]
+    with pytest.raises(ParityError, match="keeps other"):
+        train(engines, trajectories_of(asked, joined))
+
+
+def test_an_engine_that_goes_on_where_nothing_can_follow_is_found(engines, requests):
+    """The vocabulary has no space; the engine draws what comes after the first token from all of it."""
+    alone = Grammar(kind="regex", text="a[a-f]*", stop_token_ids=(1,))
+    stuck = Grammar(kind="regex", text="a b", stop_token_ids=(1,))
+    (asked,) = within(requests[:1], alone)
+    asked = dataclasses.replace(asked, params=dataclasses.replace(asked.params, max_new_tokens=1))
+    (first,) = engines.generate([asked])
+    free = dataclasses.replace(
+        asked,
+        prompt_ids=[*asked.prompt_ids, *first.response_ids],
+        params=dataclasses.replace(asked.params, grammar=None, max_new_tokens=4),
+    )
+    (rest,) = engines.generate([free])
+    joined = dataclasses.replace(
+        rest,
+        response_ids=[*first.response_ids, *rest.response_ids],
+        rollout_log_probs=[*first.rollout_log_probs, *rest.rollout_log_probs],
+        kept_tokens=[*first.kept_tokens, *[WHOLE] * len(rest.response_ids)],
+        spans=(),
+    )
+    with pytest.raises(ParityError, match=r"^1 of 5 tokens.*keeps other"):
+        train(engines, trajectories_of(within([asked], stuck), [joined]))
+
+
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
         (Grammar(kind="regex", text="(a", stop_token_ids=(1,)), "regex='\\(a'.*parenthesis"),
-        (Grammar(kind="regex", text=" a", stop_token_ids=(1,)), "no token with which"),
-        (Grammar(kind="regex", text="a b", stop_token_ids=(1,)), "no token with which"),
+        (Grammar(kind="regex", text=" a", stop_token_ids=(1,)), "no token of the vocabulary"),
+        (Grammar(kind="regex", text="a b", stop_token_ids=(1,)), "no token of the vocabulary"),
         (
             Grammar(kind="json_schema", text='{"uniqueItems": true}', stop_token_ids=(1,)),
             "uniqueItems",
         ),
+        (
+            Grammar(kind="structural_tag", text='{"structures": [{}]}', stop_token_ids=(1,)),
+            "structural_tag=.*structures.*cannot be held to it",
+        ),
     ],
-    ids=["unreadable", "never", "stuck", "not enforced"],
+    ids=["unreadable", "never", "stuck", "not enforced", "in no form"],
 )
 def test_what_cannot_be_is_refused_and_the_server_goes_on(
     engines, requests, answers, grammar, message
@@ -185,9 +232,9 @@ class Agent(Rollouter):
         return Episode()
 
 
-def test_turns_within_grammars_are_the_same_in_segments_and_trained_bit_for_bit(engines):
+def test_turns_within_grammars_are_the_same_in_parts_and_trained_bit_for_bit(engines):
     params = SamplingParams(temperature=1.0, max_new_tokens=60, stop_token_ids=(1,))
-    rules = EpisodeRules(require_grammar=partial(require_held, contract=engines.contract))
+    rules = EpisodeRules(holds_grammars=lambda: engines.contract.is_aligned)
 
     def roll_out(most):
         prompt = Prompt(index=0, prompt_ids=[9, 8, 7], label="", text="")
@@ -196,9 +243,9 @@ def test_turns_within_grammars_are_the_same_in_segments_and_trained_bit_for_bit(
             for seed in range(4)
         ]
         group = open_group(0, prompt, requests, Agent(), rules)
-        while not all(each.is_complete for each in group.episodes):
-            engines.work(Round(group.episodes, most, 0))
-        return [each.trajectories[0] for each in group.episodes]
+        while not all(each.is_complete for each in group):
+            engines.work(Part(group, most, 0))
+        return [each.trajectories[0] for each in group]
 
     whole = roll_out(None)
     for ours, theirs in zip(roll_out(3), whole, strict=True):

@@ -8,7 +8,7 @@ import torch
 from onpolicy.config import groups
 from onpolicy.models.lora.merged import Updates
 from onpolicy.parity import compare_log_probs
-from onpolicy.run.commands.verify import fill_with_drawn
+from onpolicy.run.commands.verification import fill_with_drawn
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.train import make_trainer
 from tests.support.engines_fixture import make_engines, make_requests, running
@@ -40,7 +40,7 @@ def k3_of(pair, monkeypatch):
     pair.push_weights(pair.weight_version + 1)
     (client,) = pair.rollout.clients
     assert client.report()["weights"] == pair.weight_digest
-    return scored(pair).metrics()["train/k3_kl"], trainer.outlet.metrics
+    return scored(pair).metrics()["train/k3_kl"], trainer.push_metrics
 
 
 def scored(pair):

@@ -3,8 +3,8 @@
 import pytest
 
 from onpolicy.config.groups import ModelConfig
-from onpolicy.config.tools import VerifyConfig
-from onpolicy.run.commands.verify import passes, verify
+from onpolicy.config.tool_flags import VerifyConfig
+from onpolicy.run.commands.verification import passes, verify
 from tests.support.published import DEQUANTIZED, make_published
 
 pytestmark = pytest.mark.engine

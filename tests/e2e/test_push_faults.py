@@ -1,4 +1,4 @@
-"""Engines that die or hang while weights are pushed: started again, pushed to again, the same bits."""
+"""Engines that die or hang, while weights are pushed or not: started again, pushed to, the same bits."""
 
 import itertools
 import signal
@@ -8,16 +8,21 @@ import psutil
 import pytest
 
 from onpolicy.config import groups
-from onpolicy.config.tools import VerifyConfig
+from onpolicy.config.tool_flags import VerifyConfig
 from onpolicy.errors import EngineError
 from onpolicy.rollout.sglang import SglangGroup
-from onpolicy.run.commands.verify import draw_adapters
+from onpolicy.run.commands.verification import draw_adapters
 from onpolicy.weights.push import push_weights
 from onpolicy.weights.transports import make_transport
-from onpolicy.weights.transports.by_host import ByHostTransport
-from onpolicy.weights.transports.distributed import DistributedTransport
+from onpolicy.weights.transports.broadcast import ByHostTransport, DistributedTransport
 from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
-from tests.support.engines_fixture import hanging_is_noticed, make_engines, make_requests, running
+from tests.support.engines_fixture import (
+    hanging_is_noticed,
+    make_engines,
+    make_requests,
+    running,
+    served,
+)
 from tests.support.processes import engine_processes, is_gone
 from tests.support.train_runs import TWO_RANKS, finish, run_hash
 
@@ -49,8 +54,8 @@ def expected(pair):
     return sampled(pair), pair.weight_digest
 
 
-def sampled(pair):
-    return [(c.response_ids, c.rollout_log_probs) for c in pair.generate(REQUESTS)]
+def sampled(pair, requests=REQUESTS):
+    return [(c.response_ids, c.rollout_log_probs) for c in pair.generate(requests)]
 
 
 def test_a_push_reaches_an_engine_here_and_one_elsewhere_each_its_way(pair, expected):
@@ -69,7 +74,7 @@ def test_a_group_is_kept_from_push_to_push_until_one_of_its_engines_is_started_a
 ):
     """Killed while idle: no push has failed by which the group could be known to be useless."""
     transport = DistributedTransport()
-    monkeypatch.setattr(pair.trainer.outlet, "transport", transport)
+    monkeypatch.setattr(pair.trainer, "transport", transport)
     groups = []
     for engine_dies in (False, False, True, False):
         if engine_dies:
@@ -136,7 +141,7 @@ FAULTS = [
 def test_a_process_that_is_killed_during_a_push_costs_a_restart_and_no_bit(
     pair, expected, monkeypatch, tmp_path, way, engine, path, process
 ):
-    monkeypatch.setattr(pair.trainer.outlet, "transport", make_transport(way, tmp_path / "w"))
+    monkeypatch.setattr(pair.trainer, "transport", make_transport(way, tmp_path / "w"))
     with hanging_is_noticed(pair, after=9.0):  # a child may hold a dead one's socket
         struck = strike(pair, monkeypatch, engine, path, process)
         pair.push_weights(next(versions))
@@ -157,6 +162,27 @@ def test_an_engine_that_hangs_during_a_push_is_given_up_in_time(
     assert (sampled(pair), pair.weight_digest) == expected
 
 
+def test_an_engine_that_hangs_while_it_samples_is_found_by_its_health_checks(
+    pair, monkeypatch, caplog
+):
+    """When the first response comes, others are far from done."""
+    requests = [*REQUESTS, *make_requests(24, seed=31, max_new_tokens=100)]
+    before = sampled(pair, requests)
+    frozen = engine_processes(pair.rollout.servers[0])
+    guard = frozen.pop("guard")  # which waits for us, and for nothing in the server
+
+    def freeze(done, tokens):
+        pair.on_progress = pair.rollout.on_progress = lambda done, tokens: None
+        for process in frozen.values():
+            process.send_signal(signal.SIGSTOP)
+
+    monkeypatch.setattr(pair, "on_progress", freeze)
+    with hanging_is_noticed(pair, after=9.0):
+        assert sampled(pair, requests) == before
+    assert "failed its health checks for 9 s" in caplog.text
+    assert all(map(is_gone, [guard, *frozen.values()]))
+
+
 def test_the_push_after_a_broken_one_is_not_the_broken_ones(pair, expected, monkeypatch):
     """A session that stays open, with half of the weights, and no engine that died."""
     for client in pair.rollout.clients:
@@ -173,7 +199,7 @@ def test_an_error_that_no_engine_died_of_is_raised(pair, monkeypatch):
     def break_down(*_):
         raise Breaks
 
-    monkeypatch.setattr(pair.trainer.outlet.transport, "send", break_down)
+    monkeypatch.setattr(pair.trainer.transport, "send", break_down)
     with pytest.raises(Breaks):
         pair.push_weights(next(versions))
     monkeypatch.undo()
@@ -183,13 +209,13 @@ def test_an_error_that_no_engine_died_of_is_raised(pair, monkeypatch):
 KILLED_IN_A_PUSH = """
 import os, psutil, torch
 from onpolicy.rollout.client import EngineClient
-from tests.support.processes import is_guard
+from tests.support.processes import command_line, is_guard
 post, struck = EngineClient.post, []
 def post_and_kill(self, path, body, num_bytes=0):
     is_ours = torch.distributed.get_rank() == 1
     if is_ours and path.startswith("/update") and body["weight_version"] == "1" and not struck:
         struck.append(path)
-        (run,) = (p for p in psutil.Process().parents() if "run.py train" in " ".join(p.cmdline()))
+        (run,) = (p for p in psutil.Process().parents() if "run.py train" in command_line(p))
         _, guard = sorted(filter(is_guard, run.children()), key=lambda process: process.pid)
         guard.children()[0].kill()
     return post(self, path, body, num_bytes)
@@ -209,8 +235,16 @@ def test_two_ranks_that_each_send_to_a_server_send_again_and_end_with_the_same_h
     assert run_hash(output) == run_hash(plain)
 
 
+def test_a_fixed_port_can_be_taken_again_at_once(pair):
+    """As --rollout-base-port asks for it, in a run that follows another."""
+    stopped = pair.rollout.servers[1]
+    stopped.stop()
+    with served(stopped.spec, stopped.log_file, stopped.port):
+        pass
+
+
 def test_an_engine_of_someone_else_ends_the_run_at_once_with_its_url_and_the_remedy(pair):
-    """The last test: it leaves an engine dead."""
+    """The last test: it leaves engines dead."""
     server = pair.rollout.servers[0]
     for_ever = 1e6  # which one that hangs may take
     config = groups.EngineConfig(rollout_server_url=(server.url,), rollout_health_timeout=for_ever)
@@ -218,6 +252,6 @@ def test_an_engine_of_someone_else_ends_the_run_at_once_with_its_url_and_the_rem
     psutil.Process(engine_processes(server)["http"].pid).kill()
     buckets = pair.trainer.policy.weight_buckets(1 << 20)
     with pytest.raises(EngineError):
-        push_weights(buckets, theirs.clients, pair.trainer.outlet.transport, next(versions))
+        push_weights(buckets, theirs.clients, pair.trainer.transport, next(versions))
     with pytest.raises(EngineError, match=rf"{server.url}.*did not start.*onpolicy serve"):
         theirs.revive()

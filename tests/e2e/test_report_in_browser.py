@@ -11,7 +11,7 @@ from PIL import Image, ImageColor
 
 from onpolicy.cli.main import main
 from onpolicy.explain.findings import render, told
-from tests.onpolicy.report.test_episodes import FAILED, given, sample, sampled
+from tests.onpolicy.report.test_episode_page import FAILED, given, sample, sampled
 from tests.support.explained import RESULT
 from tests.support.fake_runs import HOSTILE, aligned_run, governed_run, stock_run, write_run
 
@@ -96,15 +96,12 @@ def test_it_draws_every_run_thin_and_every_groups_median_bold(opened):
 def test_every_panel_with_data_has_curves_in_it(opened):
     panels = opened.find_elements("css selector", ".panel")
     assert {"Reward", "Lambda", "Learning rate", "Gradient norm", "Effective sample size"} <= {
-        panel.get_attribute("data-panel") for panel in panels
+        each.get_attribute("data-panel") for each in panels
     }
-    assert all(count(panel, '.curve[d^="M"]') for panel in panels)
-    assert "NaN" not in "".join(panel.get_attribute("outerHTML") for panel in panels)
-
-
-def test_a_gradient_that_is_not_a_number_breaks_the_line(opened):
+    assert all(count(each, '.curve[d^="M"]') for each in panels)
+    assert "NaN" not in "".join(each.get_attribute("outerHTML") for each in panels)
     curve = panel(opened, "Gradient norm").find_element("css selector", '[data-run="2"]')
-    assert curve.get_attribute("d").count("M") == 2
+    assert curve.get_attribute("d").count("M") == 2  # one of its numbers is NaN: the line breaks
 
 
 def test_the_legend_hides_a_run_and_a_group(opened):

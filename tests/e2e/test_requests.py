@@ -5,14 +5,13 @@ And n samples of one request are n different ones, each of which can be had alon
 
 import dataclasses
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
 
 from onpolicy.run.launch.contracts import contract_for
-from sglang_patches.harmful_requests import MOST_SAMPLES
-from sglang_patches.request_seeds import next_seed
+from sglang_patches.requests import MOST_SAMPLES, next_seed
 from tests.support.engines_fixture import make_engines, served
 
 pytestmark = pytest.mark.engine
@@ -26,7 +25,6 @@ PARAMS = {"max_new_tokens": 4, "temperature": 1.0, "sampling_seed": 3, "ignore_e
 
 @pytest.fixture(scope="module")
 def stock(checkpoint, tmp_path_factory):
-    """A server of the stock contract."""
     directory = tmp_path_factory.mktemp("stock")
     pair = make_engines(checkpoint, directory)
     contract = contract_for(pair.config, pair.hf_config, aligned=False)
@@ -37,7 +35,6 @@ def stock(checkpoint, tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["aligned", "stock"])
 def server(request):
-    """Servers of both contracts."""
     if request.param == "stock":
         return request.getfixturevalue("stock")
     return request.getfixturevalue("engines").rollout.servers[0]
@@ -128,21 +125,20 @@ def fields_of_a_request():
 
 
 def test_no_value_of_any_field_ends_a_server(server):
-    for is_parameter, name in fields_of_a_request():
-        for value in NASTY:
-            changes = {name: value}
-            ask(server, **({"sampling_params": PARAMS | changes} if is_parameter else changes))
-        assert is_well(server), name
+    def ask_for(changes, is_parameter):
+        ask(server, **({"sampling_params": PARAMS | changes} if is_parameter else changes))
+
+    with ThreadPoolExecutor(len(NASTY)) as pool:
+        for is_parameter, name in fields_of_a_request():
+            asked = [pool.submit(ask_for, {name: value}, is_parameter) for value in NASTY]
+            assert all(each.result() is None for each in asked)
+            assert is_well(server), name
 
 
 def test_two_requests_of_one_name_at_once_do_not_end_a_server(server):
-    askers = [
-        threading.Thread(target=ask, args=(server,), kwargs={"rid": "same"}) for _ in range(8)
-    ]
-    for asker in askers:
-        asker.start()
-    for asker in askers:
-        asker.join()
+    with ThreadPoolExecutor(8) as pool:
+        for asked in [pool.submit(ask, server, rid="same") for _ in range(8)]:
+            asked.exception()
     assert is_well(server)
 
 

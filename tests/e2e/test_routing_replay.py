@@ -8,17 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onpolicy.config import TrainConfig, groups
+from onpolicy.config import TrainConfig
 from onpolicy.models.hf_config import load_config
-from onpolicy.rollout.sampling import trajectories_of
+from onpolicy.rollout.sample_requests import trajectories_of
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.contracts import contract_for
+from onpolicy.run.launch.engine_specs import replays_routing
 from onpolicy.train import distributed
-from onpolicy.types import Prompt, Sample, TrainSample
+from onpolicy.types import Prompt, Sample
 from onpolicy.weights.push import push_weights
 from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
 from tests.support.engines_fixture import make_requests, running
 from tests.support.tiny import make_checkpoint
+from tests.support.unstarted_run import changed
 
 pytestmark = pytest.mark.engine
 
@@ -30,14 +32,12 @@ def pair(tmp_path_factory):
     distributed.init_process_group()
     path = str(make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3-moe"))
     hf_config = load_config(path)
-    config = TrainConfig(
-        model=groups.ModelConfig(hf_checkpoint=path, dtype="bfloat16"),
-        rollout=groups.RolloutConfig(num_rollout=1, rollout_batch_size=1, n_samples_per_prompt=2),
-        engine=groups.EngineConfig(cpu_threads=1),
-        trainer=groups.TrainerConfig(max_tokens_per_gpu=500),
-        fallback=groups.FallbackConfig(use_rollout_routing_replay=True, get_mismatch_metrics=True),
+    config = changed(
+        TrainConfig(), hf_checkpoint=path, dtype="bfloat16", num_rollout=1, rollout_batch_size=1,
+        n_samples_per_prompt=2, cpu_threads=1, max_tokens_per_gpu=500,
+        use_rollout_routing_replay=True, get_mismatch_metrics=True,
         sglang_args=("--chunked-prefill-size", "48"),
-    )
+    )  # fmt: skip
     contract = contract_for(config, hf_config, aligned=False)
     directory = tmp_path_factory.mktemp("run")
     with running(EnginePair(config, hf_config, contract, directory)) as pair:
@@ -46,7 +46,7 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rollout(pair):
-    assert pair.replays_routing
+    assert replays_routing(pair.config, pair.contract)
     buckets = with_other_routers(pair.trainer.policy.weight_buckets(1 << 20))
     push_weights(buckets, pair.rollout.clients, SharedMemoryTransport(), "other routers")
     requests = [
@@ -69,13 +69,11 @@ def with_other_routers(buckets):
 
 def train_samples(requests, completions):
     return [
-        TrainSample(
-            sample=Sample(
-                prompt=Prompt(index=i, prompt_ids=request.prompt_ids, label="", text=""),
-                sample_index=0,
-                trajectory=trajectory,
-                reward=(-1.0) ** i,
-            ),
+        Sample(
+            prompt=Prompt(index=i, prompt_ids=request.prompt_ids, label="", text=""),
+            sample_index=0,
+            trajectory=trajectory,
+            reward=(-1.0) ** i,
             group=0,
             episode=i,
         )

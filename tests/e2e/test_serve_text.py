@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy
@@ -13,17 +11,18 @@ import pytest
 import requests
 
 from onpolicy.cli.main import main
-from onpolicy.grammar import Grammar
 from onpolicy.models.hf_config import load_config
-from onpolicy.outputs.trajectories import read
 from onpolicy.rollout.client import EngineClient
-from onpolicy.rollout.sampling import sampling_seed
+from onpolicy.rollout.sample_requests import sampling_seed
 from onpolicy.run.launch.stop_tokens import stop_token_ids
+from onpolicy.system.records import Shape
+from onpolicy.trajectory import Grammar, Trajectory
 from onpolicy.types import Request, SamplingParams
 from tests.support.clients import client_of
 from tests.support.proxies import recording_proxy
 from tests.support.serving import serving
 from tests.support.tiny import make_tokenizer
+from tests.support.train_runs import onpolicy
 
 pytestmark = pytest.mark.engine
 
@@ -170,15 +169,6 @@ def test_a_completion_is_the_sample_of_a_run_with_that_seed(engines, client, tem
         assert choice.text == make_tokenizer().decode(kept, skip_special_tokens=True)
 
 
-def test_its_log_probabilities_are_the_trainers(engines, client):
-    request = a_runs_requests(PROMPTS)[3]
-    (choice,) = ask(client, PROMPTS[3], request.sampling_seed).choices
-    sequence = request.prompt_ids + choice.token_ids
-    (trained,) = engines.trainer.log_probs([sequence], [len(request.prompt_ids)], 1.0)
-    sampled = numpy.array(choice.logprobs.token_logprobs, numpy.float32)
-    assert sampled.tobytes() == trained.numpy().tobytes()
-
-
 def test_a_stream_is_the_same_sample_piece_by_piece(client):
     (whole,) = ask(client, PROMPTS[0], 5).choices
     pieces = [chunk.choices[0] for chunk in ask(client, PROMPTS[0], 5, stream=True)]
@@ -209,22 +199,17 @@ def test_a_chat_is_sampled_from_its_template_without_the_checkpoints_own_filters
 def test_generate_takes_text_too_and_a_run_may_use_this_server(engines, server):
     url, key = server
     run = EngineClient(url, key, 60, 60)
-    ours = a_runs_requests(PROMPTS, return_entropy=True)
+    ours = a_runs_requests(PROMPTS)
     for prompt, request, completion in zip(PROMPTS, ours, engines.generate(ours), strict=True):
         body = {
             "text": prompt,
             "return_logprob": True,
-            "sampling_params": {
-                "max_new_tokens": LENGTH,
-                "sampling_seed": request.sampling_seed,
-                "custom_params": {"entropy": True},
-            },
+            "sampling_params": {"max_new_tokens": LENGTH, "sampling_seed": request.sampling_seed},
         }
         answer = requests.post(f"{url}/generate", json=body, headers=run.headers).json()
         pairs = answer["meta_info"]["output_token_logprobs"]
         assert same(completion, [pair[1] for pair in pairs], [pair[0] for pair in pairs])
         assert answer["output_ids"] == completion.response_ids
-        assert answer["meta_info"]["entropy"] == completion.entropy != []
 
 
 def test_without_a_seed_the_same_question_has_several_answers(client):
@@ -256,18 +241,26 @@ def test_a_field_that_changes_the_distribution_is_refused_by_name(client, fields
             create(model="any", max_tokens=4, stream=stream, **prompt, **fields)
 
 
-def test_what_a_completion_would_ignore_is_refused(client):
-    message = "best_of=3: not available in true-on-policy mode"
-    with pytest.raises(openai.BadRequestError, match=message):
-        client.completions.create(model="any", prompt="x", best_of=3)
-    with pytest.raises(openai.BadRequestError, match="suffix='y': the server would not read it"):
-        client.completions.create(model="any", prompt="x", suffix="y")
+def test_a_format_that_would_keep_an_answer_from_calling_a_tool_is_refused(client):
+    tool, form = {"name": "add", "parameters": {}}, {"type": "json_object"}
+    with pytest.raises(openai.BadRequestError, match="type=json_object beside tools"):
+        client.chat.completions.create(
+            model="any",
+            messages=[USER],
+            tools=[{"type": "function", "function": tool}],
+            response_format=form,
+        )
+    with pytest.raises(openai.BadRequestError, match="type=json_object beside tools"):
+        client.responses.create(
+            model="any", input="x", tools=[{"type": "function", **tool}], text={"format": form}
+        )
 
 
-def echoed(client, prompt, **fields):
-    """The texts, log-probabilities and alternatives of a prompt that is sent back, and of its answer."""
+def echoed(client, prompt, max_tokens=4, **fields):
+    """The texts, log-probabilities and alternatives of a prompt that is sent back, and of its answer;
+    and how that ends."""
     answer = client.completions.create(
-        model="any", prompt=prompt, echo=True, seed=5, max_tokens=4, **fields
+        model="any", prompt=prompt, echo=True, seed=5, max_tokens=max_tokens, **fields
     )
     pieces = [chunk.choices[0] for chunk in answer] if "stream" in fields else answer.choices
     parts = [piece.logprobs for piece in pieces if piece.logprobs]
@@ -275,25 +268,28 @@ def echoed(client, prompt, **fields):
         "".join(piece.text for piece in pieces),
         [x for part in parts for x in part.token_logprobs],
         [x for part in parts for x in part.top_logprobs or []],
+        pieces[-1].finish_reason,
     )
 
 
+@pytest.mark.parametrize("max_tokens", [0, 4])  # without an answer, and with one
 @pytest.mark.parametrize("fields", [{}, {"stream": True}], ids=["whole", "streamed"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_an_echo_has_the_prompts_log_probabilities_and_they_are_the_trainers(
-    engines, client, temperature, fields
+    engines, client, temperature, fields, max_tokens
 ):
-    prompt = PROMPTS[3]
-    text, numbers, _ = echoed(client, prompt, temperature=temperature, logprobs=0, **fields)
+    prompt, asked = PROMPTS[3], {"temperature": temperature, "logprobs": 2, **fields}
+    text, numbers, top, ended = echoed(client, prompt, max_tokens, **asked)
     sequence = make_tokenizer().encode(text)
-    assert text.startswith(prompt) and len(sequence) == len(numbers) == len(prompt) + 4
+    assert text.startswith(prompt) and ended == "length"
+    assert len(sequence) == len(numbers) == len(top) == len(prompt) + max_tokens
     (expected,) = engines.trainer.log_probs([sequence], [1], temperature)
     assert numbers[0] is None
     assert numpy.array(numbers[1:], numpy.float32).tobytes() == expected.numpy().tobytes()
 
 
 def test_an_echo_has_as_many_alternatives_as_were_asked_for(client):
-    text, numbers, top = echoed(client, PROMPTS[0], logprobs=2)
+    text, numbers, top, _ = echoed(client, PROMPTS[0], logprobs=2)
     assert (text, numbers) == echoed(client, PROMPTS[0], logprobs=0)[:2]
     assert top[0] is None and {len(row) for row in top[1:]} == {2}
     assert all(max(row.values()) >= x for row, x in zip(top[1:], numbers[1:], strict=True))
@@ -342,16 +338,23 @@ def test_a_chat_has_the_prompt_logprobs_of_what_its_template_writes(engines, cli
     assert [len(choice.logprobs.content) for choice in answer.choices] == [2, 2]
 
 
+OF_PROMPTS = {"extra_body": {"prompt_logprobs": 1}}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"best_of": 3}, "best_of=3: not available in true-on-policy mode"),
+        ({"suffix": "y"}, "suffix='y': the server would not read it"),
+        ({"max_tokens": -1}, "max_tokens must be positive"),
+        ({"extra_body": {"regex": "("}}, r"regex='\('.*parenthesis"),
         ({"extra_body": {"prompt_logprobs": -1}}, "prompt_logprobs=-1: must be a whole number"),
         ({"extra_body": {"prompt_logprobs": True}}, "prompt_logprobs=True: must be"),
-        ({"extra_body": {"prompt_logprobs": 1}, "stream": True}, "prompt_logprobs=1: a stream has"),
-        ({"extra_body": {"prompt_logprobs": 1}, "logprobs": 3}, "prompt_logprobs=1: .*of which 3"),
+        ({**OF_PROMPTS, "stream": True}, "prompt_logprobs=1: a stream has"),
+        ({**OF_PROMPTS, "logprobs": 3}, "prompt_logprobs=1: .*of which 3"),
     ],
 )
-def test_prompt_logprobs_that_cannot_be_answered_are_refused(client, fields, message):
+def test_what_a_completion_cannot_be_asked_is_refused(client, fields, message):
     with pytest.raises(openai.BadRequestError, match=message):
         client.completions.create(model="any", prompt="x", **fields)
 
@@ -468,23 +471,6 @@ def test_a_message_that_the_template_leaves_out_is_refused(client, message, refu
         chat(client, [USER, message, USER], max_tokens=1)
 
 
-@pytest.mark.parametrize("fields", [{}, {"stream": True}], ids=["whole", "streamed"])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_a_limit_of_no_token_scores_what_was_sent(engines, client, temperature, fields):
-    answer = client.completions.create(
-        model="any", prompt=PROMPTS[3], echo=True, max_tokens=0, logprobs=2, seed=5,
-        temperature=temperature, **fields,
-    )  # fmt: skip
-    pieces = [chunk.choices[0] for chunk in answer] if fields else answer.choices
-    numbers = [x for piece in pieces if piece.logprobs for x in piece.logprobs.token_logprobs]
-    likeliest = [x for piece in pieces if piece.logprobs for x in piece.logprobs.top_logprobs]
-    (expected,) = engines.trainer.log_probs([make_tokenizer().encode(PROMPTS[3])], [1], temperature)
-    assert "".join(piece.text for piece in pieces) == PROMPTS[3]
-    assert pieces[-1].finish_reason == "length" and numbers[0] is None
-    assert numpy.array(numbers[1:], numpy.float32).tobytes() == expected.numpy().tobytes()
-    assert len(likeliest) == len(numbers)
-
-
 def test_several_texts_are_scored_at_once_as_an_evaluation_harness_asks_for_it(engines, client):
     texts = [make_tokenizer().encode(prompt) for prompt in PROMPTS]
     answer = client.completions.create(
@@ -501,8 +487,6 @@ def test_no_token_is_no_token_under_either_name_of_the_limit(client):
     for name in ("max_tokens", "max_completion_tokens"):
         answer = client.chat.completions.create(model="any", messages=[USER], **{name: 0})
         assert answer.usage.completion_tokens == 0 and answer.choices[0].message.content == ""
-    with pytest.raises(openai.BadRequestError, match="max_tokens must be positive"):
-        client.completions.create(model="any", prompt="x", max_tokens=-1)
 
 
 NEUTRAL = {
@@ -558,7 +542,7 @@ def test_what_a_client_had_sampled_in_a_session_has_the_trainers_log_probabiliti
     assert not found["failures"] and found["metrics"]["gateway/num_answers"] == 2
     # The template ends with `=`, and has none before the answer when the chat goes on: it drifts.
     assert found["metrics"]["gateway/num_drifts"] == 1 < len(found["trajectories"])
-    for trajectory in map(read, found["trajectories"]):
+    for trajectory in map(Shape(Trajectory, is_open=True).take, found["trajectories"]):
         (trained,) = engines.trainer.log_probs([trajectory.token_ids], [1], 1.0)
         theirs = trained.numpy()[numpy.array(trajectory.sampled[1:])]
         ours = numpy.array(trajectory.rollout_log_probs, numpy.float32)
@@ -569,9 +553,7 @@ def test_a_checkpoint_without_a_tokenizer_is_refused_before_anything_starts(chec
     model = shutil.copytree(checkpoint, tmp_path / "model")
     for file in model.glob("token*"):
         file.unlink()
-    command = [sys.executable, "-m", "onpolicy.cli", "serve", "--hf-checkpoint", str(model)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert done.returncode == 2
+    done = onpolicy("serve", "--hf-checkpoint", model, code=2, cwd=tmp_path)
     assert "its tokenizer has no tokens" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -633,8 +615,3 @@ def test_a_call_that_is_forced_is_made(client):
         ).choices  # fmt: skip
         (call,) = json.loads(answer.message.content)  # which a --sglang-tool-call-parser reads
         assert call["name"] == "f" and set(call["parameters"]) == {"n"}
-
-
-def test_a_grammar_that_cannot_be_read_is_refused(client):
-    with pytest.raises(openai.BadRequestError, match=r"regex='\('.*parenthesis"):
-        client.completions.create(model="any", prompt="x", max_tokens=4, extra_body={"regex": "("})

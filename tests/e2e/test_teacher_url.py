@@ -73,7 +73,7 @@ def samples(engines):
 
 def test_the_students_own_server_says_what_the_student_says(engines, config, samples):
     asked = TeacherServers(config).score(samples)
-    assert all(s.teacher_log_probs == s.sample.rollout_log_probs for s in asked)
+    assert all(s.teacher_log_probs == s.rollout_log_probs for s in asked)
     metrics = make_trainer(config, engines.contract, 1).train(asked, 0, [1e-3]).metrics
     assert (metrics[KL], metrics[DIFFERENCE], metrics["train/grad_norm"]) == (0.0, 0.0, 0.0)
     assert metrics["parity/num_mismatched_tokens"] == 0 < metrics["parity/num_compared_tokens"]
@@ -91,7 +91,7 @@ def test_one_of_whose_weights_is_an_ulp_off_says_something_else(engines, config,
     finally:
         weight.copy_(kept)
         engines.push_weights(0)
-    assert not any(s.teacher_log_probs == s.sample.rollout_log_probs for s in asked)
+    assert not any(s.teacher_log_probs == s.rollout_log_probs for s in asked)
     metrics = make_trainer(config, engines.contract, 1).train(asked, 0, [1e-3]).metrics
     assert metrics[DIFFERENCE] > 0 < metrics["train/grad_norm"]
     metrics = make_trainer(as_loss, engines.contract, 1).train(also_asked, 0, [1e-3]).metrics
@@ -125,9 +125,9 @@ def test_samples_go_to_the_teacher_that_their_row_names(config, samples):
     flags = replace(config.distillation, teacher_url=urls, teacher_key="by")
     routed = replace(config, distillation=flags, reward=replace(config.reward, rm_retries=0))
     for one, name in zip(samples, ("own", "gone"), strict=False):
-        one.sample.prompt.metadata["by"] = name
+        one.prompt.metadata["by"] = name
     (asked,) = TeacherServers(routed).score(samples[:1])
-    assert asked.teacher_log_probs == asked.sample.rollout_log_probs
+    assert asked.teacher_log_probs == asked.rollout_log_probs
     message = (
         r"--teacher-url=http://\S+: prompt 1, sample 0: the teacher had no answer from .*--load"
     )

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from onpolicy.errors import EngineError, ParityError
-from onpolicy.rollout.episodes import Episode, Rollouter
-from onpolicy.rollout.rounds import Round
-from onpolicy.rollout.sampling import open_group, sample_groups
-from onpolicy.types import Prompt, TrainSample
+from onpolicy.rollout.rollouter import Episode, Rollouter
+from onpolicy.rollout.sample_requests import open_group, sample_groups
+from onpolicy.types import Prompt
 from tests.support.engines_fixture import make_requests
+from tests.support.episodes import Part
 
 GIVEN = [5, 6, 7, 8]
 LONGEST = 24
@@ -45,7 +45,7 @@ class Branches(Rollouter):
 
 
 def drawn(engines, most, rollouter=None):
-    """Twelve episodes in rounds of so many tokens; any of 30 tokens of 137 ends an answer."""
+    """Twelve episodes, interrupted after so many tokens; any of 30 tokens of 137 ends an answer."""
     rollouter, groups = rollouter or StopsInTheMiddle(), []
     for i, request in enumerate(make_requests(12, seed=7, max_new_tokens=LONGEST)):
         params = dataclasses.replace(
@@ -54,8 +54,8 @@ def drawn(engines, most, rollouter=None):
         prompt = Prompt(index=i, prompt_ids=request.prompt_ids, label="", text="")
         request = dataclasses.replace(request, params=params)
         groups.append(open_group(i, prompt, [request], rollouter))
-    while episodes := [episode for group in groups for episode in group.unfinished]:
-        engines.work(Round(episodes, most, engines.weight_version, by_token=True))
+    while episodes := [each for group in groups for each in group if not each.is_complete]:
+        engines.work(Part(episodes, most, engines.weight_version, by_token=True))
     found = sample_groups(groups, lambda token_ids: [""] * len(token_ids))
     return [sample for group in found for sample in group.samples]
 
@@ -72,7 +72,7 @@ def samples(engines):
 
 def train_samples(samples):
     return [
-        TrainSample(sample=dataclasses.replace(s, reward=(-1.0) ** i), group=0, episode=i)
+        dataclasses.replace(s, reward=(-1.0) ** i, group=0, episode=i)
         for i, s in enumerate(samples)
     ]
 
@@ -87,7 +87,7 @@ def test_every_token_of_every_turn_has_the_log_probability_of_the_trainer(engine
     assert metrics["parity/num_compared_tokens"] == 12 * LONGEST
 
 
-def test_turns_that_are_drawn_in_rounds_have_the_same_tokens_and_bits(engines, samples):
+def test_turns_that_are_interrupted_have_the_same_tokens_and_bits(engines, samples):
     again = drawn(engines, 5)
     for sample, same in zip(samples, again, strict=True):
         assert same.token_ids == sample.token_ids
@@ -121,7 +121,7 @@ def test_every_branch_has_the_log_probabilities_of_the_trainer_at_its_temperatur
     assert metrics["parity/num_compared_tokens"] == count
 
 
-def test_neither_rounds_nor_what_tools_take_change_a_branch(engines, branches):
+def test_neither_interruptions_nor_what_tools_take_change_a_branch(engines, branches):
     again = drawn(engines, 4, Branches())
     fields = ("token_ids", "sampled", "rollout_log_probs", "temperatures", "forks")
     for sample, same in zip(branches, again, strict=True):

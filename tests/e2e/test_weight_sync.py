@@ -74,8 +74,6 @@ def test_new_weights_arrive_bit_for_bit(engines, client, way, tmp_path):
 
 
 class Named(SharedMemoryTransport):
-    """Writes down the names of what it sends."""
-
     def __init__(self):
         super().__init__()
         self.names = []
@@ -97,7 +95,7 @@ def test_frozen_weights_travel_once_and_stay_what_the_server_computes_with(
     for _ in range(3):
         perturb(engines.trainer)
         version, outlet.transport = next(versions), Named()
-        digest = outlet.push([client], version, engines.contract)
+        digest = outlet.push([client], version)
         sent.append(outlet.transport.names)
         wrong, _ = mismatches(engines, version)
         assert (wrong, client.report()["weights"]) == (0, digest)
@@ -107,12 +105,10 @@ def test_frozen_weights_travel_once_and_stay_what_the_server_computes_with(
     with torch.no_grad():
         first_layer[0].mul_(1.01)
     with pytest.raises(WeightSyncError, match="weights that are not trained have changed"):
-        outlet.push([client], next(versions), engines.contract)
+        outlet.push([client], next(versions))
 
 
 class Calls:
-    """An engine's client that writes down what is posted."""
-
     def __init__(self, client):
         self.client, self.posted = client, []
 
@@ -158,8 +154,6 @@ class FlipsABit(SharedMemoryTransport):
 
 
 class LosesATensor(SharedMemoryTransport):
-    """Does not send a norm's weight."""
-
     def send(self, bucket, engines, version):
         kept = [(name, t) for name, t in bucket if name != "model.norm.weight"]
         if kept:

@@ -78,14 +78,6 @@ def test_the_best_policy_calls_for_the_hard_products_alone(problems):
     )
 
 
-def test_calls_are_as_likely_for_every_product():
-    seen, rng = of_example("prepare.py:seen"), random.Random(0)
-    rows = [seen(rng) for _ in range(4000)]
-    for size in (len("7*4="), len("37*58=")):
-        first = [row["response"] for row in rows if len(row["prompt"]) == size]
-        assert fmean(text.startswith("[") for text in first) == pytest.approx(0.5, abs=0.05)
-
-
 def test_the_table_counts_calls_by_size(tmp_path):
     (tmp_path / "samples").mkdir()
     lines = [

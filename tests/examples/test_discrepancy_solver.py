@@ -59,18 +59,11 @@ def test_the_closed_forms_are_what_a_numeric_optimiser_finds(kind, state):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(states(max_actions=40))
-def test_a_policy_is_on_the_simplex(kind, state):
-    policy = solve_or_skip(*state, *kind)
-    assert (policy >= 0).all()
-    assert abs(policy.sum() - 1) < 1e-12
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@given(states())
-def test_the_stationary_condition_holds_with_one_nu(kind, state):
+def test_a_policy_is_on_the_simplex_and_the_stationary_condition_holds_with_one_nu(kind, state):
     advantages, mu, lam = state
     measure, reading = kind
     policy = solve_or_skip(advantages, mu, lam, *kind)
+    assert (policy >= 0).all() and abs(policy.sum() - 1) < 1e-12
     weight = mu if reading == "weighted" else 1.0
     slope = {
         "difference": 2 * weight * (policy - mu),
@@ -84,41 +77,12 @@ def test_the_stationary_condition_holds_with_one_nu(kind, state):
     assert (nu[~inside] <= nu[inside].min() + scale).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@given(states())
-def test_equal_advantages_ask_for_no_change(kind, state):
-    advantages, mu, lam = state
-    policy = solve(np.full_like(advantages, advantages[0]), mu, lam, *kind)
-    assert policy == pytest.approx(mu, abs=1e-15)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_heavy_penalty_keeps_the_rollouts_policy(kind):
-    mu = np.array([0.7, 0.2, 0.1])
-    assert solve(np.array([1.0, -1.0, 2.0]), mu, 1e9, *kind) == pytest.approx(mu, abs=1e-8)
-
-
 def test_three_known_policies():
     advantages, mu = np.array([1.0, -1.0]), np.array([0.5, 0.5])
     assert solve(advantages, mu, 2.0, "difference") == pytest.approx([0.75, 0.25])
     assert solve(advantages, mu, 1.0, "difference", "weighted") == pytest.approx([1.0, 0.0])
     assert solve(advantages, mu, 1.0, "ratio") == pytest.approx([0.625, 0.375])
     assert solve(advantages, mu, 1.0, "ratio", "weighted") == pytest.approx([0.75, 0.25])
-
-
-@pytest.mark.parametrize("measure", ["difference", "ratio"])
-def test_an_action_that_would_become_negative_is_projected_to_zero(measure):
-    advantages, mu = np.array([0.0, -5.0, 1.0]), np.array([0.6, 0.05, 0.35])
-    lam = 2.0 if measure == "difference" else 0.05
-    policy = solve(advantages, mu, lam, measure)
-    assert policy[1] == 0.0
-    assert policy.sum() == pytest.approx(1, abs=1e-12)
-
-
-@pytest.mark.parametrize("measure", ["difference", "ratio"])
-def test_a_vanishing_penalty_takes_the_best_action(measure):
-    policy = solve(np.array([0.0, 2.0, 1.0]), np.array([0.7, 0.1, 0.2]), 1e-30, measure)
-    assert policy.tolist() == [0.0, 1.0, 0.0]
 
 
 def test_only_the_difference_reaches_an_action_that_the_rollout_never_takes():
@@ -130,25 +94,10 @@ def test_only_the_difference_reaches_an_action_that_the_rollout_never_takes():
         solve(advantages, mu, 1.0, "difference", "weighted")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_action_has_one_policy(kind):
-    assert solve(np.array([3.0]), np.array([1.0]), 0.5, *kind).tolist() == [1.0]
-
-
 @pytest.mark.parametrize("reading", READINGS)
 def test_a_log_penalty_that_is_too_weak_has_no_interior_optimum(reading):
     with pytest.raises(ValueError, match=r"no interior optimum\. Raise lam"):
         solve(np.array([1.0, -1.0, -1.0]), np.array([0.1, 0.5, 0.4]), 1e-3, "log", reading)
-
-
-@pytest.mark.parametrize("u", [0.9, 0.999, 1 - 1e-6])
-def test_policies_up_to_the_branch_point_are_found_and_beyond_it_refused(u):
-    mu = np.array([0.2, 0.8])
-    policy = np.array([0.2 * math.exp(u), 1 - 0.2 * math.exp(u)])
-    advantages = 2 * np.log(policy / mu) / policy  # those that make the policy stationary at lam 1
-    assert solve(advantages, mu, 1.0, "log") == pytest.approx(policy, rel=1e-6)
-    with pytest.raises(ValueError, match="principal Lambert-W branch"):
-        solve(advantages, mu, 0.98 * u, "log")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,35 +115,6 @@ def test_a_budget_is_spent_to_the_last_and_optimally(kind, state, budget):
     assert policy == pytest.approx(solve(advantages, mu, lam, *kind), abs=1e-12)
     less, _ = solve_budgeted(advantages, mu, budget / 2, *kind)
     assert policy @ advantages > less @ advantages > mu @ advantages
-
-
-def test_the_budgeted_policy_is_what_a_numeric_optimiser_finds():
-    advantages, mu = np.array([1.0, -1.0, 0.5, 2.0]), np.array([0.5, 0.3, 0.15, 0.05])
-    for kind in KINDS:
-        policy, _ = solve_budgeted(advantages, mu, 0.01, *kind)
-        found = minimize(
-            lambda p: -(p @ advantages),
-            mu,
-            method="SLSQP",
-            bounds=[(1e-9, 1)] * 4,
-            constraints=[
-                {"type": "eq", "fun": lambda p: p.sum() - 1},
-                {"type": "ineq", "fun": lambda p, kind=kind: 0.01 - penalty(p, mu, *kind)},
-            ],
-            options={"ftol": 1e-14, "maxiter": 500},
-        ).x
-        assert policy == pytest.approx(found, abs=1e-5)
-
-
-def test_a_budget_may_be_spent_in_another_unit():
-    advantages, mu = np.array([1.0, -1.0, 0.5, 2.0]), np.array([0.5, 0.3, 0.15, 0.05])
-
-    def moved(policy):
-        return float(np.abs(policy - mu).sum() / 2)
-
-    for kind in KINDS:
-        policy, _ = solve_budgeted(advantages, mu, 0.02, *kind, spent=moved)
-        assert moved(policy) == pytest.approx(0.02, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -230,9 +150,3 @@ def test_the_penalty_of_a_policy_that_leaves_the_support(reading):
 def test_inputs_that_mean_nothing_are_errors(advantages, mu, lam, match):
     with pytest.raises(ValueError, match=match):
         solve(np.array(advantages), np.array(mu), lam)
-
-
-@pytest.mark.parametrize("kind", [("k3", "unweighted"), ("log", "II")])
-def test_an_unknown_measure_or_reading_is_an_error(kind):
-    with pytest.raises(ValueError, match=r"unknown\. Use one of"):
-        solve(np.array([1.0, 1.0]), np.array([0.5, 0.5]), 1.0, *kind)

@@ -58,12 +58,6 @@ def test_the_difference_seeks_the_tail_the_ratio_least_and_the_log_lies_between(
     assert at["difference"]["gained_in_tail"] > at["budget"] / 2
 
 
-def test_only_the_difference_takes_actions_to_zero(outcome):
-    at_zero = {m: outcome["moved"][m]["at_zero"] for m in ("difference", "log", "ratio")}
-    assert at_zero.pop("difference") > 0
-    assert at_zero == {"log": 0, "ratio": 0}
-
-
 def test_a_budget_that_cannot_be_spent_is_said_in_one_line(launch):
     done, work = launch("--reading", "weighted", "--budget", "9")
     assert done.returncode == 2

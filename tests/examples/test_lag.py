@@ -49,9 +49,10 @@ def test_a_curve_has_no_value_where_no_token_has_its_lag(tmp_path):
 
 def test_what_was_recorded_is_in_the_plan_with_its_command_and_no_token_mismatched():
     import learning
+    import page
 
     runs = {run.name: run for run in learning.plan()}
-    for name, record in learning.read_records().items():
+    for name, record in page.read_records(learning.RECORDS).items():
         # Corrected was the default when the runs were made.
         assert record["command"] == " ".join(runs[name].command).removesuffix(" --use-tis")
         assert record["mismatched_tokens"] == 0

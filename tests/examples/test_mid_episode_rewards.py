@@ -12,8 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from onpolicy.algorithm.advantages import group_advantages
-from onpolicy.algorithm.critic import generalized_advantages
+from onpolicy.algorithm.estimators import generalized_advantages, group_advantages
 from onpolicy.system.user_functions import load_function
 
 EXAMPLE = Path(__file__).parents[2] / "examples/mid_episode_rewards"
@@ -30,7 +29,6 @@ MARKET = of_example("environment.py:Market")
 
 
 def played(kind, actions, luck=4.0):
-    """The reward of each turn."""
     market = MARKET(luck=luck)
     market.reset(SimpleNamespace(label=kind, metadata={"lucky": "01234"}))
     steps = [asyncio.run(market.step(action)) for action in actions]
@@ -92,14 +90,6 @@ def test_neither_kind_nor_luck_can_be_told_from_a_years_number():
     assert Counter(year["label"] for year in years) == {"wild": 600, "calm": 400}
     for digit in "0123456789":
         assert fmean(digit in year["lucky"] for year in years) == pytest.approx(0.5, abs=0.05)
-
-
-def test_every_choice_and_lot_was_seen_as_often():
-    seen, rng = of_example("prepare.py:seen"), random.Random(0)
-    counts = Counter(seen(rng)["response"] for _ in range(8000))
-    assert fmean(counts[c] for c in "is") == pytest.approx(2000, rel=0.1)
-    assert counts["i"] == pytest.approx(counts["s"], rel=0.1)
-    assert all(counts[d] == pytest.approx(400, rel=0.2) for d in "0123456789")
 
 
 def test_the_share_of_investing_is_counted_over_rollouts(tmp_path):

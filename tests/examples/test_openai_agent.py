@@ -1,21 +1,17 @@
-"""The agent that is written with the openai package: what it does with answers, and its launcher."""
+"""The agent that is written with the openai package: what it does with answers."""
 
-import json
 import random
 import re
 from dataclasses import replace
 from pathlib import Path
 
+from onpolicy.agents.gateway.gateway_server import Gateway
 from onpolicy.agents.gateway.parsing import AnswerParser
-from onpolicy.agents.gateway.rollouter import AgentRollouter, in_thread
-from onpolicy.agents.gateway.server import Gateway
 from onpolicy.agents.gateway.session import SessionRules
+from onpolicy.agents.gateway.session_rollouter import AgentRollouter, in_thread
 from onpolicy.system.user_functions import load_function
-from tests.examples.test_launchers import commands, launch
 from tests.support.acting import PROMPT, Says, SpelledOut, decode, roll_out
-from tests.support.tiny import make_checkpoint
 
-__all__ = ["commands", "launch"]
 EXAMPLE = Path(__file__).parents[2] / "examples/openai_agent"
 
 
@@ -34,21 +30,10 @@ def test_the_agent_calls_its_tool_and_is_paid_for_the_right_product():
     (trajectory,) = called.trajectories
     assert decode(trajectory.response_ids) == "[mul(a=12, b=3)]<stop>36<stop>"
     assert decode(trajectory.token_ids).endswith("<stop>tool:36|assistant:36<stop>")
-    assert called.episode.reward == 1.0
-    assert rolled_out("[mul(a=12, b=4)]", "48").episode.reward == 0.0
-    assert rolled_out("36").episode.reward == 1.0
-    assert rolled_out("[mul(a=12)]").episode.reward == 0.0
-
-
-def test_the_launcher_is_a_valid_run(launch, tmp_path):
-    inputs = tmp_path / "work" / "inputs"
-    model = make_checkpoint(inputs / "model")
-    (model / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    rows = [{"prompt": f"12*{n}=", "label": str(12 * n)} for n in range(16)]
-    (inputs / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = launch("openai_agent/run.sh", "--dry-run", WORK_DIR=str(tmp_path / "work"))
-    assert done.returncode == 0, done.stderr
-    assert '"custom_agent_function_path"' in done.stdout
+    assert called.samples[0].reward == 1.0
+    assert rolled_out("[mul(a=12, b=4)]", "48").samples[0].reward == 0.0
+    assert rolled_out("36").samples[0].reward == 1.0
+    assert rolled_out("[mul(a=12)]").samples[0].reward == 0.0
 
 
 def test_what_the_model_has_seen_is_what_its_template_writes():

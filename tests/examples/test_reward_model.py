@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from examples.reward_model.service import Classifier, make_service
 from onpolicy.config import groups
-from onpolicy.config.tools import ServeConfig
+from onpolicy.config.tool_flags import ServeConfig
 from onpolicy.models.hf_config import load_config
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.run.launch.contracts import contract_for
@@ -31,7 +31,6 @@ def checkpoint(tmp_path_factory):
 
 @contextmanager
 def scoring(checkpoint, server):
-    """A scorer of a run that asks the service."""
     classifier = Classifier(str(checkpoint), server.url, server.spec.api_key)
     service = make_service(classifier, 0)
     threading.Thread(target=service.serve_forever, args=(0.02,), daemon=True).start()

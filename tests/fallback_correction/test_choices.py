@@ -12,8 +12,8 @@ import torch
 
 import fallback_correction
 import onpolicy.algorithm
-from fallback_correction.choices import require_choice
 from fallback_correction.governor import Governor, GovernorConfig
+from fallback_correction.ranges import require_choice
 from tests.support.token_batches import by_log_ratios
 
 LOG_PROBS, POLICY = torch.zeros(1), np.array([1.0])

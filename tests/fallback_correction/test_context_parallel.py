@@ -6,15 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fallback_correction.config import CorrectionConfig, RejectionRule, Veto
-from fallback_correction.context_parallel import ContextShard
-from fallback_correction.correction import correct
-from fallback_correction.tokens import TokenBatch
+from fallback_correction.adapters.miles.context import ContextShard
 from tests.support.forked_ranks import run_on_ranks
 
 LENGTHS = [13, 1, 0, 64, 7]
-LEVELS = ["none", "token", "sequence", "geometric"]
-
 NAN_WITH_PAYLOAD = struct.unpack("f", struct.pack("I", 0x7FC12345))[0]
 SPECIAL = torch.tensor([-0.0, 0.0, NAN_WITH_PAYLOAD, -torch.inf, 1e-45, 3e38, 1.0])
 
@@ -35,21 +30,6 @@ def zigzag(rank, ranks):
     return torch.cat([c for two in chunks for c in (two[rank], two[2 * ranks - 1 - rank])])
 
 
-def corrections(train, rollout, mask):
-    """(weights, mask, metrics) of every level."""
-    batch = TokenBatch.packed(train, rollout, LENGTHS, mask)
-    found = {}
-    for level in LEVELS:
-        config = CorrectionConfig(
-            level=level, self_normalize=True,
-            rules=(RejectionRule(statistic="k3", aggregation="mean", upper=0.05),),
-            veto=Veto(upper=2.0),
-        )  # fmt: skip
-        correction = correct(batch, config)
-        found[level] = (correction.weights, correction.mask, correction.metrics)
-    return found
-
-
 def refusal(shard):
     try:
         shard.gather(torch.ones(len(shard.index)))
@@ -64,7 +44,6 @@ def one_rank(rank, folder):
     mine = [tensor[shard.index] for tensor in tensors()]
     mine[0].requires_grad_()
     gathered = [shard.gather(values) for values in mine]
-    found = corrections(*gathered)
     halves = torch.tensor([[6, 0, 4, 2], [1, 5, 3]][rank])
     special = ContextShard(index=halves, num_tokens=7)
     nobody = ContextShard(index=torch.tensor([rank]), num_tokens=3)
@@ -74,9 +53,8 @@ def one_rank(rank, folder):
         {
             "index": shard.index,
             "gathered": gathered,
-            "weights": {k: w if w is None else shard.take(w) for k, (w, _, _) in found.items()},
-            "masks": {k: shard.take(m) for k, (_, m, _) in found.items()},
-            "metrics": {k: metrics for k, (_, _, metrics) in found.items()},
+            "taken": [shard.take(values) for values in gathered],
+            "mine": [values.detach() for values in mine],
             "special": special.gather(SPECIAL[halves]).view(torch.int32),
             "integers": special.gather(torch.arange(7)[halves] - 3),
             "refusals": [refusal(shard) for shard in (nobody, everybody, twice)],
@@ -106,17 +84,9 @@ def test_gathered_tensors_are_the_whole_ones_without_gradient(ranks):
             assert not got.requires_grad
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_two_processes_find_the_bits_of_one(ranks, level):
-    weights, mask, metrics = corrections(*tensors())[level]
-    assert 0 < mask.sum() < tensors()[2].sum()
+def test_a_rank_takes_its_own_part_of_what_all_have(ranks):
     for rank in ranks:
-        assert torch.equal(rank["masks"][level], mask[rank["index"]])
-        assert rank["metrics"][level] == metrics
-        if weights is None:
-            assert rank["weights"][level] is None
-        else:
-            assert torch.equal(rank["weights"][level], weights[rank["index"]])
+        assert all(map(torch.equal, rank["taken"], rank["mine"]))
 
 
 def test_every_value_keeps_its_bits(ranks):

@@ -52,13 +52,11 @@ def test_every_fall_doubles_the_calm_that_the_next_one_needs():
 @pytest.mark.parametrize(
     ("reading", "named"),
     [
-        ((1.1, 1.0, 0.0), "k3=1.1, limit 1"),
-        ((0.0, 0.4, 0.0), "ess=0.4000, limit 0.5"),
-        ((0.0, 1.0, 1.1), "log_ppl_abs_diff=1.1, limit 1"),
-        ((math.nan, 1.0, 0.0), "k3=nan"),
+        ((1.1, 1.0, 0.0), "k3=1.1, limit 1"), ((0.0, 0.4, 0.0), "ess=0.4000, limit 0.5"),
+        ((0.0, 1.0, 1.1), "log_ppl_abs_diff=1.1, limit 1"), ((math.nan, 1.0, 0.0), "k3=nan"),
         ((0.0, math.nan, 0.0), "ess=nan"),
     ],
-)
+)  # fmt: skip
 def test_each_limit_counts_and_the_move_names_the_one_that_was_broken(reading, named):
     governor = Governor(CONFIG)
     assert governor.update(*reading) is None

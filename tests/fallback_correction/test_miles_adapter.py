@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fallback_correction.adapters import miles
-from fallback_correction.config import RejectionRule, Veto
 from fallback_correction.correction import correct
 from fallback_correction.tokens import TokenBatch
 
@@ -157,9 +156,8 @@ def reference(args, batch):
 def assert_same(found, expected):
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
-        b = torch.tensor(
-            b, dtype=torch.float64
-        ).float()  # what overflows float32 is inf in Miles too
+        # What overflows float32 is inf in Miles too.
+        b = torch.tensor(b, dtype=torch.float64).float()
         torch.testing.assert_close(a.float(), b, rtol=1e-6, atol=1e-6)
 
 
@@ -186,45 +184,10 @@ BATCH = [
 ]
 
 
-@pytest.mark.parametrize("tis_level", LEVELS)
-@pytest.mark.parametrize("tis_mode", MODES)
-def test_the_same_as_miles_in_every_combination(tis_level, tis_mode):
-    for rs_level, use_rs, normalize in itertools.product(LEVELS, (False, True), (False, True)):
-        args = keys(
-            tis_level=tis_level, tis_mode=tis_mode, rs_level=rs_level, use_rs=use_rs,
-            tis_batch_normalize=normalize and tis_level != "geometric",
-        )  # fmt: skip
-        weights, masks, _ = miles.compute_mis_weights(args, **tensors(BATCH))
-        expected_weights, expected_masks, _ = reference(args, BATCH)
-        assert_same(weights, expected_weights)
-        assert_same(masks, expected_masks)
-
-
-ALWAYS = {
-    "training_log_ppl", "training_ppl", "rollout_log_ppl", "rollout_ppl", "kl", "k3_kl",
-    "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio", "chi2_token", "chi2_seq",
-}  # fmt: skip
-WITH_TIS = {
-    "tis_weight_before_bound", "tis_weight_after_bound", "is_ratio_mean_after_tis_rs",
-    "is_ratio_mean_final", "is_ratio_min_final", "is_ratio_max_final", "batch_norm_factor",
-}  # fmt: skip
-WITH_RS = {
-    "rs_mask_fraction_low", "rs_mask_fraction_high", "rs_catastrophic_token_fraction",
-    "rs_catastrophic_seq_fraction",
-}  # fmt: skip
-OF_MODE = {
-    "truncate": {"tis_truncate_fraction"},
-    "clip": {"tis_clip_fraction_low", "tis_clip_fraction_high"},
-    "mask": {"tis_mask_fraction_low", "tis_mask_fraction_high"},
-}
-
-
-@pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_every_documented_metric_is_there(mode, fixed):
-    args = keys(tis_mode=mode, mis_fixed=fixed)
-    _, _, metrics = miles.compute_mis_weights(args, **tensors(BATCH))
-    assert metrics.keys() == ALWAYS | WITH_TIS | WITH_RS | OF_MODE[mode]
+def test_every_documented_metric_is_there_if_fixed_too(mode):
+    _, _, metrics = miles.compute_mis_weights(keys(tis_mode=mode, mis_fixed=True), **tensors(BATCH))
+    assert metrics.keys() == reference(keys(tis_mode=mode), BATCH)[2].keys()
     for values in metrics.values():
         assert [len(v) for v in values] == [len(s) for s in BATCH]
 
@@ -254,16 +217,9 @@ def test_without_tis_miles_changes_nothing_and_reports_the_mismatch():
     given_tensors = tensors(BATCH)
     weights, masks, metrics = miles.compute_mis_weights(keys(use_tis=False), **given_tensors)
     assert weights is None and masks is given_tensors["loss_masks"]
-    assert metrics.keys() == ALWAYS
+    assert metrics.keys() == reference_ppl(BATCH[0]).keys()
     pg_loss = torch.ones(sum(map(len, BATCH)))
     assert hook(keys(use_tis=False), BATCH, pg_loss)[0] is pg_loss
-
-
-def test_weights_and_masks_carry_no_gradient():
-    inputs = tensors(BATCH)
-    inputs["train_log_probs"] = [x.requires_grad_() for x in inputs["train_log_probs"]]
-    weights, masks, _ = miles.compute_mis_weights(keys(), **inputs)
-    assert not any(x.requires_grad for x in weights + masks)
 
 
 def test_nothing_outside_the_loss_mask_matters():
@@ -292,23 +248,6 @@ def test_a_batch_without_a_counting_token_has_weights_zero():
         weights, masks, metrics = miles.compute_mis_weights(args, **tensors(batch))
         assert not torch.cat(weights + masks).any()
         assert torch.cat(metrics["batch_norm_factor"]).eq(1).all()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_levels_agree_on_sequences_of_one_token(level):
-    batch = [[(-0.5, -0.25, 1)], [(-3.0, -2.0, 1)], [(-1.0, -30.0, 1)]]
-    args = keys(tis_level=level, rs_level=level, tis_batch_normalize=False)
-    weights, masks, _ = miles.compute_mis_weights(args, **tensors(batch))
-    assert_same(weights, [[math.exp(-0.25)], [math.exp(-1.0)], [2.0]])
-    assert_same(masks, [[1.0], [0.0], [0.0]])
-
-
-def test_extreme_log_ratios_stay_finite():
-    batch = [[(-900.0, 0.0, 1), (0.0, 0.0, 1)], [(0.0, -900.0, 1)]]
-    for level, mode in itertools.product(LEVELS, MODES):
-        args = keys(tis_level=level, tis_mode=mode, use_rs=False, tis_batch_normalize=False)
-        weights, _, _ = miles.compute_mis_weights(args, **tensors(batch))
-        assert torch.cat(weights).isfinite().all()
 
 
 def test_a_mask_of_another_length_is_refused_with_the_way_out():
@@ -435,34 +374,6 @@ def test_fixed_refuses_log_probabilities_that_are_not_finite():
 # correction_config
 
 
-def test_the_config_of_the_yaml():
-    config = miles.correction_config(keys())
-    assert (config.level, config.mode, config.lower, config.upper) == (
-        "token",
-        "truncate",
-        0.5,
-        2.0,
-    )
-    assert config.rules == (RejectionRule(lower=0.5, upper=2.0),)
-    assert config.veto == Veto(by="ratio", lower=1e-4)
-    assert config.self_normalize
-
-
-@pytest.mark.parametrize(
-    ("level", "aggregation"), [("token", "token"), ("sequence", "sum"), ("geometric", "mean")]
-)
-def test_levels_of_rejection_are_aggregations(level, aggregation):
-    (rule,) = miles.correction_config(keys(rs_level=level, use_tis=False)).rules
-    assert (rule.statistic, rule.aggregation) == ("ratio", aggregation)
-
-
-def test_bounds_fall_back():
-    config = miles.correction_config(keys(tis_lower_bound=None, tis_upper_bound=4.0))
-    assert (config.lower, config.rules[0].lower, config.rules[0].upper) == (0.25, 0.25, 4.0)
-    config = miles.correction_config(keys(rs_lower_bound=0.0, rs_upper_bound=8.0))
-    assert (config.rules[0].lower, config.rules[0].upper) == (0.0, 8.0)
-
-
 def test_rejection_and_veto_need_no_weights_and_not_each_other():
     config = miles.correction_config(keys(use_tis=False, use_rs=False))
     assert config.level == "none" and config.rules == () and config.veto is not None
@@ -472,12 +383,8 @@ def test_rejection_and_veto_need_no_weights_and_not_each_other():
 
 def test_missing_keys_have_miles_defaults():
     config = miles.correction_config(SimpleNamespace(use_tis=True))
-    assert (config.level, config.upper, config.rules, config.self_normalize) == (
-        "token",
-        2.0,
-        (),
-        False,
-    )
+    found = (config.level, config.upper, config.rules, config.self_normalize)
+    assert found == ("token", 2.0, (), False)
 
 
 @pytest.mark.parametrize(

@@ -29,25 +29,17 @@ def test_every_metric_exactly():
     p, q = exp(-0.5, -1.5, -2), exp(-1, -1.5, -1)
     difference = [abs(a - b) for a, b in zip(p, q, strict=True)]
     expected = {
-        "nonfinite_fraction": 0,
-        "clamped_fraction": 0,
-        "k1": 0.5 / 3,
-        "k3": mean(w[0] - 1.5, 0, w[2]),
-        "abs_diff": 0.5,
+        "nonfinite_fraction": 0, "clamped_fraction": 0, "k1": 0.5 / 3,
+        "k3": mean(w[0] - 1.5, 0, w[2]), "abs_diff": 0.5,
         "tv": mean((w[0] - 1) / 2, 0, (1 - w[2]) / 2),
         "chi2_token": mean(math.e - 1, 0, math.exp(-2) - 1),
-        "ess": sum(w) ** 2 / (3 * sum(x * x for x in w)),
-        "train_log_ppl": mean(1.0, 2.0),
-        "rollout_log_ppl": mean(1.25, 1.0),
-        "log_ppl_diff": mean(-0.25, 1.0),
-        "log_ppl_abs_diff": mean(0.25, 1.0),
-        "log_ppl_abs_diff_sum": mean(0.5, 1.0),
-        "chi2_sequence": mean(math.e - 1, math.exp(-2) - 1),
-        "prob_diff_mean": mean(*difference),
-        "prob_diff_max": max(difference),
-        "prob_diff_std": statistics.pstdev(difference),
+        "ess": sum(w) ** 2 / (3 * sum(x * x for x in w)), "train_log_ppl": mean(1.0, 2.0),
+        "rollout_log_ppl": mean(1.25, 1.0), "log_ppl_diff": mean(-0.25, 1.0),
+        "log_ppl_abs_diff": mean(0.25, 1.0), "log_ppl_abs_diff_sum": mean(0.5, 1.0),
+        "chi2_sequence": mean(math.e - 1, math.exp(-2) - 1), "prob_diff_mean": mean(*difference),
+        "prob_diff_max": max(difference), "prob_diff_std": statistics.pstdev(difference),
         "prob_pearson": statistics.correlation(p, q),
-    }
+    }  # fmt: skip
     expected = {f"mismatch/{k}": pytest.approx(v, rel=1e-12) for k, v in expected.items()}
     assert mismatch_metrics(batch) == expected
 

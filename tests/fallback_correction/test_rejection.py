@@ -3,10 +3,12 @@ import math
 import pytest
 import torch
 
-from fallback_correction.config import RejectionRule, Veto
-from fallback_correction.ratios import log_ratios
-from fallback_correction.rejection import apply_rule, apply_veto, divergence
-from fallback_correction.tokens import TokenBatch
+from fallback_correction.adapters import verl
+from fallback_correction.config import CorrectionSettings, RejectionRule, Veto
+from fallback_correction.config.correction_settings import METRICS
+from fallback_correction.correction import apply_rule, apply_veto, correct, divergence
+from fallback_correction.ranges import FieldError
+from fallback_correction.tokens import TokenBatch, log_ratios
 from tests.support.token_batches import by_log_ratios
 
 R = [[1.0, -2.0, 0.5], [0.25]]
@@ -86,25 +88,12 @@ def test_divergences_exactly():
     assert divergence(r, "k3").tolist() == pytest.approx(expected)
 
 
-def test_bounds_of_k1_bound_rho_and_not_its_inverse():
-    # verl keeps rho=0.9 and rejects rho=1.15 under "0.95_1.3": its bounds are those of 1 / rho.
-    batch = by_log_ratios([[math.log(0.9)], [math.log(1.15)]])
-    assert rejected(batch, statistic="k1", lower=0.95, upper=1.3) == ([1, 0], [0, 0])
-    rule = {"statistic": "k1", "aggregation": "mean"}
-    assert rejected(batch, **rule, lower=0.95, upper=1.3) == ([1, 0], [0, 0])
-
-
 @pytest.mark.parametrize(("statistic", "aggregation"), VALUES)
 def test_masked_tokens_are_neither_rejected_nor_looked_at(statistic, aggregation):
     batch = by_log_ratios([[0.0, 9.0], [9.0, -9.0], []], [[1, 0], [0, 0], []])
     rule = {"statistic": statistic, "aggregation": aggregation}
     middle = 1.0 if statistic in ("ratio", "k1") else 0.0
     assert rejected(batch, **rule, lower=middle, upper=middle) == ([0] * 4, [0] * 4)
-
-
-@pytest.mark.parametrize(("statistic", "aggregation"), VALUES)
-def test_an_empty_batch_is_left_as_it_is(statistic, aggregation):
-    rule = {"statistic": statistic, "aggregation": aggregation}
     assert rejected(by_log_ratios([]), **rule, lower=1, upper=1) == ([], [])
 
 
@@ -152,12 +141,10 @@ def test_a_veto_by_ratio_takes_the_whole_sequence(veto, tokens):
 @pytest.mark.parametrize(
     ("veto", "tokens", "sequences"),
     [
-        ({"lower": exp(-3.0)}, [0, 0, 0], [0, 0, 0]),
-        ({"lower": exp(-2.0)}, [0, 1, 0], [1, 1, 0]),
-        ({"upper": exp(-1.0)}, [0, 0, 0], [0, 0, 0]),
-        ({"upper": exp(-2.0)}, [1, 0, 1], [1, 1, 1]),
+        ({"lower": exp(-3.0)}, [0, 0, 0], [0, 0, 0]), ({"lower": exp(-2.0)}, [0, 1, 0], [1, 1, 0]),
+        ({"upper": exp(-1.0)}, [0, 0, 0], [0, 0, 0]), ({"upper": exp(-2.0)}, [1, 0, 1], [1, 1, 1]),
     ],
-)
+)  # fmt: skip
 def test_a_veto_by_rollout_probability_does_not_look_at_the_trainer(veto, tokens, sequences):
     rollout = torch.tensor([-1.0, -3.0, -1.0])
     for train in (rollout, torch.tensor([-9.0, 0.0, -5.0])):
@@ -177,3 +164,62 @@ def test_a_veto_does_not_look_at_masked_tokens(by):
 def test_a_veto_looks_at_ratios_before_the_clamp():
     batch = by_log_ratios([[-40.0], [-30.0]])
     assert vetoed(batch, lower=math.exp(-35)) == ([1, 0], [1, 0])
+
+
+MATRIX = torch.tensor(
+    [[0.9, -0.1, 0.05, 0.0], [0.3, 0.2, -0.25, 0.1], [-1.5, 0.4, 0.0, 0.6], [0.0, 0.01, -0.02, 0.0]]
+)
+
+
+def mask_of(*rules):
+    settings = CorrectionSettings(use_rs=True, rs_rules=rules)
+    return correct(by_log_ratios(MATRIX.tolist()), settings.correction()).mask.view(MATRIX.shape)
+
+
+def verls(names, thresholds):
+    config = {"rollout_rs": names, "rollout_rs_threshold": thresholds}
+    rollout = torch.full_like(MATRIX, -2.0)
+    _, mask, _ = verl.compute_rollout_correction(
+        config,
+        old_log_prob=rollout + MATRIX,
+        rollout_log_prob=rollout,
+        response_mask=torch.ones_like(MATRIX),
+    )
+    return mask.bool()
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_metric_keeps_what_verls_of_its_name_keeps(name):
+    bound = "0.9_1.1111111" if name.endswith("k1") else "0.03"  # as much of rho as of 1 / rho
+    assert torch.equal(mask_of(f"{name}={bound}"), verls(name, bound))
+    assert mask_of(f"{name}={bound}").any() and not mask_of(f"{name}={bound}").all()
+
+
+def test_all_metrics_have_to_keep_a_token():
+    found = mask_of("token_k1=0.625_1.6", "seq_mean_k3=0.03")
+    assert torch.equal(found, verls("token_k1,seq_mean_k3", "0.625_1.6,0.03"))
+    assert torch.equal(found, mask_of("token_k1=0.625_1.6") & mask_of("seq_mean_k3=0.03"))
+    assert not torch.equal(found, mask_of("token_k1=0.625_1.6"))
+
+
+def test_bounds_of_k1_are_of_the_ratio_and_one_number_is_the_upper_one():
+    assert mask_of("token_k1=1e-9_1.5")[0].tolist() == [False, True, True, True]
+    assert torch.equal(mask_of("token_k1=1.6"), mask_of("token_k1=0.625_1.6"))
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (["seq_k3=1"], "rs_rules=seq_k3=1: no such metric. Use one of token_k1, "),
+        (["token_k3"], "rs_rules=token_k3: token_k3 has one positive number for bounds"),
+        (["token_k3=0.1_1"], "token_k3 has one positive number for bounds"),
+        (["token_k1=0_1"], "token_k1 has one or two positive numbers for bounds"),
+        (["token_k1=nan"], "token_k1 has one or two positive numbers for bounds"),
+        (["token_k1=2_1"], "the lower bound 2 is above the upper one"),
+        (["token_k3=1", "token_k3=2"], "token_k3 is there twice. Give it once"),
+    ],
+)
+def test_what_is_no_rule_is_refused(rules, message):
+    with pytest.raises(FieldError) as error:
+        CorrectionSettings(use_rs=True, rs_rules=tuple(rules))
+    assert message in str(error.value)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.surge_detector import SHAPES, detect, series, surge, table
-from fallback_correction.surge_detector import SurgeDetector, SurgeDetectorConfig
+from fallback_correction.length_decay import SurgeDetector, SurgeDetectorConfig
 
 SURGES = [shape for shape in SHAPES if shape.onset and not shape.beyond]
 OTHERS = [shape for shape in SHAPES if not shape.onset and not shape.beyond]
@@ -36,8 +36,8 @@ def test_no_surge_is_seen_where_there_is_none_under_20_seeds_of_noise(shape):
     assert [detect(shape, seed).onset for seed in range(20)] == [None] * 20
 
 
-def test_table_in_the_docs_is_what_the_script_prints():
-    page = Path(__file__).parents[2] / "docs" / "length_decay.md"
+def test_the_pages_table_is_what_the_script_prints():
+    page = Path(__file__).parents[2] / "benchmarks" / "surge_detector.md"
     assert table(100) in page.read_text()
 
 
@@ -53,15 +53,48 @@ def test_confirmation_takes_k_steps(k):
     assert feed(surge(50, rise=1), confirmation_steps=k)[1] == {49 + k: 50}
 
 
-def test_rise_shorter_than_the_confirmation_is_no_surge():
-    spike = [1000.0] * 50 + [3500.0] * 4 + [1000.0] * 50
-    assert feed(spike)[1] == {}
-    assert feed(spike, confirmation_steps=4)[1] == {54: 51}
+LEVEL = [1000.0] * 50
+SPIKE = LEVEL + [3500.0] * 4 + LEVEL
+INTERRUPTED = LEVEL + ([3500.0] * 4 + [1500.0]) * 3 + [3500.0] * 5
+RAMP = LEVEL + [1249.0, 1250.0, 1600.0] + [2500.0] * 10
+STAIR = LEVEL + [1500.0] * 15 + [2500.0] * 20
+FALLEN = [2500.0] * 30 + [1000.0] * 30 + [3000.0] * 20
+GROWTH = [1000.0 + 40 * t for t in range(120)]
+# Past 1250 at its tenth step, past 2000 at its fortieth, and for 5 steps at its forty-fourth.
+SLOW = surge(101, rise=100)
 
 
-def test_confirmation_steps_are_consecutive():
-    steps = [1000.0] * 50 + ([3500.0] * 4 + [1500.0]) * 3 + [3500.0] * 5
-    assert feed(steps)[1] == {70: 51}
+@pytest.mark.parametrize(
+    ("rule", "lengths", "config", "returned"),
+    [
+        ("a rise shorter than the confirmation is none", SPIKE, {}, {}),
+        ("the confirmation may be as short", SPIKE, {"confirmation_steps": 4}, {54: 51}),
+        ("steps of a confirmation are consecutive", INTERRUPTED, {}, {70: 51}),
+        ("the first step after the burn-in counts", surge(11, rise=1), {}, {15: 11}),
+        ("no step of the burn-in does", surge(11, rise=1), {"burn_in": 11}, {}),
+        ("and the first after another does", surge(12, rise=1), {"burn_in": 11}, {16: 12}),
+        ("a slow rise is found from where it leaves its level", SLOW, {}, {144: 110}),
+        ("and is growth if it takes too long", SLOW, {"slow_rise_steps": 30}, {}),
+        ("a slow rise has a level before it", GROWTH, {}, {}),
+        ("unless none is asked for", GROWTH, {"level_ratio": 99.0}, {65: 25}),
+        ("a slow rise after the burn-in is one", surge(30, rise=60), {}, {65: 35}),
+        ("and none if it began within", surge(30, rise=60), {"burn_in": 60}, {}),
+        ("a rise has the ratio", LEVEL + [2000.0] * 10, {}, {55: 51}),
+        ("and not a bit less", LEVEL + [math.nextafter(2000.0, 0)] * 10, {}, {}),
+        ("the onset is the first step at its ratio", RAMP, {}, {58: 52}),
+        ("whatever that is", RAMP, {"onset_ratio": 1.5}, {58: 53}),
+        ("a rise may take its time", STAIR, {}, {70: 51}),
+        ("but no longer", STAIR, {"max_rise_steps": 19, "slow_rise_steps": 19}, {}),
+        ("or it is a slow one", STAIR, {"max_rise_steps": 19, "slow_rise_steps": 25}, {70: 51}),
+        ("the baseline forgets what is older than its window", FALLEN, {"baseline_window": 40},
+            {65: 61}),
+        ("and nothing within it", FALLEN, {"baseline_window": 60}, {}),
+    ],
+)  # fmt: skip
+def test_a_surge_is_confirmed_at_its_step_and_back_dated_by_the_rule(
+    rule, lengths, config, returned
+):
+    assert feed(lengths, **config)[1] == returned
 
 
 @pytest.mark.parametrize("onset", range(2, 11))
@@ -74,34 +107,6 @@ def test_no_surge_begins_within_the_burn_in(onset, rise):
         assert returned == {} and detector.baseline == 3500.0
 
 
-def test_the_first_step_after_the_burn_in_may_be_the_onset():
-    assert feed(surge(11, rise=1))[1] == {15: 11}
-    assert feed(surge(11, rise=1), burn_in=11)[1] == {}
-    assert feed(surge(12, rise=1), burn_in=11)[1] == {16: 12}
-
-
-def test_after_a_jump_in_the_burn_in_a_real_surge_is_found():
-    jump = [1000.0] * 2 + [2500.0] * 97 + [6000.0] * 20
-    assert feed(jump)[1] == {104: 100}
-
-
-def test_a_slow_rise_is_found_from_where_it_leaves_its_level():
-    """Past 1250 at the tenth step, past 2000 at the fortieth, and for 5 steps at the forty-fourth."""
-    assert feed(surge(101, rise=100))[1] == {144: 110}
-    assert feed(surge(101, rise=100), slow_rise_steps=30)[1] == {}
-
-
-def test_a_slow_rise_without_a_level_before_it_is_growth():
-    growth = [1000.0 + 40 * t for t in range(120)]
-    assert feed(growth, level_ratio=99.0)[1] == {65: 25}
-    assert feed(growth)[1] == {}
-
-
-def test_a_slow_rise_that_began_in_the_burn_in_is_none():
-    assert feed(surge(30, rise=60))[1] != {}
-    assert feed(surge(30, rise=60), burn_in=60)[1] == {}
-
-
 def test_a_state_from_before_slow_rises_is_taken_up():
     detector = SurgeDetector()
     for length in surge(100)[:90]:
@@ -111,31 +116,6 @@ def test_a_state_from_before_slow_rises_is_taken_up():
     resumed.load_state_dict(old)
     onsets = [resumed.update(length) for length in surge(100)[90:120]]
     assert [onset for onset in onsets if onset] == [100]
-
-
-def test_rise_ratio_is_exact():
-    level = [1000.0] * 50
-    assert feed(level + [2000.0] * 10)[1] == {55: 51}
-    assert feed(level + [math.nextafter(2000.0, 0)] * 10)[1] == {}
-
-
-def test_onset_is_the_first_step_at_the_onset_ratio():
-    ramp = [1000.0] * 50 + [1249.0, 1250.0, 1600.0] + [2500.0] * 10
-    assert feed(ramp)[1] == {58: 52}
-    assert feed(ramp, onset_ratio=1.5)[1] == {58: 53}
-
-
-def test_rise_that_takes_too_long_is_growth():
-    ramp = [1000.0] * 50 + [1500.0] * 15 + [2500.0] * 20
-    assert feed(ramp)[1] == {70: 51}
-    assert feed(ramp, max_rise_steps=19, slow_rise_steps=19)[1] == {}
-    assert feed(ramp, max_rise_steps=19, slow_rise_steps=25)[1] == {70: 51}
-
-
-def test_baseline_forgets_what_is_older_than_its_window():
-    fallen = [2500.0] * 30 + [1000.0] * 30 + [3000.0] * 20
-    assert feed(fallen, baseline_window=40)[1] == {65: 61}
-    assert feed(fallen, baseline_window=60)[1] == {}
 
 
 def test_baseline_is_the_upper_quartile_so_that_most_of_the_window_may_be_a_dip():
@@ -156,12 +136,6 @@ def test_surge_is_reported_once_and_never_moves():
     detector, returned = feed(twice)
     assert returned == {104: 100}
     assert (detector.onset, detector.confirmed_at, detector.step) == (100, 104, 600)
-
-
-def test_ratio_is_to_the_length_before_the_surge():
-    detector, _ = feed(surge(100))
-    assert detector.baseline == 1000.0
-    assert detector.ratio == 3.5
 
 
 def test_truncation_hides_no_surge():
@@ -224,18 +198,11 @@ def test_impossible_truncated_ratio_is_refused(ratio):
 @pytest.mark.parametrize(
     "setting",
     [
-        {"burn_in": 0},
-        {"baseline_window": 0},
-        {"confirmation_steps": 0},
-        {"onset_ratio": 1.0},
-        {"onset_ratio": 3.0},
-        {"rise_ratio": 1.0},
-        {"max_rise_steps": 4},
-        {"slow_rise_steps": 4},
-        {"level_ratio": 0.9},
-        {"max_truncated_ratio": 1.0},
+        {"burn_in": 0}, {"baseline_window": 0}, {"confirmation_steps": 0}, {"onset_ratio": 1.0},
+        {"onset_ratio": 3.0}, {"rise_ratio": 1.0}, {"max_rise_steps": 4}, {"slow_rise_steps": 4},
+        {"level_ratio": 0.9}, {"max_truncated_ratio": 1.0},
     ],
-)
+)  # fmt: skip
 def test_setting_that_could_find_no_surge_is_refused(setting):
     with pytest.raises(ValueError, match=next(iter(setting))):
         SurgeDetectorConfig(**setting)

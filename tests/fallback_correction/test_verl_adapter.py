@@ -261,34 +261,9 @@ def test_several_options_must_all_keep(batch, options):
     assert torch.equal(both, masks[0] * masks[1])
 
 
-def test_bounds_of_k1_are_of_the_inverse_ratio():
-    """0.95 <= 1 / rho <= 1.3, so rho = 0.9 stays and rho = 1.15 goes."""
-    batch = of_rho(0.9, 1.15)
-    for option in ("token_k1", "seq_mean_k1", "seq_sum_k1"):
-        for column, kept in ((0, 1.0), (1, 0.0)):
-            one = [[batch[0][column]]]
-            mask = correct(one, rollout_rs=option, rollout_rs_threshold="0.95_1.3")[1]
-            assert mask.item() == kept
-    assert correct(batch, rollout_rs="token_k1", rollout_rs_threshold="0.95_1.3")[1].tolist() == [
-        [1, 0]
-    ]
-
-
-def test_bounds_of_weights_are_of_the_ratio():
-    weights, _, _ = correct(of_rho(0.9, 1.15), rollout_is="token", rollout_is_threshold="0.95_1.3")
-    assert weights[0].tolist() == [0, pytest.approx(1.15)]
-
-
 def test_one_number_bounds_k1_on_both_sides():
     mask = correct(of_rho(0.45, 0.55, 1.9, 2.1), rollout_rs="token_k1", rollout_rs_threshold=2.0)[1]
     assert mask.tolist() == [[0, 1, 1, 0]]
-
-
-def test_one_threshold_serves_all_options():
-    batch = of_rho(0.5, 1.0, 2.0)
-    a = correct(batch, rollout_rs="token_k2,token_k3", rollout_rs_threshold=0.2)[1]
-    b = correct(batch, rollout_rs="token_k2,token_k3", rollout_rs_threshold="0.2,0.2")[1]
-    assert torch.equal(a, b)
 
 
 def test_rejected_tokens_keep_their_weight_and_count_in_the_mean():
@@ -298,13 +273,6 @@ def test_rejected_tokens_keep_their_weight_and_count_in_the_mean():
     weights, mask, _ = correct(batch, **config, rollout_rs="token_k1", rollout_rs_threshold=1.5)
     assert mask.tolist() == [[0, 1]]
     assert torch.equal(weights, plain)
-
-
-def test_fully_masked_sequences_take_no_part_in_the_normalisation():
-    batch = [*of_rho(0.5), [(-9.0, -1.0, 0)], *of_rho(1.0)]
-    weights, _, metrics = correct(batch, rollout_is="sequence", rollout_is_batch_normalize=True)
-    assert metrics["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(0.75)
-    assert weights.tolist() == [[pytest.approx(2 / 3)], [0], [pytest.approx(4 / 3)]]
 
 
 def test_the_mean_is_over_what_is_gathered():
@@ -320,38 +288,6 @@ def test_the_mean_is_over_what_is_gathered():
     assert weights.tolist() == [[pytest.approx(4 / 3), pytest.approx(2 / 3)]]
 
 
-IS_METRICS = {
-    f"rollout_corr/rollout_is_{name}"
-    for name in (
-        "mean", "max", "min", "std", "eff_sample_size", "ratio_fraction_high", "ratio_fraction_low",
-        "seq_mean", "seq_std", "seq_max", "seq_min", "seq_max_deviation", "seq_fraction_high",
-        "seq_fraction_low",
-    )
-}  # fmt: skip
-ALWAYS = {
-    f"rollout_corr/{name}"
-    for name in (
-        "training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl", "kl", "k3_kl",
-        "log_ppl_diff", "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min", "ppl_ratio",
-        "chi2_token", "chi2_seq",
-    )
-}  # fmt: skip
-
-
-def rs_metrics(option):
-    names = [
-        "mean", "max", "min", "std", "fraction_high", "fraction_low", "seq_mean", "seq_std",
-        "seq_max", "seq_min", "seq_max_deviation", "seq_fraction_high", "masked_fraction",
-        "seq_masked_fraction",
-    ]  # fmt: skip
-    names += ["seq_fraction_low"] * option.endswith("k1")
-    totals = {
-        "rollout_corr/rollout_rs_masked_fraction",
-        "rollout_corr/rollout_rs_seq_masked_fraction",
-    }
-    return {f"rollout_corr/rollout_rs_{option}_{name}" for name in names} | totals
-
-
 PRESET_NAMES = {
     "decoupled_token_is", "decoupled_seq_is", "decoupled_token_icepop", "decoupled_seq_is_rs",
     "decoupled_geo_rs", "decoupled_geo_rs_seq_tis", "decoupled_geo_rs_token_tis",
@@ -361,42 +297,22 @@ PRESET_NAMES = {
 }  # fmt: skip
 
 
-def test_the_presets_are_those_of_verl():
+def test_the_presets_are_those_of_verl_and_each_runs():
     assert verl.PRESETS.keys() == PRESET_NAMES
     for name, preset in verl.PRESETS.items():
-        assert preset.bypass_mode == name.startswith("bypass")
+        assert preset.bypass_mode == name.startswith("bypass"), name
         assert preset.loss_type == ("reinforce" if name.startswith("bypass_pg") else "ppo_clip")
+        batch = tensors([*of_rho(1.0005, 1.0, 0.9995), *of_rho(3.0, 1.0, 1.0)])
+        weights, mask, metrics = verl.compute_rollout_correction(preset, **batch)
+        assert all(map(math.isfinite, metrics.values())), name
+        assert (weights is None) == (preset.rollout_is is None), name
+        assert mask.tolist() == [[1] * 3, [0 if preset.rollout_rs else 1] * 3], name
     geo = verl.PRESETS["decoupled_geo_rs_token_tis"]
     assert (geo.rollout_is, geo.rollout_is_threshold) == ("token", 2.0)
     assert (geo.rollout_rs, geo.rollout_rs_threshold) == ("seq_mean_k1", "0.999_1.001")
     assert verl.PRESETS["decoupled_seq_is_rs"].rollout_rs_threshold == "0.5_2.0"
     assert verl.PRESETS["decoupled_k3_rs"].rollout_rs_threshold == 0.01
     assert verl.PRESETS["bypass_pg_token_icepop"].rollout_is_threshold == "0.5_5.0"
-
-
-@pytest.mark.parametrize("name", sorted(PRESET_NAMES))
-def test_every_preset_runs_with_all_its_metrics(name):
-    preset = verl.PRESETS[name]
-    batch = [*of_rho(1.0005, 1.0, 0.9995), *of_rho(3.0, 1.0, 1.0)]
-    weights, mask, metrics = verl.compute_rollout_correction(preset, **tensors(batch))
-    expected = set(ALWAYS)
-    if preset.rollout_is is not None:
-        expected |= IS_METRICS
-    if "icepop" in name:
-        expected.add("rollout_corr/rollout_is_oob_ratio")
-    if preset.rollout_rs is not None:
-        expected |= rs_metrics(preset.rollout_rs)
-    assert metrics.keys() == expected
-    assert all(isinstance(value, float) and math.isfinite(value) for value in metrics.values())
-    assert (weights is None) == (preset.rollout_is is None)
-    assert mask.tolist() == [[1] * 3, [0 if preset.rollout_rs else 1] * 3]
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_reports_all_its_metrics(option):
-    threshold = "0.5_2.0" if option.endswith("k1") else 0.5
-    metrics = correct(of_rho(1.0, 2.5), rollout_rs=option, rollout_rs_threshold=threshold)[2]
-    assert metrics.keys() == ALWAYS | rs_metrics(option)
 
 
 def test_a_mapping_an_object_and_a_dataclass_are_configs():
@@ -417,15 +333,6 @@ def test_the_mask_keeps_its_type(dtype):
     assert mask.dtype == dtype and mask.tolist() == [[1, 0]]
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_extreme_log_ratios_stay_finite(level):
-    batch = [[(-80.0, -1.0, 1), (-1.0, -1.0, 1)], [(-1.0, -80.0, 1), (-1.0, -1.0, 1)]]
-    weights, mask, _ = correct(
-        batch, rollout_is=level, rollout_rs="seq_sum_k3,seq_mean_k1", rollout_rs_threshold="1,2.0"
-    )  # fmt: skip
-    assert weights.isfinite().all() and not mask.any()
-
-
 def test_weights_that_icepop_zeroes_altogether_are_not_normalised():
     config = {"rollout_is": "token", "rollout_is_threshold": "0.5_2.0"}
     weights, mask, metrics = correct(of_rho(9.0, 0.1), **config, rollout_is_batch_normalize=True)
@@ -443,13 +350,6 @@ def test_nothing_outside_the_mask_matters():
     }  # fmt: skip
     a, b = correct(batch, **config), correct(poisoned, **config)
     assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) and a[2] == b[2]
-
-
-def test_weights_carry_no_gradient():
-    inputs = tensors(of_rho(1.0, 2.0))
-    inputs["old_log_prob"].requires_grad_()
-    weights, mask, _ = verl.compute_rollout_correction({"rollout_is": "token"}, **inputs)
-    assert not weights.requires_grad and not mask.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -486,3 +386,10 @@ def test_shapes_must_agree():
     inputs["response_mask"] = torch.ones(1, 3)
     with pytest.raises(ValueError, match=r"response_mask=\(1, 3\): must be the same"):
         verl.compute_rollout_correction({}, **inputs)
+
+
+def test_one_threshold_serves_all_options():
+    batch = of_rho(0.5, 1.0, 2.0)
+    a = correct(batch, rollout_rs="token_k2,token_k3", rollout_rs_threshold=0.2)[1]
+    b = correct(batch, rollout_rs="token_k2,token_k3", rollout_rs_threshold="0.2,0.2")[1]
+    assert torch.equal(a, b)

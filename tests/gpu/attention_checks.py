@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from onpolicy.ops import AttentionLayout, Operators, ScoreRule
-from tests.gpu.row_checks import Numbers, check_gradients
-from tests.gpu.tally import Tally
-from tests.support.gpu.paged_attention import PagedAttention, PagedBatch
+from onpolicy.ops import AttentionLayout, ScoreRule
+from tests.gpu.row_checks import check_gradients
+from tests.support.gpu.paged_attention import PagedBatch
 
 BORDERS = (1, 2, 63, 64, 65, 80, 112, 127, 128, 129, 160, 175, 176, 177, 255, 256, 257)
 """Lengths around the sizes of key blocks in all kernels."""
@@ -23,21 +20,19 @@ JUNK = 1e4
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The number of query heads and key heads, and their size."""
-
     heads: int
     kv_heads: int
     dim: int
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.heads}/{self.kv_heads} heads x {self.dim}"
 
 
-def sequence_lens(longest: int) -> list[int]:
+def sequence_lens(longest):
     return [*(n for n in BORDERS if n < longest), longest]
 
 
-def packed_inputs(heads: Heads, lens: Sequence[int], numbers: Numbers) -> list[Tensor]:
+def packed_inputs(heads, lens, numbers):
     """Return queries, keys and values of whole sequences, laid end to end."""
     total = sum(lens)
     return [
@@ -50,7 +45,7 @@ def packed_inputs(heads: Heads, lens: Sequence[int], numbers: Numbers) -> list[T
 class PagedSequences:
     """Sequences whose keys and values lie on pages in random order, amid pages of junk."""
 
-    def __init__(self, inputs: list[Tensor], lens: Sequence[int], page_size: int):
+    def __init__(self, inputs, lens, page_size):
         self.q, keys, values = inputs
         self.lens, self.page_size = lens, page_size
         self.starts = [sum(lens[:i]) for i in range(len(lens))]
@@ -67,14 +62,12 @@ class PagedSequences:
             self.k[owner[:n]] = keys[start : start + n]
             self.v[owner[:n]] = values[start : start + n]
 
-    def queries(self, spans: Sequence[tuple[int, int, int]]) -> Tensor:
+    def queries(self, spans):
         """Return rows of the packed queries for (sequence, first token, end): int64 [T]"""
         rows = [torch.arange(self.starts[s] + a, self.starts[s] + b) for s, a, b in spans]
         return torch.cat(rows).to(self.q.device)
 
-    def attend(
-        self, attention: PagedAttention, spans: Sequence[tuple[int, int, int]], scale: float
-    ) -> tuple[Tensor, Tensor | None]:
+    def attend(self, attention, spans, scale):
         """Return out and lse of the spans' queries, all in one call; later tokens are not there
         yet."""
         batch = PagedBatch.of(
@@ -86,16 +79,7 @@ class PagedSequences:
         return attention(self.q[self.queries(spans)], self.k, self.v, batch, scale)
 
 
-def check_paged(
-    operators: Operators,
-    attention: PagedAttention,
-    heads: Heads,
-    page_size: int,
-    longest: int,
-    batch_sizes: Sequence[int],
-    numbers: Numbers,
-    tally: Tally,
-) -> None:
+def check_paged(operators, attention, heads, page_size, longest, batch_sizes, numbers, tally):
     """Compare decoding steps, chunks after a cached prefix, and both mixed, with the training
     forward."""
     lens, scale = sequence_lens(longest), heads.dim**-0.5
@@ -108,14 +92,14 @@ def check_paged(
     tally.equal(prefill, training, f"{case}, whole prefill against training")
     rng = random.Random(page_size)
 
-    def compare(spans: list[tuple[int, int, int]], what: str) -> None:
+    def compare(spans, what):
         out, lse = paged.attend(attention, spans, scale)
         rows = paged.queries(spans)
         tally.equal(out, training[rows], f"{case}, {what}")
         if lse is not None:
             tally.equal(lse, prefill_lse[rows], f"{case}, {what}, lse")
 
-    def step(size: int) -> tuple[int, int, int]:
+    def step(size):
         s = rng.randrange(len(lens))
         end = rng.randrange(1, lens[s] + 1)
         return s, max(0, end - size), end
@@ -127,14 +111,12 @@ def check_paged(
         compare([step(rng.choice([1, 1, 7, 64])) for _ in range(size)], f"{size} mixed")
 
 
-def check_packing(
-    operators: Operators, heads: Heads, longest: int, numbers: Numbers, tally: Tally
-) -> None:
+def check_packing(operators, heads, longest, numbers, tally):
     """Check that a sequence has the same bits in a packed micro-batch, alone, and in another order."""
     lens = sequence_lens(longest)
     inputs = packed_inputs(heads, lens, numbers)
 
-    def attend(order: Sequence[int]) -> Sequence[Tensor]:
+    def attend(order):
         parts = [torch.cat([x.split(lens)[i] for i in order]) for x in inputs]
         chosen = tuple(lens[i] for i in order)
         layout = AttentionLayout.packed(chosen, numbers.device)
@@ -147,18 +129,16 @@ def check_packing(
         tally.equal(attend([i])[0], whole[i], f"{heads}, {n} tokens alone")
 
 
-def check_accuracy(
-    operators: Operators, heads: Heads, longest: int, numbers: Numbers, tally: Tally
-) -> None:
+def check_accuracy(operators, heads, longest, numbers, tally):
     """Compare values and gradients with float64 attention, and check that gradients repeat."""
     lens = sequence_lens(longest)[::3]
     inputs = packed_inputs(heads, lens, numbers)
     layout, scale = AttentionLayout.packed(tuple(lens), numbers.device), heads.dim**-0.5
 
-    def attend(*inputs: Tensor) -> Tensor:
+    def attend(*inputs):
         return operators.attention(*inputs, layout, ScoreRule(scale))
 
-    def exact(*inputs: Tensor) -> Tensor:
+    def exact(*inputs):
         return torch.cat(
             [
                 _attention(*part, scale)
@@ -172,7 +152,7 @@ def check_accuracy(
     check_gradients(attend, exact, inputs, tally, str(heads), 2**-5)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _attention(q, k, v, scale):
     """Compute one sequence's attention in its inputs' dtype, written out: [T, H, D]."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))

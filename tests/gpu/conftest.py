@@ -1,10 +1,8 @@
 """GPU suite: all promises of the aligned operators that only a GPU can break.
 
-`make gpu-test` runs it. Without a GPU every test is skipped by name; `--rehearse cpu` runs the same
-code on a CPU with small sizes, which proves that the tests work and nothing about a GPU.
+`make gpu-test` runs it. Without a GPU every test is skipped by name; `--rehearse` runs the same code
+on a CPU with small sizes, which proves that the tests work and nothing about a GPU.
 """
-
-from __future__ import annotations
 
 import sys
 from pathlib import Path
@@ -13,12 +11,11 @@ import pytest
 import torch
 
 from onpolicy.compat.process import prepare_process
-from onpolicy.ops import Operators
 from onpolicy.ops.stock import StockOperators
 from tests.gpu.backends import make_for, obstacle
 from tests.gpu.row_checks import Numbers
 from tests.gpu.run import FILES
-from tests.gpu.setting import GPU, REHEARSAL, Setting
+from tests.gpu.setting import GPU, REHEARSAL
 from tests.gpu.summary import Summary
 from tests.gpu.tally import Tally
 from tests.support.gpu.launches import watch_launches
@@ -27,37 +24,35 @@ from tests.support.gpu.operators import BACKENDS, make_linears_of_bytes, missing
 from tests.support.violations import few_rows_differ
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     group = parser.getgroup("gpu", "the GPU suite (tests/gpu)")
     group.addoption("--gpu-json", metavar="FILE", help="write what was compared into FILE")
     group.addoption(
         "--gpu-models", metavar="NAMES", help="sweep these models alone; commas between"
     )
-    group.addoption("--rehearse", choices=("cpu", "triton"), help="run the code on a CPU, small")
+    group.addoption("--rehearse", action="store_true", help="run the code on a CPU, small")
 
 
-def _option(config: pytest.Config, name: str) -> str | None:
+def _option(config, name):
     return config.getoption(name, default=None)  # unknown when this directory is not an argument
 
 
-def _setting(config: pytest.Config) -> Setting:
+def _setting(config):
     return REHEARSAL if _option(config, "rehearse") else GPU
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     prepare_process()
-    if _option(config, "rehearse") == "triton":
-        import tests.support.triton_interpreter  # noqa: F401 (before anything imports Triton)
     watch_launches()
     file = _option(config, "gpu_json")
     if file and (torch.cuda.is_available() or _option(config, "rehearse")):
         config.pluginmanager.register(Summary(Path(file)))
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def pytest_generate_tests(metafunc):
     rehearsed = _option(metafunc.config, "rehearse")
     if "backend" in metafunc.fixturenames:
-        metafunc.parametrize("backend", [rehearsed] if rehearsed else BACKENDS)
+        metafunc.parametrize("backend", ["cpu"] if rehearsed else BACKENDS)
     if "model" in metafunc.fixturenames:
         models = _setting(metafunc.config).models
         if names := _option(metafunc.config, "gpu_models"):
@@ -68,7 +63,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     ours = [item for item in items if Path(__file__).parent in item.path.parents]
     for item in ours:
         item.add_marker(pytest.mark.gpu)
@@ -81,8 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[place] = item
 
 
-def _obstacle(config: pytest.Config) -> str | None:
-    """Return why nothing of this suite can run here."""
+def _obstacle(config):
     if _option(config, "rehearse"):
         return None
     if not torch.cuda.is_available():
@@ -92,31 +86,40 @@ def _obstacle(config: pytest.Config) -> str | None:
     return None
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter):
     if torch.cuda.is_available():
         terminalreporter.write_line(", ".join(f"{k} {v}" for k, v in describe_machine().items()))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Fail a test if one of its comparisons differs, and a negative control if none does."""
+    result = yield
+    if tally := pyfuncitem.funcargs.get("tally"):
+        is_control = pyfuncitem.path.stem == "test_negative_controls"
+        tally.require_some() if is_control else tally.require_none()
+    return result
+
+
 @pytest.fixture(scope="session")
-def setting(request: pytest.FixtureRequest) -> Setting:
+def setting(request):
     return _setting(request.config)
 
 
 @pytest.fixture
-def numbers(setting: Setting) -> Numbers:
+def numbers(setting):
     return Numbers(torch.bfloat16, setting.device)
 
 
 @pytest.fixture
-def tally(record_property) -> Tally:
-    """Count the test's comparisons for the summary."""
+def tally(record_property):
     counts = Tally()
     record_property("tally", counts)
     return counts
 
 
 @pytest.fixture
-def operators(backend: str, setting: Setting, request: pytest.FixtureRequest) -> Operators:
+def operators(backend, setting, request):
     """Return a backend's aligned operators; skip the test with the name of a missing requirement."""
     file = request.path.stem
     if setting.device == "cuda" and (problem := obstacle(backend, file)):
@@ -125,7 +128,7 @@ def operators(backend: str, setting: Setting, request: pytest.FixtureRequest) ->
 
 
 @pytest.fixture
-def of_bytes(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> Operators:
+def of_bytes(setting, monkeypatch):
     """Return operators whose linears multiply bytes; in a rehearsal by a stand-in for DeepGEMM."""
     if setting.device != "cuda":
         from tests.support.bytes_on_cpu import OfRounded, stand_in  # which defines what a GPU has
@@ -138,7 +141,7 @@ def of_bytes(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> Operators:
 
 
 @pytest.fixture
-def stock(setting: Setting) -> Operators:
+def stock(setting):
     """Return kernels that depend on the batch: a GPU's own, and built ones in a rehearsal.
 
     A CPU's own may well be row-invariant (Intel's are, when MKL is asked for it).

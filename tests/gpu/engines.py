@@ -6,19 +6,15 @@ Makes what it needs under --inputs: the quickstart's model and data, and random 
 sizes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from onpolicy.outputs.metrics import read_jsonl
 from tests.support.gpu.machine import describe_machine, write_json
@@ -45,12 +41,11 @@ RUN_HASH = re.compile(r"run hash\W+(\w+)")
 LAST_LINES = 8
 
 
-def commands(inputs: Path, folder: Path) -> dict[str, list[str]]:
-    """Return the commands to run, by name."""
+def commands(inputs, folder):
     small, real = str(inputs / "quickstart" / "model"), str(inputs / "qwen3-0.6b")
     data, held_out = (str(inputs / "quickstart" / name) for name in ("data.jsonl", "eval.jsonl"))
 
-    def verify(model: str, operators: str, *flags: str) -> list[str]:
+    def verify(model, operators, *flags):
         lengths = ["--num-prompts", "16", "--max-new-tokens", "64"]
         return ["verify", "--hf-checkpoint", model, "--operators", operators, *lengths, *flags]
 
@@ -85,7 +80,7 @@ def commands(inputs: Path, folder: Path) -> dict[str, list[str]]:
     }
 
 
-def run(name: str, command: Sequence[str], folder: Path) -> dict[str, Any]:
+def run(name, command, folder):
     """Run a command; return its comparisons and results, and the end of its log."""
     started, log = time.perf_counter(), folder / f"{name}.log"
     with open(log, "w") as file:
@@ -105,7 +100,7 @@ def run(name: str, command: Sequence[str], folder: Path) -> dict[str, Any]:
     return result
 
 
-def _compared(folder: Path, name: str) -> dict[str, int]:
+def _compared(folder, name):
     """Return the number of compared and of differing tokens in a run's rollouts, or in `verify`."""
     metrics, report = folder / name / "metrics.jsonl", folder / f"{name}.json"
     records, prefix = (read_jsonl(metrics), "parity/") if metrics.exists() else ([], "")
@@ -115,8 +110,7 @@ def _compared(folder: Path, name: str) -> dict[str, int]:
     return {key: sum(record.get(prefix + key, 0) for record in records) for key in keys}
 
 
-def summary(result: Mapping[str, Any]) -> str:
-    """Return one line about a command."""
+def summary(result):
     hashed = f", {result['run_hash']}" if result["run_hash"] else ""
     return (
         f"exit code {result['exit_code']}, {result['num_mismatched_tokens']} of "
@@ -124,8 +118,7 @@ def summary(result: Mapping[str, Any]) -> str:
     )
 
 
-def failures(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the failures, a sentence each."""
+def failures(results):
     found = [
         f"{name}: {summary(result)}"
         for name, result in results.items()
@@ -137,8 +130,7 @@ def failures(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return found + ([f"{', '.join(SAME)}: more than one hash"] if len(hashes) > 1 else [])
 
 
-def make_inputs(inputs: Path) -> None:
-    """Make the models and data that are missing."""
+def make_inputs(inputs):
     quickstart, real = inputs / "quickstart", inputs / "qwen3-0.6b"
     prepare = [sys.executable, str(ROOT / "examples/quickstart/prepare.py"), str(quickstart)]
     subprocess.run(prepare, check=True)
@@ -147,14 +139,14 @@ def make_inputs(inputs: Path) -> None:
         subprocess.run([*make, str(real)], check=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv=None):
     """Run all side by side and write the record; return 1 if anything failed."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="the record")
     parser.add_argument("--only", nargs="+", help="these alone, by name")
     parser.add_argument("--inputs", type=Path, default=Path("runs/gpu_inputs"))
     args = parser.parse_args(argv)
-    folder: Path = args.json.with_suffix("")
+    folder = args.json.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     chosen = commands(args.inputs, folder)
     if unknown := set(args.only or ()) - set(chosen):

@@ -1,29 +1,16 @@
 """Checks of every GEMM: rows, columns, bias, experts, accuracy and gradients."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from onpolicy.ops import Operators
 from onpolicy.ops.backends.base import FP8_BLOCK
-from tests.gpu.row_checks import Numbers, check_gradients, check_rows
-from tests.gpu.tally import Tally
-from tests.support.gpu.shapes import ModelShape
-
-Gemm = Callable[[Tensor, Tensor], Tensor]
-"""`Operators.linear` or `partial_linear`: [M, K], [N, K] -> [M, N]"""
-GroupedGemm = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""`Operators.grouped_linear` or `grouped_partial_linear`: [S, K], [E, N, K], [E + 1] -> [S, N]"""
+from tests.gpu.row_checks import check_gradients, check_rows
 
 DEGREES = (2, 4, 8)
 """Tensor-parallel degrees whose shards are compared with the whole."""
 
 
-def linears_of_bytes(model: ModelShape) -> dict[str, tuple[int, int]]:
+def linears_of_bytes(model):
     """Return a model's rounded linears that consist of whole blocks; some small ones if it has
     none."""
     rounded = {n: s for n, s in model.linears().items() if n not in ("lm_head", "router")}
@@ -31,13 +18,11 @@ def linears_of_bytes(model: ModelShape) -> dict[str, tuple[int, int]]:
     return whole or {"small": (2 * FP8_BLOCK, 3 * FP8_BLOCK)}
 
 
-def make_weight(numbers: Numbers, *shape: int) -> Tensor:
+def make_weight(numbers, *shape):
     return numbers(*shape, seed=sum(shape), scale=shape[-1] ** -0.5)
 
 
-def check_row_counts(
-    gemm: Gemm, n: int, k: int, row_counts: Sequence[int], numbers: Numbers, tally: Tally, case: str
-) -> None:
+def check_row_counts(gemm, n, k, row_counts, numbers, tally, case):
     """Check any number of rows, anywhere in a batch, and rows that lie apart in memory."""
     weight, x = make_weight(numbers, n, k), numbers(row_counts[-1], k, seed=1)
     check_rows(lambda rows: gemm(rows, weight), x, row_counts, tally, case)
@@ -47,10 +32,7 @@ def check_row_counts(
         tally.equal(got, want, f"{case}, {m} rows apart in memory")
 
 
-def check_columns(
-    gemm: Gemm, n: int, k: int, row_counts: Sequence[int], numbers: Numbers, tally: Tally, case: str
-) -> None:
-    """Check that a column-parallel shard gives the columns of the whole."""
+def check_columns(gemm, n, k, row_counts, numbers, tally, case):
     weight = make_weight(numbers, n, k)
     for m in row_counts:
         x = numbers(m, k, seed=2)
@@ -61,9 +43,7 @@ def check_columns(
                 tally.equal(torch.cat(parts, 1), whole, f"{case}, {m} rows, {degree} shards")
 
 
-def check_bias(
-    operators: Operators, n: int, k: int, row_counts: Sequence[int], numbers: Numbers, tally: Tally
-) -> None:
+def check_bias(operators, n, k, row_counts, numbers, tally):
     case = f"linear with bias {n}x{k}"
     weight, bias = make_weight(numbers, n, k), numbers(n, seed=3)
     x = numbers(row_counts[-1], k, seed=1)
@@ -75,9 +55,7 @@ def check_bias(
     tally.close(operators.linear(x, weight, bias), exact, bound, f"{case} against float64")
 
 
-def check_accuracy(
-    gemm: Gemm, n: int, k: int, rows: int, numbers: Numbers, tally: Tally, case: str
-) -> None:
+def check_accuracy(gemm, n, k, rows, numbers, tally, case):
     """Check for a sum in float32, rounded once: no TF32, no bfloat16 partial sums. Gradients to
     float32's."""
     weight, x = make_weight(numbers, n, k), numbers(rows, k, seed=1)
@@ -89,17 +67,17 @@ def check_accuracy(
     check_gradients(gemm, F.linear, [x, weight], tally, case, _gradient_tolerance(x))
 
 
-def _sum_bound(x: Tensor, weight: Tensor) -> Tensor:
+def _sum_bound(x, weight):
     """Return the possible error of a float32 sum of products; TF32 or a bfloat16 sum would lose far
     more."""
     return 2**-18 * x.double().norm(dim=1)[:, None] * weight.double().norm(dim=1)
 
 
-def _gradient_tolerance(x: Tensor) -> float:
+def _gradient_tolerance(x):
     return 2 * torch.finfo(x.dtype).eps + 2**-17
 
 
-def routed_rows(experts: int, rows: int, k: int, numbers: Numbers) -> tuple[Tensor, Tensor]:
+def routed_rows(experts, rows, k, numbers):
     """Return rows sorted by their expert, and that expert: [S, K], int64 [S]. Some experts get
     none."""
     generator = torch.Generator().manual_seed(experts)
@@ -109,19 +87,12 @@ def routed_rows(experts: int, rows: int, k: int, numbers: Numbers) -> tuple[Tens
     return numbers(rows, k, seed=4), chosen.sort().values.to(numbers.device)
 
 
-def expert_offsets(chosen: Tensor, experts: int) -> Tensor:
+def expert_offsets(chosen, experts):
     """Return the start and end of each expert's rows: int64 [S] sorted -> int64 [E + 1]"""
     return torch.searchsorted(chosen, torch.arange(experts + 1, device=chosen.device))
 
 
-def check_grouped_rows(
-    gemm: GroupedGemm,
-    shape: tuple[int, int, int],
-    row_counts: Sequence[int],
-    numbers: Numbers,
-    tally: Tally,
-    case: str,
-) -> None:
+def check_grouped_rows(gemm, shape, row_counts, numbers, tally, case):
     """Check that a row depends on itself and its expert, not on any expert's number of rows, nor on
     shards."""
     experts, n, k = shape
@@ -139,14 +110,7 @@ def check_grouped_rows(
             tally.equal(torch.cat(parts, 1), whole, f"{case}, {degree} shards")
 
 
-def check_grouped_accuracy(
-    gemm: GroupedGemm,
-    shape: tuple[int, int, int],
-    rows: int,
-    numbers: Numbers,
-    tally: Tally,
-    case: str,
-) -> None:
+def check_grouped_accuracy(gemm, shape, rows, numbers, tally, case):
     """Compare values and gradients with one float64 product per expert."""
     experts, _, k = shape
     weight = make_weight(numbers, *shape)
@@ -154,10 +118,10 @@ def check_grouped_accuracy(
     offsets = expert_offsets(chosen, experts)
     sizes = offsets.diff().tolist()
 
-    def exact(x: Tensor, weight: Tensor) -> Tensor:
+    def exact(x, weight):
         return torch.cat([F.linear(*pair) for pair in zip(x.split(sizes), weight, strict=True)])
 
-    def grouped(x: Tensor, weight: Tensor) -> Tensor:
+    def grouped(x, weight):
         return gemm(x, weight, offsets)
 
     with torch.no_grad():

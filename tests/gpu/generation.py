@@ -7,12 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import Qwen3Config, Qwen3MoeConfig
 
-from onpolicy.models.policy import PackedTokens, PolicyModel
-from tests.gpu.setting import Setting
-from tests.support.gpu.paged_model import PagedModel
-from tests.support.gpu.shapes import ModelShape
+from onpolicy.models.policy import PackedTokens
 
 MODELS = ("qwen3", "qwen3-tied", "qwen3-moe")
 
@@ -22,16 +19,13 @@ CHUNK = 48
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Prompts with their sampled tokens, and the log-probabilities they were sampled with."""
-
     prompt_lens: list[int]
     sequences: list[list[int]]
     log_probs: list[Tensor]
     """float32 [tokens of the response], one entry a sequence"""
 
 
-def make_config(name: str, shape: ModelShape) -> PretrainedConfig:
-    """Return the configuration of one of MODELS with the sizes of `shape`."""
+def make_config(name, shape):
     sizes = {
         "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,
@@ -54,7 +48,7 @@ def make_config(name: str, shape: ModelShape) -> PretrainedConfig:
     )
 
 
-def random_prompts(setting: Setting, seed: int) -> list[list[int]]:
+def random_prompts(setting, seed):
     """Return prompts of random lengths: one of one token, one longer than a prefill chunk."""
     rng = random.Random(seed)
     longest = setting.longest_prompt
@@ -62,13 +56,11 @@ def random_prompts(setting: Setting, seed: int) -> list[list[int]]:
     return [[rng.randrange(setting.small_model.vocab) for _ in range(n)] for n in lens]
 
 
-def generate(
-    model: PagedModel, prompts: list[list[int]], new_tokens: int, temperature: float, seed: int
-) -> Rollout:
+def generate(model, prompts, new_tokens, temperature, seed):
     """Prefill in chunks, then decode a random part of the sequences at a time."""
     rng = random.Random(seed)
     sequences = [list(prompt) for prompt in prompts]
-    log_probs: list[list[Tensor]] = [[] for _ in prompts]
+    log_probs = [[] for _ in prompts]
     cached = [0] * len(prompts)
     while active := [i for i in range(len(prompts)) if len(log_probs[i]) < new_tokens]:
         batch = rng.sample(active, rng.randrange(1, len(active) + 1))
@@ -95,22 +87,18 @@ def generate(
     )
 
 
-def pack(rollout: Rollout, order: list[int], temperature: float, device: str) -> PackedTokens:
+def pack(rollout, order, temperature, device):
     return PackedTokens.after_prompts(
-        [rollout.sequences[i] for i in order],
-        [rollout.prompt_lens[i] for i in order],
-        temperature,
+        [rollout.sequences[i] for i in order], [rollout.prompt_lens[i] for i in order], temperature
     ).on(device)
 
 
-def score(
-    policy: PolicyModel, rollout: Rollout, temperature: float, device: str, seed: int
-) -> list[Tensor]:
+def score(policy, rollout, temperature, device, seed):
     """Return the trainer's log-probabilities, sequence by sequence, in micro-batches of its own."""
     order = list(range(len(rollout.sequences)))
     random.Random(seed).shuffle(order)
     cut = len(order) // 3
-    scored: dict[int, Tensor] = {}
+    scored = {}
     for part in (order[:cut], order[cut:]):
         flat, *_ = policy(pack(rollout, part, temperature, device))
         lens = [len(rollout.log_probs[i]) for i in part]

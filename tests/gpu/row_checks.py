@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
-from tests.gpu.tally import Tally
-
-RowFunction = Callable[[Tensor], Tensor]
-"""[M, ...] -> [M, ...]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,20 +14,18 @@ class Numbers:
     dtype: torch.dtype
     device: str
 
-    def __call__(self, *shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    def __call__(self, *shape, seed=0, scale=1.0):
         generator = torch.Generator(self.device).manual_seed(seed)
         numbers = torch.randn(*shape, generator=generator, device=self.device)
         return (scale * numbers).to(self.dtype)
 
-    def order(self, size: int, seed: int = 0) -> Tensor:
+    def order(self, size, seed=0):
         """Return a permutation of 0 ... size - 1, the same on every device: int64 [size]"""
         generator = torch.Generator().manual_seed(seed)
         return torch.randperm(size, generator=generator).to(self.device)
 
 
-def check_rows(
-    function: RowFunction, x: Tensor, row_counts: Sequence[int], tally: Tally, case: str
-) -> None:
+def check_rows(function, x, row_counts, tally, case):
     """Compare calls on fewer rows, on rows elsewhere in the batch and in another order.
 
     `row_counts` are numbers of rows to try; `x` holds at least as many as the largest.
@@ -48,14 +39,7 @@ def check_rows(
     tally.equal(function(x[order]), whole[order], f"{case}, rows shuffled")
 
 
-def check_gradients(
-    function: Callable[..., Tensor],
-    exact: Callable[..., Tensor],
-    inputs: Sequence[Tensor],
-    tally: Tally,
-    case: str,
-    tolerance: float,
-) -> None:
+def check_gradients(function, exact, inputs, tally, case, tolerance):
     """Check that the forward pass has inference's bits, and that gradients repeat and are right.
 
     `exact` is the same function for float64 inputs; errors are relative to a gradient's largest.
@@ -64,7 +48,7 @@ def check_gradients(
         inference = function(*inputs)
     grad = Numbers(inference.dtype, inference.device.type)(*inference.shape, seed=99)
 
-    def gradients(function: Callable[..., Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+    def gradients(function, dtype):
         leaves = [x.detach().to(dtype or x.dtype).clone().requires_grad_() for x in inputs]
         out = function(*leaves)
         if dtype is None:

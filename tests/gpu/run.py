@@ -6,33 +6,22 @@ dies does not affect the others: it is recorded as crashed, with the test that i
 only the suite's own requirements, and none of pytest's plug-ins.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tests.gpu.summary import record_of
 from tests.support.gpu.machine import write_json
 
 FILES = (
-    "test_libraries",
-    "test_gemm",
-    "test_fp8",
-    "test_rows",
-    "test_attention",
-    "test_end_to_end",
-    "test_tensor_parallel",
-    "test_negative_controls",
-    "test_server",
-)
+    "test_libraries", "test_gemm", "test_fp8", "test_rows", "test_attention", "test_end_to_end",
+    "test_tensor_parallel", "test_negative_controls", "test_server",
+)  # fmt: skip
 """The files from the parts to the whole, so that the first failure is the smallest one."""
 
 ALONE = "test_server"
@@ -48,7 +37,7 @@ SHOWN = 8
 """The most failures on the page; the JSON has all."""
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv):
     """Run every file, merge the records, and print what to send back; return 1 if anything failed."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--json", type=Path, required=True, help="what all files recorded")
@@ -56,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     own, arguments = parser.parse_known_args(argv)
     folder = own.json.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
-    tests: dict[str, Any] = {}
+    tests = {}
     run = partial(_run, folder=folder, arguments=arguments, shown=own.jobs == 1)
     with ThreadPoolExecutor(own.jobs) as pool:
         beside = pool.map(run, [name for name in FILES if name != ALONE])
@@ -71,8 +60,7 @@ def main(argv: Sequence[str]) -> int:
     return int(any(test["outcome"] not in ("passed", "skipped") for test in tests.values()))
 
 
-def _run(name: str, folder: Path, arguments: Sequence[str], shown: bool) -> dict[str, Any]:
-    """Run one file; return its recorded tests, and its crash."""
+def _run(name, folder, arguments, shown):
     part, log = folder / f"{name}.json", folder / f"{name}.log"
     part.unlink(missing_ok=True)
     process = subprocess.Popen(
@@ -91,7 +79,7 @@ def _run(name: str, folder: Path, arguments: Sequence[str], shown: bool) -> dict
             copy.flush()
     status = process.wait()
     print(f"{name}: exit status {status}", flush=True)
-    tests: dict[str, Any] = json.loads(part.read_text())["tests"] if part.exists() else {}
+    tests = json.loads(part.read_text())["tests"] if part.exists() else {}
     if status not in (0, 1, NO_TESTS):
         tests[f"tests/gpu/{name}.py"] = {
             "outcome": "crashed",
@@ -101,7 +89,7 @@ def _run(name: str, folder: Path, arguments: Sequence[str], shown: bool) -> dict
     return tests
 
 
-def page_of(record: dict[str, Any], file: Path) -> str:
+def page_of(record, file):
     """Return the findings, and what to send back, as a page to read."""
     tests = record["tests"]
     bad = {n: t for n, t in tests.items() if t["outcome"] not in ("passed", "skipped")}

@@ -44,7 +44,7 @@ class Setting:
     """Replays of a decoding step in a CUDA graph; they start at 100 tokens."""
 
 
-def _around_powers_of_two(first: int, last: int) -> set[int]:
+def _around_powers_of_two(first, last):
     powers = range(first.bit_length() - 1, last.bit_length())
     around = {(1 << p) + d for p in powers for d in (-1, 0, 1)}
     return {m for m in around if first <= m <= last}

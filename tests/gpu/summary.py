@@ -1,12 +1,6 @@
 """Record of a run of the suite: every test's outcome and comparisons, as JSON."""
 
-from __future__ import annotations
-
 import dataclasses
-from pathlib import Path
-from typing import Any
-
-import pytest
 
 from tests.support.gpu.machine import describe_machine, write_json
 
@@ -14,11 +8,11 @@ from tests.support.gpu.machine import describe_machine, write_json
 class Summary:
     """A pytest plug-in that rewrites its file after every test: a run may be cut off by its limit."""
 
-    def __init__(self, file: Path):
+    def __init__(self, file):
         self.file = file
-        self.tests: dict[str, dict[str, Any]] = {}
+        self.tests = {}
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report):
         test = self.tests.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0})
         test["seconds"] += report.duration
         if report.outcome != "passed":
@@ -30,12 +24,11 @@ class Summary:
             test[name] = dataclasses.asdict(tally)
         self._write()
 
-    def _write(self) -> None:
+    def _write(self):
         write_json(self.file, record_of(self.tests))
 
 
-def record_of(tests: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the record of these tests, by their names."""
+def record_of(tests):
     tallies = [test["tally"] for test in tests.values() if "tally" in test]
     outcomes = [test["outcome"] for test in tests.values()]
     return {
@@ -48,8 +41,7 @@ def record_of(tests: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _last_line(report: pytest.TestReport) -> str:
-    """Return why a test failed or was skipped, in one line."""
+def _last_line(report):
     if isinstance(report.longrepr, tuple):  # a skip: file, line, reason
         return report.longrepr[2]
     crash = getattr(report.longrepr, "reprcrash", None)

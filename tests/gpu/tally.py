@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from tests.support.gpu.launches import last_launches
 
@@ -26,7 +25,7 @@ class Tally:
     first: list[str] = field(default_factory=list)
     """Descriptions of the first mismatches."""
 
-    def equal(self, got: Tensor, want: Tensor, case: str) -> None:
+    def equal(self, got, want, case):
         """Compare bit for bit; NaN equals nothing."""
         self.cases += 1
         self.values += want.numel()
@@ -45,7 +44,7 @@ class Tally:
             f"{_first_of(differs, got, want)}"
         )
 
-    def close(self, got: Tensor, exact: Tensor, bound: Tensor | float, case: str) -> None:
+    def close(self, got, exact, bound, case):
         """Compare with a reference in higher precision: |got - exact| <= bound, elementwise."""
         self.cases += 1
         self.values += exact.numel()
@@ -59,27 +58,27 @@ class Tally:
             place = _first_of(beyond, got, exact)
             self._describe(f"{case}: error is {ratio:.3g} times its bound; {place}")
 
-    def require_none(self) -> None:
+    def require_none(self):
         """Fail unless something was compared and nothing differs."""
         assert self.cases > 0, "nothing was compared"
         assert self.mismatched_cases == 0, (
             f"{self.mismatched_cases} of {self.cases} cases differ: " + "; ".join(self.first)
         )
 
-    def require_some(self) -> None:
+    def require_some(self):
         """Fail unless the check saw a difference; for negative controls."""
         assert self.mismatched_cases > 0, (
             f"none of {self.cases} cases differs: this check cannot tell stock kernels from aligned "
             "ones on this machine, so its green results prove nothing here"
         )
 
-    def _describe(self, text: str) -> None:
+    def _describe(self, text):
         if len(self.first) < KEPT:
             kernels = last_launches()
             self.first.append(f"{text}; last kernels: {kernels}" if kernels else text)
 
 
-def _first_of(differs: Tensor, got: Tensor, want: Tensor) -> str:
+def _first_of(differs, got, want):
     """Return the first row that differs, its differing columns, and the actual and expected values."""
     place = tuple(differs.nonzero()[0].tolist())
     if not place:

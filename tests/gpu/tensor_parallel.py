@@ -1,23 +1,16 @@
 """Row-parallel linears and experts over ranks; outside of the test files, for spawned processes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 
-from onpolicy.ops import Operators
-from onpolicy.ops.experts import gated_halves, mix_experts
+from onpolicy.ops.mixture_of_experts import gated_halves, mix_experts
 from onpolicy.ops.row_parallel import RowParallel, tree_sum
 from tests.gpu.backends import make_backend
 from tests.gpu.row_checks import Numbers, check_rows
-from tests.gpu.setting import Setting
 from tests.gpu.tally import Tally
 
 BLOCKS = 8
@@ -25,9 +18,7 @@ EXPERTS, CHOSEN, HIDDEN, INTERMEDIATE = 16, 4, 256, 256
 """The sizes of the compared experts."""
 
 
-def sum_of_ranks(
-    operators: Operators, x: Tensor, weight: Tensor, bias: Tensor, ranks: int
-) -> Tensor:
+def sum_of_ranks(operators, x, weight, bias, ranks):
     """Return a row-parallel linear as `ranks` ranks compute it, each with shards in memory of its
     own."""
     parts = []
@@ -42,7 +33,7 @@ def sum_of_ranks(
 class _Experts:
     """A layer of random experts and its router's choices, or one rank's shard of its experts."""
 
-    def __init__(self, numbers: Numbers, rows: int):
+    def __init__(self, numbers, rows):
         self.x = numbers(rows, HIDDEN, seed=1)
         scores = torch.softmax(numbers(rows, EXPERTS, seed=2).float(), -1)
         self.weights, self.experts = scores.topk(CHOSEN, dim=-1)
@@ -50,9 +41,7 @@ class _Experts:
         self.up = numbers(EXPERTS, INTERMEDIATE, HIDDEN, seed=4, scale=HIDDEN**-0.5)
         self.down = numbers(EXPERTS, HIDDEN, INTERMEDIATE, seed=5, scale=INTERMEDIATE**-0.5)
 
-    def mix(
-        self, operators: Operators, rows: Tensor, parallel: RowParallel, rank: int = 0
-    ) -> Tensor:
+    def mix(self, operators, rows, parallel, rank=0):
         """Return the layer's output for some of its rows, int64 [M], with this rank's shard of the
         experts."""
         gate, up = (w.chunk(parallel.ranks, dim=1)[rank] for w in (self.gate, self.up))
@@ -68,9 +57,7 @@ class _Experts:
         )
 
 
-def check_expert_rows(
-    operators: Operators, row_counts: Sequence[int], blocks: int, device: str, tally: Tally
-) -> None:
+def check_expert_rows(operators, row_counts, blocks, device, tally):
     """Check that a token's mixture of experts does not depend on the other tokens."""
     experts = _Experts(Numbers(torch.bfloat16, device), row_counts[-1])
     rows = torch.arange(row_counts[-1], device=device)
@@ -84,10 +71,7 @@ def check_expert_rows(
     )
 
 
-def compare_with_one_rank(
-    rank: int, ranks: int, backend: str, setting: Setting, directory: Path
-) -> None:
-    """Compare the joint result of all ranks with a result of this rank alone."""
+def compare_with_one_rank(rank, ranks, backend, setting, directory):
     if setting.device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -103,7 +87,7 @@ def compare_with_one_rank(
     dist.destroy_process_group()
 
 
-def _compare(operators: Operators, rank: int, ranks: int, setting: Setting, tally: Tally) -> None:
+def _compare(operators, rank, ranks, setting, tally):
     numbers = Numbers(torch.bfloat16, setting.device)
     alone, together = RowParallel(BLOCKS), RowParallel(BLOCKS, dist.group.WORLD)
     for m in setting.few_row_counts:

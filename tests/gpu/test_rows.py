@@ -22,66 +22,38 @@ def exact_rms_norm(x, weight):
     return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rms_norm(operators, setting, tally, dtype):
-    numbers = Numbers(dtype, setting.device)
-    for size in setting.norm_sizes:
-        weight = 1 + numbers(size, seed=1, scale=0.3)
-        x = numbers(setting.row_counts[-1], size, seed=2, scale=3)
-
-        def norm(x, weight=weight):
-            return operators.rms_norm(x, weight, EPS)
-
-        with torch.no_grad():
-            check_rows(norm, x, setting.row_counts, tally, f"rms_norm {size}")
-            by_head = x.view(-1, 2, size)  # as the norms of queries and keys are called
-            tally.equal(norm(by_head), norm(x).view(by_head.shape), f"rms_norm {size}, by head")
-        exact = exact_rms_norm(x.double(), weight.double())
-        bound = (2 * torch.finfo(dtype).eps + 2**-18) * exact.abs() + 2**-40
-        tally.close(norm(x), exact, bound, f"rms_norm {size} against float64")
-        check_gradients(
-            norm, exact_rms_norm, [x[:300], weight], tally, f"rms_norm {size}",
-            4 * torch.finfo(dtype).eps + 2**-17,
-        )  # fmt: skip
-    tally.require_none()
-
-
 def exact_layer_norm(x, weight, bias):
     return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
 
 
+NORMS = {
+    "rms_norm": (exact_rms_norm, 1, 0, {}),
+    "rms_norm rounded last": (exact_rms_norm, 1, 1, {"round_last": True}),  # Gemma's, OLMo-2's
+    "layer_norm": (exact_layer_norm, 2, 1, {}),
+}
+"""By name: the exact one, its number of parameters, what errors are relative to beside it, and flags."""
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_other_norms(operators, setting, tally, dtype):
-    """Check the RMS norm that is rounded last (Gemma's, OLMo-2's) and the layer norm."""
-    numbers = Numbers(dtype, setting.device)
+@pytest.mark.parametrize("name", NORMS)
+def test_norms(operators, setting, tally, name, dtype):
+    numbers, (exact, count, floor, flags) = Numbers(dtype, setting.device), NORMS[name]
     for size in setting.norm_sizes:
-        weight, bias = 1 + numbers(size, seed=1, scale=0.3), numbers(size, seed=3)
-        x = numbers(setting.row_counts[-1], size, seed=2, scale=3)
-        kinds = {
-            "rms_norm rounded last": (
-                lambda *args: operators.rms_norm(*args, EPS, round_last=True),
-                exact_rms_norm,
-                (weight,),
-            ),
-            "layer_norm": (
-                lambda *args: operators.layer_norm(*args, EPS),
-                exact_layer_norm,
-                (weight, bias),
-            ),
-        }
-        for name, (norm, exact, parameters) in kinds.items():
-            case = f"{name} {size}"
-            with torch.no_grad():
-                got = partial(lambda x, n, p: n(x, *p), n=norm, p=parameters)
-                check_rows(got, x, setting.row_counts, tally, case)
-                want = exact(x.double(), *(p.double() for p in parameters))
-                bound = (2 * torch.finfo(dtype).eps + 2**-18) * (1 + want.abs())
-                tally.close(got(x), want, bound, f"{case} against float64")
-            check_gradients(
-                norm, exact, [x[:300], *parameters], tally, case,
-                4 * torch.finfo(dtype).eps + 2**-17,
-            )  # fmt: skip
-    tally.require_none()
+        parameters = (1 + numbers(size, seed=1, scale=0.3), numbers(size, seed=3))[:count]
+        x, case = numbers(setting.row_counts[-1], size, seed=2, scale=3), f"{name} {size}"
+        norm = partial(getattr(operators, name.split()[0]), eps=EPS, **flags)
+        with torch.no_grad():
+            got = norm(x, *parameters)
+            rows = partial(lambda x, norm, p: norm(x, *p), norm=norm, p=parameters)
+            check_rows(rows, x, setting.row_counts, tally, case)
+            if exact is exact_rms_norm:  # as the norms of queries and keys are called
+                by_head = norm(x.view(-1, 2, size), *parameters)
+                tally.equal(by_head.view(x.shape), got, f"{case}, by head")
+        want = exact(x.double(), *(p.double() for p in parameters))
+        bound = (2 * torch.finfo(dtype).eps + 2**-18) * (floor + want.abs()) + 2**-40
+        tally.close(got, want, bound, f"{case} against float64")
+        tolerance = 4 * torch.finfo(dtype).eps + 2**-17
+        check_gradients(norm, exact, [x[:300], *parameters], tally, case, tolerance)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -92,7 +64,6 @@ def test_activations_do_not_depend_on_the_number_of_elements(
     check_rows(lambda x: operators.elementwise(function, x), x, setting.row_counts, tally, name)
     bound = 2 * HALF_ULP * function(x.double()).abs() + 2**-20
     tally.close(operators.elementwise(function, x), function(x.double()), bound, name)
-    tally.require_none()
 
 
 def test_gated_activation(operators, model, setting, numbers, tally):
@@ -115,7 +86,6 @@ def test_gated_activation(operators, model, setting, numbers, tally):
         "gated",
         8 * HALF_ULP,
     )
-    tally.require_none()
 
 
 def test_softmax_and_topk_of_the_router(operators, setting, numbers, tally):
@@ -139,7 +109,6 @@ def test_softmax_and_topk_of_the_router(operators, setting, numbers, tally):
         lambda x: operators.softmax(x), lambda x: torch.softmax(x, -1), [logits[:64]], tally,
         "softmax", 8 * HALF_ULP,
     )  # fmt: skip
-    tally.require_none()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -165,7 +134,6 @@ def test_log_softmax_and_the_log_probabilities_of_tokens(operators, setting, tal
         for m in setting.few_row_counts:
             part, _ = operators.gather_log_probs(logits[:m], t[:m], targets[:m])
             tally.equal(part, chosen[:m], f"{case}, at the targets of the first {m} rows")
-    tally.require_none()
 
 
 def test_log_probabilities_straight_from_hidden_states(operators, setting, numbers, tally):
@@ -193,7 +161,6 @@ def test_log_probabilities_straight_from_hidden_states(operators, setting, numbe
             chosen = rollout.gather(1, targets[:m, None])[:, 0]
             tally.equal(chosen, whole[:m], f"a decode step of {m} rows")
     check_gradients(score, exact, [x[:33], weight], tally, "token_log_probs", 8 * HALF_ULP)
-    tally.require_none()
 
 
 def test_rotary_embedding(operators, setting, numbers, tally):
@@ -212,7 +179,6 @@ def test_rotary_embedding(operators, setting, numbers, tally):
             got = operators.rotary(q[:, :, :m], k[:, :, :m], cos[:, :m], sin[:, :m])
             for part, all_rows in zip(got, whole, strict=True):
                 tally.equal(part, all_rows[:, :, :m], f"rotary {dim}, first {m} rows")
-    tally.require_none()
 
 
 def test_a_sample_depends_on_its_own_row_alone(operators, setting, tally):
@@ -234,7 +200,6 @@ def test_a_sample_depends_on_its_own_row_alone(operators, setting, tally):
     tally.close(
         torch.minimum(target - before, got - target).clamp(max=0), 0 * got, 1e-9, "interval"
     )
-    tally.require_none()
 
 
 def test_what_torch_computes_between_the_operators(setting, numbers, tally):
@@ -250,4 +215,3 @@ def test_what_torch_computes_between_the_operators(setting, numbers, tally):
     check_rows(
         lambda w: w / w.sum(-1, keepdim=True), chosen, setting.row_counts, tally, "router weights"
     )
-    tally.require_none()

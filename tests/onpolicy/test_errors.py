@@ -18,15 +18,11 @@ from tests.support.tiny import make_tokenizer
 TURNS = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 
 SPOKEN = {
-    "a title of the window": "\x1b]0;pwned\x07",
-    "a title, by C1": "\x9d0;pwned\x9c",
-    "colours, by C1": "\x9b31m",
-    "a device's string, by C1": "\x90q",
-    "a backspace": "ok\b\bno",
-    "an overwritten line": "bad\rgood",
-    "text from right to left": "\u202egnp.exe",
+    "a title of the window": "\x1b]0;pwned\x07", "a title, by C1": "\x9d0;pwned\x9c",
+    "colours, by C1": "\x9b31m", "a device's string, by C1": "\x90q", "a backspace": "ok\b\bno",
+    "an overwritten line": "bad\rgood", "text from right to left": "\u202egnp.exe",
     "deleted": "\x7f",
-}
+}  # fmt: skip
 
 
 def obeyed(text):

@@ -24,11 +24,8 @@ def test_equal_tensors_have_no_mismatch(values):
     x = torch.tensor(values)
     counts, first = compare_log_probs(x, x.clone())
     assert (counts.num_compared, counts.num_mismatched, counts.max_ulp, first) == (
-        len(x),
-        0,
-        0,
-        None,
-    )
+        len(x), 0, 0, None,
+    )  # fmt: skip
     assert counts.max_abs_diff == counts.sum_k3 == 0
 
 

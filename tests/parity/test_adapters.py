@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from onpolicy.config import groups
-from onpolicy.models.lora.adapters import adapters
-from onpolicy.models.lora.modules import ExpertLowRank
+from onpolicy.models.lora.adapters import ExpertLowRank, adapters
 from onpolicy.models.weight_files import CheckpointReader
 from onpolicy.weights.rounding import round_weight
 from tests.parity.test_negative_controls import TEMPERATURE, count_mismatches

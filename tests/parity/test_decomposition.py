@@ -1,37 +1,17 @@
-"""Parity by parts, each exact in float32: trainer == engine prefill == engine decode.
+"""Parity of the trainer and the engine's decoding, exact in float32, and what samples depend on.
 
-That the trainer does not depend on its batches is tests/onpolicy/models/test_policy.py.
+That the engine's prefill is the same is tests/e2e/test_prompt_log_probs.py; that the trainer does not
+depend on its batches, tests/onpolicy/models/test_policy.py.
 """
 
 import random
 
 import pytest
-import requests
 import torch
 
 from tests.support.engines_fixture import CHUNKED_PREFILL_SIZE, make_requests
 
 pytestmark = pytest.mark.engine
-
-
-def prefill_log_probs(engines, token_ids):
-    """Log-probabilities of all tokens after the first, from the engine's own prefill."""
-    client = engines.rollout.clients[0]
-    answer = requests.post(
-        f"{client.url}/generate",
-        headers=client.headers,
-        json={
-            "input_ids": token_ids,
-            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        },
-    ).json()
-    pairs = answer["meta_info"]["input_token_logprobs"][1:]
-    # SGLang may report the vocabulary's last token as 0 here; its value is right.
-    for (_, got, _), token in zip(pairs, token_ids[1:], strict=True):
-        assert got == token or (got, token) == (0, 136)
-    return torch.tensor([log_prob for log_prob, _, _ in pairs])
 
 
 def trainer_log_probs(engines, sampled, completions, temperature):
@@ -44,23 +24,6 @@ def trainer_log_probs(engines, sampled, completions, temperature):
         temperature,
     )
     return [scored[order.index(i)] for i in range(len(order))]
-
-
-def test_the_trainer_equals_the_engines_prefill(engines):
-    sequences = [request.prompt_ids for request in make_requests(8, seed=1)]
-    sequences = [s for s in sequences if len(s) > 1]
-    trained = engines.trainer.log_probs(sequences, [1] * len(sequences), 1.0)
-    for sequence, log_probs in zip(sequences, trained, strict=True):
-        assert torch.equal(prefill_log_probs(engines, sequence), log_probs)
-
-
-def test_the_engines_decode_equals_its_own_prefill(engines):
-    sampled = make_requests(8, seed=2)
-    for request, completion in zip(sampled, engines.generate(sampled), strict=True):
-        prefilled = prefill_log_probs(engines, request.prompt_ids + completion.response_ids)
-        assert torch.equal(
-            prefilled[len(request.prompt_ids) - 1 :], torch.tensor(completion.rollout_log_probs)
-        )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

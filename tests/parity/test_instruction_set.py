@@ -14,12 +14,9 @@ from tests.support.engines_fixture import make_engines, running
 pytestmark = [pytest.mark.engine, pytest.mark.runs]
 
 VARIABLES = (
-    "ATEN_CPU_CAPABILITY",
-    "MKL_CBWR",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "ONEDNN_MAX_CPU_ISA",
+    "ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA",
     "LD_PRELOAD",
-)
+)  # fmt: skip
 
 
 def chosen(environment):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from onpolicy.models import by_operators
+from onpolicy.models import expert_layers
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.parity import compare_log_probs
 from tests.support.engines_fixture import make_engines, make_requests, running
@@ -20,14 +20,8 @@ pytestmark = pytest.mark.engine
 TEMPERATURE = 0.7
 
 OF_DENSE_MODELS = (
-    "linear",
-    "attention",
-    "rms_norm",
-    "rotary",
-    "gated",
-    "elementwise",
-    "log_softmax",
-)
+    "linear", "attention", "rms_norm", "rotary", "gated", "elementwise", "log_softmax",
+)  # fmt: skip
 OF_EXPERTS = ("grouped_linear", "grouped_partial_linear", "softmax")
 
 
@@ -97,8 +91,8 @@ def test_experts_off_by_one_bit_are_found(
 
 
 def test_a_router_off_by_one_bit_is_found(engines_with_experts, rollout_with_experts, monkeypatch):
-    linear = by_operators._ANSWERS[F.linear]
-    monkeypatch.setitem(by_operators._ANSWERS, F.linear, lambda *args: next_up(linear(*args)))
+    linear = expert_layers._ANSWERS[F.linear]
+    monkeypatch.setitem(expert_layers._ANSWERS, F.linear, lambda *args: next_up(linear(*args)))
     assert count_mismatches(engines_with_experts, *rollout_with_experts) > 0
 
 
@@ -113,7 +107,8 @@ def test_every_operator_has_a_control():
     # What one engine calls alone, and what has no bits of its own.
     others |= {"paged_attention", "sample", "gather_log_probs", "grad_logits", "topk"}
     others |= {"linear_gradients", "logits_per_chunk", "rows_per_chunk", "run_pieces", "uniform"}
-    # Made of those: tests/onpolicy/models/test_fused_norms.py, tests/onpolicy/ops/triton/test_mixing.py.
+    # Made of those: tests/onpolicy/models/test_fused_layers.py,
+    # tests/onpolicy/ops/triton/test_mixing.py.
     others |= {"add_rms_norm", "norm_rotary", "mix_few"}
     # Of linears of bytes: tests/onpolicy/models/test_rounded_inputs.py.
     others |= {"of_rounded", "hold"}

@@ -8,8 +8,7 @@ from onpolicy.config import TrainConfig, groups
 from onpolicy.config.sglang_flags import _OURS, _UNALIGNED
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
-from onpolicy.rollout.engine_args import EngineSpec
-from onpolicy.rollout.flag_check import FlagCheck
+from onpolicy.rollout.engine_args import EngineSpec, FlagCheck
 from onpolicy.run.launch.contracts import contract_for
 from tests.support.forked_processes import forked_processes
 

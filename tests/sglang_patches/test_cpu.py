@@ -12,8 +12,8 @@ from sglang.srt.distributed.device_communicators.pynccl import PyNcclCommunicato
 from sglang.srt.distributed.utils import StatelessProcessGroup
 from sglang.srt.server_args import ServerArgs
 
-from sglang_patches import cpu
-from sglang_patches.cpu import _as_if_accepted
+from sglang_patches import platform
+from sglang_patches.platform import _as_if_accepted
 from tests.support.tiny import make_checkpoint
 
 
@@ -53,7 +53,7 @@ def spawns():
 
 @pytest.mark.parametrize(("dp_size", "method"), [(1, "fork"), (2, "spawn")])
 def test_they_are_forked_unless_threads_start_them(spawns, dp_size, method):
-    cpu._fork(None, SimpleNamespace(dp_size=dp_size))
+    platform._fork(None, SimpleNamespace(dp_size=dp_size))
     assert multiprocessing.get_start_method() == method
 
 
@@ -66,11 +66,13 @@ def test_no_nccl_is_opened_beside_a_torch_that_was_built_for_cuda(monkeypatch):
         raise OSError
 
     monkeypatch.setattr(pynccl_wrapper.ctypes, "CDLL", fail)
-    monkeypatch.setattr(cpu.registry, "hook", lambda target, hook, _: asked.update({target: hook}))
-    cpu.install()
+    monkeypatch.setattr(
+        platform.registry, "hook", lambda target, hook, _: asked.update({target: hook})
+    )
+    platform.correct_for_cpu()
     two = StatelessProcessGroup(rank=0, world_size=2, store=None)
     PyNcclCommunicator(two, "cpu")
     assert opened == ["libnccl.so.2"]  # SGLang's own way
-    monkeypatch.setattr(pynccl_wrapper, "find_nccl_library", asked[cpu.NCCL_TARGET])
+    monkeypatch.setattr(pynccl_wrapper, "find_nccl_library", asked[platform.NCCL_TARGET])
     assert PyNcclCommunicator(two, "cpu").disabled
     assert opened == ["libnccl.so.2"]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from onpolicy.contract import EXTENSIONS_VARIABLE
-from onpolicy.explain.inputs import TAPS
+from onpolicy.explain.explain_inputs import TAPS
 from onpolicy.ops.cpu import CpuOperators
 from sglang_patches.extensions import Extension, asked_for
 

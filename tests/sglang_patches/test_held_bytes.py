@@ -12,8 +12,8 @@ from onpolicy.models.align import AlignedLinear
 from onpolicy.models.rounded_inputs import round_inputs
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 from onpolicy.weights.rounding import round_weight
-from sglang_patches import fusion, held_bytes, linear, registry
-from sglang_patches.held_bytes import HeldBytes
+from sglang_patches import engine_linears, fusion, registry
+from sglang_patches.fusion import HeldBytes
 from tests.support.bytes_on_cpu import BytesOnCpu, stand_in
 
 WIDTH = 256
@@ -87,7 +87,7 @@ def test_a_push_renews_bytes_in_place_before_the_next_forward_pass(hooks, monkey
         lay = {call.b[0].data_ptr() for call in calls[-2:]}
         model.load_weights(pushed(2))
         stale = results(model, x.clone())
-        hooks[held_bytes.FORWARD_TARGET](runner, None)
+        hooks[fusion.FORWARD_TARGET](runner, None)
         calls.clear()
         after = results(model, x.clone())
     assert all(map(torch.equal, stale, before))  # which is why
@@ -104,11 +104,11 @@ def test_sglangs_linears_multiply_bytes_where_they_read_rounded_inputs(hooks, mo
     operators = BytesOnCpu()
     shapes = OperatorShapes(linear=(), attention=(), norm=(), vocab_size=1)
     contract = NumericsContract(backend="cpu", device="cpu", dtype="bfloat16", shapes=shapes)
-    linear.install(operators, contract)
+    engine_linears.install(operators, contract)
     weight = pushed(1)[0][1]
     x = round_weight(torch.randn(3, WIDTH).bfloat16(), "fp8_e4m3")
     layer = SimpleNamespace(weight=weight)
-    apply = hooks[linear.TARGET]
+    apply = hooks[engine_linears.TARGET]
     assert torch.equal(apply(None, layer, x), operators.linear(x, weight))
     layer.reads_rounded = True
     assert torch.equal(apply(None, layer, x), operators.of_rounded.linear(x, weight))
@@ -116,9 +116,9 @@ def test_sglangs_linears_multiply_bytes_where_they_read_rounded_inputs(hooks, mo
     row = SimpleNamespace(
         weight=weight, bias=None, skip_bias_add=False, input_size_per_partition=WIDTH
     )
-    monkeypatch.setattr(linear, "row_parallel", lambda _: RowParallel(2))
-    monkeypatch.setattr(linear, "own_part", lambda x, _: x)
-    forward = hooks[linear.ROW_TARGET]
+    monkeypatch.setattr(engine_linears, "row_parallel", lambda _: RowParallel(2))
+    monkeypatch.setattr(engine_linears, "own_part", lambda x, _: x)
+    forward = hooks[engine_linears.ROW_TARGET]
     in_bfloat16 = forward(row, x)[0]
     row.reads_rounded = True
     in_bytes = operators.of_rounded.row_parallel_linear(x, weight, None, RowParallel(2))

@@ -6,7 +6,7 @@ from torch import nn
 
 from onpolicy.errors import ContractError
 from onpolicy.ops import ScoreRule
-from sglang_patches.attention import layer_scores
+from sglang_patches.cpu_attention import layer_scores
 from sglang_patches.layer_attention import attention_forward
 
 
@@ -39,13 +39,9 @@ def test_a_layers_window_and_soft_cap_reach_the_backend_as_they_are_meant():
 
 
 def test_a_layer_has_the_sizes_of_its_call_and_this_ranks_share_of_the_heads():
-    layer = call()
+    layer = call(sliding_window=None)
     assert (layer.head_dim, layer.qk_head_dim, layer.v_head_dim) == (8, 8, 6)
     assert (layer.tp_q_head_num, layer.tp_k_head_num, layer.tp_v_head_num) == (2, 1, 1)
-
-
-def test_a_layer_without_them_has_none():
-    layer = call(sliding_window=None)
     assert (layer.sliding_window_size, layer.logit_cap) == (-1, 0.0)
     assert layer_scores(layer) == ScoreRule(8**-0.5)
 

@@ -50,11 +50,15 @@ def test_it_hands_the_operator_what_sglang_means():
             return "the result"
 
     inspect.signature(Operators.paged_attention).bind(*range(8))
-    operators, call = Noted(), given(scheduler_metadata=torch.zeros(2), out=torch.zeros(3, 4, 4))
+    call = given(
+        scheduler_metadata=torch.zeros(2), out=torch.zeros(3, 4, 4), window_size=(31, 0), softcap=30.0,
+        sinks=torch.zeros(4),
+    )  # fmt: skip
+    operators = Noted()
     assert attend(operators, **call) == "the result"
     q, k, v, layout, scores, sinks, out = operators.seen
     assert q is call["q"] and k is call["k_cache"] and v is call["v_cache"] and out is call["out"]
-    assert scores == ScoreRule(0.5) and sinks is None
+    assert scores == ScoreRule(0.5, window=32, softcap=30.0) and sinks is call["sinks"]
     assert (layout.page_size, layout.max_query_len) == (1, 2)
     assert layout.page_table is call["page_table"]
     assert layout.key_lens is call["cache_seqlens"]
@@ -62,17 +66,6 @@ def test_it_hands_the_operator_what_sglang_means():
     assert {**layout.schedule} == {
         name: call[name] for name in ("cu_seqlens_k_new", "scheduler_metadata")
     }
-
-
-def test_windows_soft_caps_and_sinks_reach_the_operator():
-    class Noted:
-        def paged_attention(self, *args):
-            self.seen = args
-
-    operators, sinks = Noted(), torch.zeros(4)
-    attend(operators, **given(window_size=(31, 0), softcap=30.0, sinks=sinks))
-    assert operators.seen[4] == ScoreRule(0.5, window=32, softcap=30.0)
-    assert operators.seen[5] is sinks
 
 
 def test_triton_computes_it_by_its_own_kernel(monkeypatch):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from onpolicy.explain.taps.recorder import Recorder
-from onpolicy.explain.taps.rows import digest, prefix_keys
+from onpolicy.explain.taps.row_keys import digest, prefix_keys
 from sglang_patches import taps
 from sglang_patches.taps import Prefixes
 

@@ -7,9 +7,9 @@ import random
 import threading
 
 from onpolicy.chat.template import Continuation
-from onpolicy.rollout.episode_rules import EpisodeRules
-from onpolicy.rollout.episodes import Rollouter
 from onpolicy.rollout.open_episode import OpenEpisode
+from onpolicy.rollout.rollouter import Rollouter
+from onpolicy.rollout.turns import EpisodeRules
 from onpolicy.trajectory import Completion, FinishReason, Span
 from onpolicy.types import Prompt, Request, SamplingParams
 
@@ -124,8 +124,6 @@ class Says(Draws):
 
 
 class Acts(Rollouter):
-    """Rolls out by a function of (prompt, turns)."""
-
     def __init__(self, act):
         self.act = act
 

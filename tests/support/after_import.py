@@ -1,7 +1,5 @@
 """Code for processes that a test does not start itself: run once such a process knows a module."""
 
-from __future__ import annotations
-
 SITECUSTOMIZE = """
 import importlib.abc, importlib.util, sys
 MODULE, CODE = {module!r}, {code!r}

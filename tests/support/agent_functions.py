@@ -8,12 +8,11 @@ import signal
 import time
 
 from onpolicy.agents.tools.calculator import Calculator
-from onpolicy.rollout.episodes import Episode
+from onpolicy.rollout.rollouter import Episode
 from onpolicy.rollout.turns import ContextExceededError
 
 
 async def two_turns(turns, prompt):
-    """Samples, calculates, samples again, and on a fork."""
     first = await turns.sample(max_tokens=3)
     observation = await Calculator().run(f"{prompt.index} + {len(first.token_ids)}")
     turns.append([int(observation.text) % 10 + 2])
@@ -24,7 +23,6 @@ async def two_turns(turns, prompt):
 
 
 async def forks(turns, prompt):
-    """Goes on in two branches, which take turns as they please."""
     await turns.sample(max_tokens=4)
     turns.append([9, 3])
     fork = turns.fork()
@@ -33,8 +31,6 @@ async def forks(turns, prompt):
 
 
 async def observes(turns, prompt):
-    """Looks at a clock."""
-
     async def clock():
         return {"now": [time.time_ns(), None, "ü"]}
 
@@ -50,7 +46,6 @@ async def observes(turns, prompt):
 
 
 async def mistakes(turns, prompt):
-    """Makes mistakes with its branch, and says what it was told."""
     told = []
     for mistake in (
         lambda: turns.append([1] * 10_000),

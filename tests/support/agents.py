@@ -6,8 +6,8 @@ import random
 from collections import defaultdict
 from contextvars import ContextVar
 
-from onpolicy.rollout.deadline import Stopwatch
-from onpolicy.rollout.episodes import Episode
+from onpolicy.rollout.open_episode import Stopwatch
+from onpolicy.rollout.rollouter import Episode
 
 GIVEN = [9, 3]
 
@@ -88,11 +88,6 @@ async def samples_nothing(turns, prompt):
 async def returns_text(turns, prompt):
     await turns.sample()
     return "done"
-
-
-async def says_its_reward(turns, prompt):
-    answer = await turns.sample()
-    return float(len(answer.token_ids))
 
 
 async def takes_one(turns):

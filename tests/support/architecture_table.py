@@ -5,18 +5,14 @@ a push, and is written down as soon as it has ended; a second call goes on with 
 missing. The page in docs/ is rendered from what is written down.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
 
 from onpolicy.errors import ConfigError
 from tests.support.forked_processes import forked_processes
@@ -49,8 +45,6 @@ SIZE = ("--num-prompts", "6", "--max-new-tokens", "12")
 LIMIT = 300
 """Seconds after which a cell has failed."""
 
-Cell = dict[str, Any]
-Results = dict[str, dict[str, Cell]]
 
 HEAD = """# Architectures
 
@@ -89,13 +83,12 @@ REFUSALS_HEAD = """
 """
 
 
-def read() -> Results:
-    """What is written down."""
-    results: Results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+def read():
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     return results
 
 
-def run_cell(architecture: str, column: str) -> Cell:
+def run_cell(architecture, column):
     """One command on real engines: how many tokens differ, or what it said."""
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
@@ -122,17 +115,17 @@ def run_cell(architecture: str, column: str) -> Cell:
         return cell if done.returncode == 0 or cell["mismatched"] else {"failed": last}
 
 
-def _make(directory: Path, name: str) -> None:
+def _make(directory, name):
     """A checkpoint of an architecture, or one as published. Raises ConfigError if it cannot be read."""
     (make_checkpoint if name in ALL_ARCHITECTURES else make_published)(directory, name)
 
 
-def _without(directory: Path, text: str) -> str:
+def _without(directory, text):
     """Without a name that is another in every call."""
     return text.replace(str(directory), "DIR")
 
 
-def write_down(architecture: str, column: str, cell: Cell) -> None:
+def write_down(architecture, column, cell):
     """Add a cell to what is written down by now, and render the page."""
     results = read()
     results.setdefault(architecture, {})[column] = cell
@@ -143,8 +136,7 @@ def write_down(architecture: str, column: str, cell: Cell) -> None:
         temporary.replace(path)
 
 
-def page(results: Results) -> str:
-    """The Markdown page."""
+def page(results):
     saved = _table("architecture", ALL_ARCHITECTURES, COLUMNS, results)
     published = _table("checkpoint", FILES, PUBLISHED_COLUMNS, results)
     reasons = list(_reasons(results))
@@ -152,13 +144,11 @@ def page(results: Results) -> str:
     return "\n".join([HEAD, *saved, PUBLISHED_HEAD, *published, *refusals, ""])
 
 
-def _table(
-    kind: str, names: Collection[str], columns: Collection[str], results: Results
-) -> Iterator[str]:
+def _table(kind, names, columns, results):
     """A row for all names of which the same came."""
     yield f"| {kind} | {' | '.join(columns)} |"
     yield f"|---|{'---|' * len(columns)}"
-    rows: dict[str, list[str]] = {}
+    rows = {}
     for name in names:
         cells = results.get(name, {})
         row = " | ".join(_shown(cells.get(column)) for column in columns)
@@ -167,13 +157,13 @@ def _table(
         yield f"| {', '.join(alike)} | {row} |"
 
 
-def _name(name: str) -> str:
+def _name(name):
     if name in FILES:
         return f"`{name}`"
     return f"{ALL_ARCHITECTURES[name][0].__name__.removesuffix('Config')} (`{name}`)"
 
 
-def _shown(cell: Cell | None) -> str:
+def _shown(cell):
     if cell is None:
         return "not run"
     if "compared" in cell:
@@ -182,11 +172,11 @@ def _shown(cell: Cell | None) -> str:
     return "refused" if "refused" in cell else "**fails**"
 
 
-def _reasons(results: Results) -> Iterator[str]:
+def _reasons(results):
     """A line for each sentence: what it is said of, in which columns."""
-    said: dict[str, dict[str, list[str]]] = {}
+    said = {}
     for name in dict.fromkeys((*ALL_ARCHITECTURES, *FILES)):
-        columns: dict[str, list[str]] = {}
+        columns = {}
         for column in COLUMNS:
             cell = results.get(name, {}).get(column, {})
             if text := cell.get("refused") or cell.get("failed"):
@@ -200,7 +190,7 @@ def _reasons(results: Results) -> Iterator[str]:
         yield f"- {whose}: {text}"
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     names = (*ALL_ARCHITECTURES, *FILES)
     parser.add_argument("--only", default=",".join(names), help="names, with commas")

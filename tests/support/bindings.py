@@ -1,14 +1,12 @@
 """In which variables of which modules a function or a class is to be found, without a search."""
 
-from __future__ import annotations
-
 import sys
 from types import FunctionType, ModuleType
 
-_sizes: dict[int, int] = {}
+_sizes = {}
 """How many variables each module had when it was indexed, by the module's id."""
 
-_places: dict[int, list[tuple[ModuleType, str]]] = {}
+_places = {}
 """By the id of the function or class."""
 
 

@@ -1,15 +1,11 @@
 """Episodes with branches, as a trainer gets them: random tokens with its own log-probabilities."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
-from onpolicy.rollout.branches import learnt_once
+from onpolicy.rollout.results import learnt_once
 from onpolicy.trajectory import Trajectory
-from onpolicy.types import Prompt, Sample, TrainSample
+from onpolicy.types import Prompt, Sample
 from tests.support.samples import make_completion
 
 REWARDS = (1 / 64, -1 / 128, 1 / 32, 1 / 256)
@@ -20,13 +16,13 @@ NUM_LEARNT = (8, 4, 2, 2)
 that a loss by hand has no rounding."""
 
 
-def _episodes(rng: random.Random) -> Iterator[list[Trajectory]]:
+def _episodes(rng):
     """Trajectories whose log-probabilities are still to come."""
 
-    def tokens(count: int) -> list[int]:
+    def tokens(count):
         return [rng.randrange(2, 137) for _ in range(count)]
 
-    def answered(trajectory: Trajectory, count: int) -> Trajectory:
+    def answered(trajectory, count):
         return trajectory.plus(make_completion(tokens(count), [0.0] * count), 1.0)
 
     begun = answered(Trajectory.begin(tokens(3)), 2)
@@ -40,9 +36,7 @@ def _episodes(rng: random.Random) -> Iterator[list[Trajectory]]:
         yield [answered(Trajectory.begin(tokens(4)), count)]
 
 
-def branched_samples(
-    trainer: Any, *, twice: bool = False, token_rewards: Sequence[float] | None = None
-) -> list[TrainSample]:
+def branched_samples(trainer, *, twice=False, token_rewards=None):
     """The samples of two groups of two episodes.
 
     twice: the tokens that branches share are learnt in each of them. token_rewards: of the 8 tokens of
@@ -60,13 +54,15 @@ def branched_samples(
                 trajectory=trajectory,
                 reward=REWARDS[number],
                 token_rewards=mine if number == 0 else None,
+                group=number // 2,
+                episode=number,
             )
-            found.append(TrainSample(sample=sample, group=number // 2, episode=number))
+            found.append(sample)
         token_rewards = None
     return found
 
 
-def _scored(trainer: Any, trajectory: Trajectory) -> Trajectory:
+def _scored(trainer, trajectory):
     (log_probs,) = trainer.log_probs([trajectory.token_ids], [1], 1.0)
     pairs = zip(log_probs.tolist(), trajectory.sampled[1:], strict=True)
     return replace(trajectory, rollout_log_probs=[x for x, is_sampled in pairs if is_sampled])

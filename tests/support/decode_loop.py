@@ -4,17 +4,11 @@ It computes what SGLang computes with the plug-in's operators, in the order in w
 prompts in chunks, then one token of every sequence at a time, keys and values read from pages.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from onpolicy.models.lora.adapters import CHILD
-from onpolicy.models.policy import PolicyModel
-from onpolicy.ops import Operators, PagedLayout
+from onpolicy.ops import PagedLayout
 
 CHUNK = 48
 """Tokens of each sequence that are fed at once, while it has these and `ALONE` more left."""
@@ -26,37 +20,27 @@ ALONE = 16
 class PagedStore:
     """Keys and values of every layer, on pages of one token in random order."""
 
-    def __init__(self, lens: list[int]):
+    def __init__(self, lens):
         self.pages = torch.randperm(sum(lens), generator=torch.Generator().manual_seed(0)).int()
         self.pages = list(self.pages.split(lens))
-        self.layers: list[tuple[Tensor, Tensor]] = []
+        self.layers = []
 
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def write(self, layer, slots, k, v):
         """The whole store of a layer, as [pages, 1, H_kv, D], after writing new keys and values."""
         if layer == len(self.layers):
             count = sum(map(len, self.pages))
             empty = (x.new_full((count, 1, *x.shape[1:]), float("nan")) for x in (k, v))
-            self.layers.append(tuple(empty))  # type: ignore[arg-type]
+            self.layers.append(tuple(empty))
         for store, new in zip(self.layers[layer], (k, v), strict=True):
             store[slots, 0] = new
         return self.layers[layer]
 
 
-OnPass = Callable[[list[tuple[int, int, int]], PagedStore], None]
-"""Called before every forward pass with (sequence, start, end) of the tokens that it is fed."""
-
-
-def decode_log_probs(
-    policy: PolicyModel,
-    operators: Operators,
-    sequences: list[list[int]],
-    temperature: float,
-    on_pass: OnPass = lambda spans, store: None,
-) -> list[Tensor]:
+def decode_log_probs(policy, operators, sequences, temperature, on_pass=lambda spans, store: None):
     """Log-probabilities of every token of each sequence but its first: float32 [len - 1] each."""
     store = PagedStore([len(s) for s in sequences])
     done = [0] * len(sequences)
-    result: list[list[Tensor]] = [[] for _ in sequences]
+    result = [[] for _ in sequences]
     while live := [i for i, s in enumerate(sequences) if done[i] < len(s) - 1]:
         left = [len(sequences[i]) - 1 - done[i] for i in live]
         counts = [CHUNK if n >= CHUNK + ALONE else 1 for n in left]
@@ -74,14 +58,7 @@ def decode_log_probs(
 
 
 @torch.no_grad()
-def _feed(
-    policy: PolicyModel,
-    operators: Operators,
-    store: PagedStore,
-    parts: list[list[int]],
-    sequences: list[int],
-    starts: list[int],
-) -> Tensor:
+def _feed(policy, operators, store, parts, sequences, starts):
     """Hidden states of new tokens, `parts[j]` of sequence `sequences[j]` after `starts[j]` others."""
     counts = torch.tensor([len(part) for part in parts])
     key_lens = torch.tensor(starts) + counts
@@ -98,11 +75,11 @@ def _feed(
     )
     layers = iter(range(10**6))
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, *how: object) -> Tensor:
+    def attention(q, k, v, *how):
         stores = store.write(next(layers), slots, k, v)
-        return operators.paged_attention(q, *stores, layout, *how)  # type: ignore[arg-type]
+        return operators.paged_attention(q, *stores, layout, *how)
 
-    hidden: Tensor = policy.causal_lm.base_model(
+    hidden = policy.causal_lm.base_model(
         input_ids=torch.tensor([token for part in parts for token in part])[None],
         position_ids=torch.cat(positions)[None],
         use_cache=False,
@@ -112,9 +89,7 @@ def _feed(
 
 
 @torch.no_grad()
-def _log_probs(
-    policy: PolicyModel, operators: Operators, hidden: Tensor, targets: Tensor, temperature: float
-) -> Tensor:
+def _log_probs(policy, operators, hidden, targets, temperature):
     head = policy.causal_lm.get_output_embeddings()
     product = operators.linear(hidden, head.weight, head.bias)
     if (adapter := head._modules.get(CHILD)) is not None:

@@ -4,23 +4,19 @@ It tells what a real one tells, honestly: the log-probabilities of its tokens, a
 from. How it draws is its caller's, so that a test can have it draw as it must not.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops import Operators
-from onpolicy.ops.cuts import Cut, left, within
 from onpolicy.ops.draws import draw
-from onpolicy.ops.kept_tokens import packed
+from onpolicy.ops.kept_tokens import left, packed, within
+from onpolicy.ops.row_digests import row_digests
 from onpolicy.rollout.seeds import seeds_of
 from onpolicy.trajectory import Trajectory
-from onpolicy.types import Prompt, Sample, TrainSample
+from onpolicy.types import Prompt, Sample
 from tests.support.samples import make_completion
 
 
@@ -49,40 +45,47 @@ class Step:
     """Tokens that each has sampled before."""
 
     @property
-    def log_probs(self) -> Tensor:
+    def log_probs(self):
         """float32 [B, V]: of what is left to draw from"""
         logits = self.logits if self.kept is None else within(self.logits, self.kept)
         return self.operators.log_softmax(logits, self.temperature)
 
-    def numbers(self, *, seeds: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    @property
+    def rows(self):
+        """float32 [B, V]: of the whole vocabulary"""
+        return self.operators.log_softmax(self.logits, self.temperature)
+
+    def numbers(self, *, seeds=None, positions=None):
         """float64 [B], by others than the step's own if they are given."""
         seeds = self.seeds if seeds is None else seeds
         return self.operators.uniform(seeds, self.positions if positions is None else positions)
 
-    def drawn(self, numbers: Tensor | None = None) -> Tensor:
+    def drawn(self, numbers=None):
         """int64 [B]: as a sampler must, if the numbers are the step's own."""
         numbers = self.numbers() if numbers is None else numbers
         return draw(self.operators, self.log_probs, numbers, self.kept)
 
 
-HowToDraw = Callable[[Step], Tensor]
+def digested(step):
+    """int64 [B]: the digests of its rows, as an engine that is asked for them gives."""
+    return row_digests(step.rows)
 
 
-def by_the_seeds(step: Step) -> Tensor:
-    """As it must be."""
+def by_the_seeds(step):
     return step.drawn()
 
 
 def sampled(
-    trainer: Any,
-    how: HowToDraw = by_the_seeds,
+    trainer,
+    how=by_the_seeds,
     *,
-    prompts: Sequence[list[int]] = ([5, 9], [7], [11, 3, 20], [40, 2]),
-    tokens: int = 6,
-    temperature: float = 0.7,
-    cut: Cut | None = None,
-    tells_sets: bool = True,
-) -> list[TrainSample]:
+    prompts=([5, 9], [7], [11, 3, 20], [40, 2]),
+    tokens=6,
+    temperature=0.7,
+    cut=None,
+    tells_sets=True,
+    digests=digested,
+):
     """A sample of each prompt; the rewards of neighbours differ. Each is an attempt of its own."""
     begun = [Trajectory.begin(prompt) for prompt in prompts]
     seeds = torch.arange(len(prompts)) * 7919 + 12345
@@ -94,18 +97,20 @@ def sampled(
         if step.kept is not None and tells_sets:
             sets = [[each] for each in packed(step.kept)]
         begun = [
-            trajectory.plus(make_completion([token], [x], kept_tokens=kept), temperature)
-            for trajectory, token, x, kept in zip(begun, drawn.tolist(), told, sets, strict=True)
+            trajectory.plus(
+                make_completion([token], [x], kept_tokens=kept, row_digests=[digest]), temperature
+            )
+            for trajectory, token, x, kept, digest in zip(
+                begun, drawn.tolist(), told, sets, digests(step).tolist(), strict=True
+            )
         ]
     return [
-        TrainSample(
-            sample=Sample(
-                prompt=Prompt(index=i, prompt_ids=prompts[i], label="", text=""),
-                sample_index=0,
-                trajectory=trajectory,
-                reward=float(i % 2),
-                seeds=seeds_of(trajectory, int(seeds[i])),
-            ),
+        Sample(
+            prompt=Prompt(index=i, prompt_ids=prompts[i], label="", text=""),
+            sample_index=0,
+            trajectory=trajectory,
+            reward=float(i % 2),
+            seeds=seeds_of(trajectory, int(seeds[i])),
             group=i,
             episode=i,
         )
@@ -113,14 +118,7 @@ def sampled(
     ]
 
 
-def _step(
-    trainer: Any,
-    begun: Sequence[Trajectory],
-    seeds: Tensor,
-    number: int,
-    temperature: float,
-    cut: Cut | None,
-) -> Step:
+def _step(trainer, begun, seeds, number, temperature, cut):
     contexts = [trajectory.token_ids for trajectory in begun]
     batch = PackedTokens.after_prompts(
         [[*context, 0] for context in contexts], [len(c) for c in contexts], temperature
@@ -141,42 +139,42 @@ def _step(
     )
 
 
-def greedy(step: Step) -> Tensor:
+def greedy(step):
     return step.log_probs.argmax(-1)
 
 
-def at_the_next_position(step: Step) -> Tensor:
+def at_the_next_position(step):
     return step.drawn(step.numbers(positions=step.positions + 1))
 
 
-def at_the_place_in_the_response(step: Step) -> Tensor:
+def at_the_place_in_the_response(step):
     return step.drawn(step.numbers(positions=torch.full_like(step.positions, step.number)))
 
 
-def by_the_next_seed(step: Step) -> Tensor:
+def by_the_next_seed(step):
     return step.drawn(step.numbers(seeds=step.seeds + 1))
 
 
-def by_one_seed_for_all(step: Step) -> Tensor:
+def by_one_seed_for_all(step):
     """SGLang's, of requests whose seed is lost (SGLang gives all of them 42)."""
     return step.drawn(step.numbers(seeds=torch.full_like(step.seeds, 42)))
 
 
-def by_the_neighbours_number(step: Step) -> Tensor:
+def by_the_neighbours_number(step):
     """Rows of a batch in another order for the numbers than for the logits."""
     return step.drawn(step.numbers().roll(1))
 
 
-def by_biased_numbers(step: Step) -> Tensor:
+def by_biased_numbers(step):
     return step.drawn(step.numbers() ** 1.5)
 
 
-def greedy_at_first(step: Step) -> Tensor:
+def greedy_at_first(step):
     """The first token after a prefill alone, as speculative decoding has had it elsewhere."""
     return greedy(step) if step.number == 0 else step.drawn()
 
 
-def greedy_once(step: Step) -> Tensor:
+def greedy_once(step):
     """One token of one sample: the first whose seed draws another than the likeliest."""
     drawn, likeliest = step.drawn(), greedy(step)
     for row in (drawn != likeliest).nonzero()[:1, 0] if step.number == 3 else ():
@@ -184,27 +182,27 @@ def greedy_once(step: Step) -> Tensor:
     return drawn
 
 
-def at_no_temperature(step: Step) -> Tensor:
+def at_no_temperature(step):
     return replace(step, temperature=torch.ones_like(step.temperature)).drawn()
 
 
-def at_twice_the_temperature(step: Step) -> Tensor:
+def at_twice_the_temperature(step):
     """A sampler that bounds temperatures from below, for one."""
     return replace(step, temperature=2 * step.temperature).drawn()
 
 
-def from_the_whole_vocabulary(step: Step) -> Tensor:
+def from_the_whole_vocabulary(step):
     """What a cut leaves is told, and not drawn from."""
     return replace(step, kept=None).drawn()
 
 
-def from_rounded_probabilities(step: Step) -> Tensor:
+def from_rounded_probabilities(step):
     """In eight bits, where log-probabilities are float32."""
     rounded = step.log_probs.to(torch.float8_e4m3fn).float()
     return draw(step.operators, rounded, step.numbers(), step.kept)
 
 
-def by_noise_on_logits(step: Step) -> Tensor:
+def by_noise_on_logits(step):
     """The Gumbel-max way: the right distribution, by a sampler that nobody can follow."""
     columns = torch.arange(step.logits.shape[1])
     seeds = step.seeds[:, None].expand_as(step.logits) + columns
@@ -213,33 +211,22 @@ def by_noise_on_logits(step: Step) -> Tensor:
     return (step.log_probs.double() - (-uniform.clamp(min=1e-300).log()).log()).argmax(-1)
 
 
-def drafts_of_some_weight(step: Step) -> Tensor:
+def drafts_of_some_weight(step):
     """A draft is taken if it is likely enough, whatever the seed draws."""
     drawn, draft = step.drawn(), step.log_probs.argsort(-1, descending=True)[:, 1]
     likely = step.log_probs.gather(1, draft[:, None])[:, 0].exp() > 0.05
     return torch.where(likely, draft, drawn)
 
 
-def the_most_distant(step: Step) -> Tensor:
+def the_most_distant(step):
     """A row of logits read from its other end."""
     return step.logits.shape[1] - 1 - step.drawn()
 
 
-ENGINES_OF_THEIR_OWN_MIND: tuple[HowToDraw, ...] = (
-    greedy,
-    at_the_next_position,
-    at_the_place_in_the_response,
-    by_the_next_seed,
-    by_one_seed_for_all,
-    by_the_neighbours_number,
-    by_biased_numbers,
-    greedy_at_first,
-    greedy_once,
-    at_no_temperature,
-    at_twice_the_temperature,
-    from_rounded_probabilities,
-    by_noise_on_logits,
-    drafts_of_some_weight,
-    the_most_distant,
-)
+ENGINES_OF_THEIR_OWN_MIND = (
+    greedy, at_the_next_position, at_the_place_in_the_response, by_the_next_seed,
+    by_one_seed_for_all, by_the_neighbours_number, by_biased_numbers, greedy_at_first, greedy_once,
+    at_no_temperature, at_twice_the_temperature, from_rounded_probabilities, by_noise_on_logits,
+    drafts_of_some_weight, the_most_distant,
+)  # fmt: skip
 """All tell the policy's own log-probabilities of what they drew."""

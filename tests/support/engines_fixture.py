@@ -1,22 +1,17 @@
 """A real SGLang server and a real trainer under one contract, for tests to share."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import random
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from onpolicy.config import TrainConfig, groups
 from onpolicy.models.hf_config import load_config
-from onpolicy.rollout.engine_args import EngineSpec
-from onpolicy.rollout.sampling import sampling_seed
+from onpolicy.rollout.sample_requests import sampling_seed
 from onpolicy.rollout.server import EngineServer
-from onpolicy.run.engines import EnginePair, MakeRollout
+from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import make_rollout_group
 from onpolicy.train import distributed
@@ -27,17 +22,18 @@ CHUNKED_PREFILL_SIZE = 48
 
 
 def make_engines(
-    checkpoint: Path,
-    directory: Path,
-    dtype: str = "float32",
-    tp_size: int = 1,
-    make_rollout: MakeRollout = make_rollout_group,
-    lora: groups.LoraConfig | None = None,
-    algorithm: groups.AlgorithmConfig | None = None,
-    sglang_args: tuple[str, ...] = (),
-    aligned: bool = True,
+    checkpoint,
+    directory,
+    dtype="float32",
+    tp_size=1,
+    make_rollout=make_rollout_group,
+    lora=None,
+    algorithm=None,
+    sglang_args=(),
+    aligned=True,
+    parity_check="sampled",
     **engine,
-) -> EnginePair:
+):
     """An engine pair, not started yet; `tp_size` is the rollout's."""
     distributed.init_process_group()
     hf_config = load_config(str(checkpoint))
@@ -48,7 +44,7 @@ def make_engines(
         trainer=groups.TrainerConfig(lr=1e-3, max_tokens_per_gpu=500),
         lora=lora or groups.LoraConfig(),
         algorithm=algorithm or groups.AlgorithmConfig(),
-        parity=groups.ParityConfig(true_on_policy_mode=aligned),
+        parity=groups.ParityConfig(true_on_policy_mode=aligned, parity_check=parity_check),
         sync=groups.WeightSyncConfig(update_weight_buffer_size=1),
         sglang_args=(
             "--chunked-prefill-size",
@@ -63,7 +59,7 @@ def make_engines(
 
 
 @contextmanager
-def served(spec: EngineSpec, log: Path, port: int = 0) -> Iterator[EngineServer]:
+def served(spec, log, port=0):
     """A server of its own, until it is left; 0: at any port that is free."""
     server = EngineServer(spec, port, log)
     try:
@@ -75,7 +71,7 @@ def served(spec: EngineSpec, log: Path, port: int = 0) -> Iterator[EngineServer]
 
 
 @contextmanager
-def running(pair: EnginePair, anew: bool = False) -> Iterator[EnginePair]:
+def running(pair, anew=False):
     """Start a pair, push the checkpoint's weights as version 0, and stop it afterwards.
 
     anew: not forked, but as a user's run would start it.
@@ -90,7 +86,7 @@ def running(pair: EnginePair, anew: bool = False) -> Iterator[EnginePair]:
 
 
 @contextmanager
-def hanging_is_noticed(pair: EnginePair, after: float) -> Iterator[None]:
+def hanging_is_noticed(pair, after):
     """Give up engines that answer no health check for `after` seconds.
 
     Only where one hangs or dies: on a busy machine others may be given up with it, and start again.
@@ -120,7 +116,7 @@ def engines(session_engines):
     return pair
 
 
-def make_requests(count: int, seed: int, *, max_new_tokens: int = 24, temperature: float = 1.0):
+def make_requests(count, seed, *, max_new_tokens=24, temperature=1.0):
     """Requests of random lengths that share prefixes; some are longer than a prefill chunk."""
     rng = random.Random(seed)
     shared = [rng.randrange(137) for _ in range(100)]

@@ -6,8 +6,6 @@ it learns that it is lost; or to hang: then it answers nothing. When it is start
 checkpoint's weights.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib
@@ -15,23 +13,18 @@ import pickle
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import aiohttp
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
-from onpolicy.config.groups import EngineConfig
-from onpolicy.contract import NumericsContract
 from onpolicy.errors import ContractError, EngineError
 from onpolicy.ops.kept_tokens import WHOLE
+from onpolicy.ops.row_digests import row_digests
 from onpolicy.rollout.client import EngineClient, EngineLostError
 from onpolicy.rollout.engine_args import EngineSpec
-from onpolicy.rollout.sampling import sampling_seed
+from onpolicy.rollout.sample_requests import sampling_seed
 from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.trajectory import UNPUSHED, Completion, FinishReason, Span
 from onpolicy.types import Request, SamplingParams
@@ -45,7 +38,7 @@ CACHE_TOKENS = 1000
 """What an engine in memory says of its cache."""
 
 
-def opened(body: Mapping[str, Any]) -> dict[str, Tensor]:
+def opened(body):
     """The tensors of a bucket that lies in shared memory."""
     assert body["load_format"] == "flattened_bucket"
     (handle,) = body["serialized_named_tensors"]
@@ -63,19 +56,19 @@ class Memory:
     can_be_greedy = True
     """Whether top_k = 1 is heeded; no other filter is."""
 
-    def __init__(self, contract: NumericsContract):
+    def __init__(self, contract):
         self.contract = contract
         self.weights, self.version = make_weights(), UNPUSHED
-        self.prefixes: dict[tuple[float, ...], Tensor] = {}
+        self.prefixes = {}
         self.in_session = self.hangs = self.flips_a_bit = False
         self.aborts = 0
-        self.loaded: list[str] = []
+        self.loaded = []
         """Names of all that was pushed, in order."""
         """Names of SGLang's own adapters."""
-        self.given_back: set[str] = set()
+        self.given_back = set()
         self._num_proved, self._digest = 0, WeightDigest().hexdigest()
 
-    def report(self) -> dict[str, Any]:
+    def report(self):
         return {
             "contract": self.contract.to_json(),
             "self_check": self.self_check(),
@@ -85,10 +78,10 @@ class Memory:
             "serves_text": True,
         }
 
-    def self_check(self) -> dict[str, str]:
+    def self_check(self):
         return SELF_CHECK if self.contract.is_aligned else {}
 
-    def _proof(self) -> str:
+    def _proof(self):
         """The digest of all that was pushed, as it was when first asked for since the last push."""
         if len(self.loaded) == self._num_proved:
             return self._digest
@@ -98,7 +91,7 @@ class Memory:
         self._digest = digest.hexdigest()
         return self._digest
 
-    def post(self, path: str, body: Mapping[str, Any]) -> None:
+    def post(self, path, body):
         if path in ("/begin_weight_update", "/end_weight_update"):
             opens = path == "/begin_weight_update"
             if opens == self.in_session:
@@ -116,7 +109,7 @@ class Memory:
             assert path == "/update_weights_from_tensor"
             self._load(opened(body), int(body["weight_version"]))
 
-    def give_back(self, kinds: set[str]) -> None:
+    def give_back(self, kinds):
         """What stood in that memory is gone."""
         assert not kinds & self.given_back
         self.given_back |= kinds
@@ -125,7 +118,7 @@ class Memory:
         if "weights" in kinds:
             self.weights = {}
 
-    def _load(self, weights: Mapping[str, Tensor], version: int) -> None:
+    def _load(self, weights, version):
         assert "weights" not in self.given_back
         for name, tensor in weights.items():
             if self.flips_a_bit:
@@ -136,7 +129,7 @@ class Memory:
             self.weights[name] = tensor.clone()
         self.version = version
 
-    def next_token(self, request: Request, response: list[int]) -> tuple[int, float, bytes]:
+    def next_token(self, request, response):
         """A token, its log-probability, and the set that it was drawn from (`ops/kept_tokens.py`); the
         first one's may come from the prefix cache."""
         context, temperature = [*request.prompt_ids, *response], request.params.temperature
@@ -153,17 +146,15 @@ class Memory:
         token = self.draw(scores, seed, len(context))
         return token, scores[token].item(), kept
 
-    def cut(
-        self, context: list[int], scores: Tensor, params: SamplingParams
-    ) -> tuple[Tensor, bytes]:
+    def cut(self, context, scores, params):
         """The log-probabilities [V] of what filters leave to draw from, and what that is."""
         return scores, WHOLE
 
-    def draw(self, scores: Tensor, seed: int, place: int) -> int:
+    def draw(self, scores, seed, place):
         """The token at a place of a sequence, of log-probabilities [V]."""
         return sample(scores, seed, place)
 
-    def score(self, context: list[int], temperature: float) -> Tensor:
+    def score(self, context, temperature):
         """Log-probabilities of the token after `context`: float32 [V]."""
         rounds = not self.contract.is_aligned
         return score(self.weights, context, temperature, is_rounded=rounds)
@@ -177,45 +168,45 @@ class Engine:
 
     vocab_size = VOCAB_SIZE
 
-    def __init__(self, spec: EngineSpec, port: int, log_file: Path):
+    def __init__(self, spec, port, log_file):
         self.spec, self.port, self.log_file = spec, port, log_file
-        self.dies_at: Container[int] = ()
-        self.hangs_at: Container[int] = ()
-        self.pause: Callable[[], float] = lambda: 0.0
+        self.dies_at = ()
+        self.hangs_at = ()
+        self.pause = lambda: 0.0
         """Seconds before a token."""
         self.url = f"http://127.0.0.1:{port}"
         self.calls = self.starts = 0
-        self.answered: Counter[str] = Counter()
+        self.answered = Counter()
         """How often which request was answered, in all lives."""
-        self.memory: Memory | None = None
+        self.memory = None
         self._lock = threading.Lock()
 
     @property
-    def is_running(self) -> bool:
+    def is_running(self):
         return self.memory is not None
 
-    def start(self) -> None:
+    def start(self):
         self.memory, self.starts = self.new_memory(), self.starts + 1
 
-    def new_memory(self) -> Memory:
+    def new_memory(self):
         return Memory(self.spec.contract)
 
-    def wait_until_healthy(self, timeout: float) -> None:
+    def wait_until_healthy(self, timeout):
         with contextlib.suppress(EngineLostError), self._call():
             return
         raise EngineError(f"the engine at {self.url} ended with exit code 1 before it was ready.")
 
-    def stop(self) -> None:
+    def stop(self):
         self.memory = None
 
-    def cause_of_death(self) -> str:
+    def cause_of_death(self):
         return f"killed by the test in call {self.calls}"
 
-    def log_tail(self, lines: int = 12) -> str:
+    def log_tail(self, lines=12):
         return f"    died in call {self.calls}"
 
     @contextlib.contextmanager
-    def _call(self, waits: bool = False) -> Iterator[Memory]:
+    def _call(self, waits=False):
         """One call, in the memory of the process that takes it. `waits`: whatever it takes."""
         with self._lock:
             self.calls += 1
@@ -228,9 +219,7 @@ class Engine:
                 raise EngineLostError(f"{self.url}: no answer.")
             yield memory
 
-    async def generate(
-        self, session: aiohttp.ClientSession, request: Request, takes_parts: bool = False
-    ) -> Completion:
+    async def generate(self, session, request, takes_parts=False):
         if max(request.prompt_ids) >= self.vocab_size:
             raise ContractError(f"{self.url}/generate refused a request (HTTP 400)")
         with self._call(waits=True) as memory:
@@ -238,9 +227,10 @@ class Engine:
             assert not memory.given_back
             num_cached = len(request.prompt_ids) * (prefix in memory.prefixes)
             aborts, aborted = memory.aborts, False
-        response: list[int] = []
-        log_probs: list[float] = []
-        sets: list[bytes] = []
+        response = []
+        log_probs = []
+        sets = []
+        digests = []
         params = request.params
         ends = () if params.ignore_eos else params.stop_token_ids
         while len(response) < params.max_new_tokens and not {*response[-1:]} & {*ends}:
@@ -253,6 +243,9 @@ class Engine:
                 raise EngineLostError(f"{self.url} is gone.")
             if aborted := takes_parts and memory.aborts > aborts:
                 break
+            if self.spec.digests_rows:
+                row = memory.score([*request.prompt_ids, *response], params.temperature)
+                digests += row_digests(row[None]).tolist()
             token, log_prob, kept = memory.next_token(request, response)
             response.append(token)
             log_probs.append(log_prob)
@@ -267,33 +260,34 @@ class Engine:
             weight_version=memory.version,
             num_cached_tokens=num_cached,
             kept_tokens=sets if any(sets) else [],
+            row_digests=digests,
             spans=(Span(version=memory.version, start=0, end=len(response)),),
         )
 
-    async def abort(self, session: aiohttp.ClientSession) -> None:
+    async def abort(self, session):
         if self.memory is not None:
             self.memory.aborts += 1
 
     abort_when = EngineClient.abort_when
 
-    async def is_healthy(self, session: aiohttp.ClientSession) -> bool:
+    async def is_healthy(self, session):
         if self.memory is None:
             raise EngineLostError(f"{self.url} is gone.")
         return not self.memory.hangs
 
-    def patience(self, num_bytes: int) -> float:
+    def patience(self, num_bytes):
         return 1.0
 
-    def post(self, path: str, body: dict[str, Any], num_bytes: int = 0) -> dict[str, Any]:
+    def post(self, path, body, num_bytes=0):
         with self._call() as memory:
             memory.post(path, body)
         return {"success": True}
 
-    def report(self) -> dict[str, Any]:
+    def report(self):
         with self._call() as memory:
-            return memory.report()
+            return {**memory.report(), "digests_rows": self.spec.digests_rows}
 
-    def flush_cache(self) -> None:
+    def flush_cache(self):
         with self._call() as memory:
             memory.prefixes.clear()
 
@@ -304,12 +298,12 @@ class Host:
     `dies_at`: for the first servers that it makes, the calls in which they die.
     """
 
-    def __init__(self, *dies_at: Container[int]):
-        self.engines: list[Engine] = []
-        self.pause: Callable[[], float] = lambda: 0.0
+    def __init__(self, *dies_at):
+        self.engines = []
+        self.pause = lambda: 0.0
         self._dies_at = list(dies_at)
 
-    def make_server(self, spec: EngineSpec, port: int, log_file: Path) -> Engine:
+    def make_server(self, spec, port, log_file):
         engine = self.new_engine(spec, port or 30000 + len(self.engines), log_file)
         engine.pause = self.pause
         if self._dies_at:
@@ -317,32 +311,25 @@ class Host:
         self.engines.append(engine)
         return engine
 
-    def new_engine(self, spec: EngineSpec, port: int, log_file: Path) -> Engine:
+    def new_engine(self, spec, port, log_file):
         return Engine(spec, port, log_file)
 
-    def specs(self, spec: EngineSpec, config: EngineConfig) -> list[EngineSpec]:
-        """What each engine of a group is."""
+    def specs(self, spec, config):
         return [spec] * config.rollout_num_engines
 
-    def make_client(self, url: str, *_: Any) -> Engine:
+    def make_client(self, url, *_):
         return next(engine for engine in self.engines if engine.url == url)
 
     @property
-    def num_restarts(self) -> int:
+    def num_restarts(self):
         return sum(max(engine.starts - 1, 0) for engine in self.engines)
 
     @property
-    def answered(self) -> Counter[str]:
+    def answered(self):
         """How often each request was answered, by whichever engine."""
         return sum((engine.answered for engine in self.engines), Counter())
 
-    def make_group(
-        self,
-        config: EngineConfig,
-        contract: NumericsContract = ALIGNED,
-        logs: Path = Path("logs"),
-        **changes: Any,
-    ) -> SglangGroup:
+    def make_group(self, config, contract=ALIGNED, logs=Path("logs"), **changes):
         """A group of servers here, not started yet; `changes` are those of an `EngineSpec`."""
         spec = EngineSpec(
             hf_checkpoint="",
@@ -357,11 +344,11 @@ class Host:
             sglang_args=(),
         )
         specs = self.specs(replace(spec, **changes), config)
-        make: dict[str, Any] = {"make_server": self.make_server, "make_client": self.make_client}
+        make = {"make_server": self.make_server, "make_client": self.make_client}
         return SglangGroup(config, specs, logs, **make)
 
 
-def make_requests(count: int, seed: int = 0, max_new_tokens: int = 6) -> list[Request]:
+def make_requests(count, seed=0, max_new_tokens=6):
     """Different ones, whose responses end by themselves or at the limit."""
     params = SamplingParams(temperature=0.75, max_new_tokens=max_new_tokens, stop_token_ids=(END,))
     chance = random.Random(seed)

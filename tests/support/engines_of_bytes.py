@@ -1,11 +1,7 @@
 """Real engines on a CPU whose linears of rounded inputs multiply bytes, by the stand-in for DeepGEMM."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -41,7 +37,7 @@ backends.BACKENDS = (of_bytes, *(x for x in backends.BACKENDS if x.name != "cpu"
 
 
 @contextmanager
-def engines_of_bytes(directory: Path) -> Iterator[Path]:
+def engines_of_bytes(directory):
     """The CPU's operators are such here, and in processes that are started inside; yields a folder with
     a file for each process that has multiplied bytes."""
     (folder := directory / "multiplied").mkdir()

@@ -1,24 +1,15 @@
 """Run directories as `onpolicy train` leaves them, with made-up but plausible numbers."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
-from pathlib import Path
-from typing import Any
 
 from onpolicy.config import TrainConfig
 
 HOSTILE = "</script><script>throw 'injected'</script><img src=x onerror=\"throw 'injected'\">"
 
 
-def write_run(
-    directory: Path,
-    records: list[dict[str, Any]],
-    moves: list[dict[str, Any]] | None = None,
-    **config: Any,
-) -> str:
+def write_run(directory, records, moves=None, **config):
     """Write a run directory; `config` are the values that differ from the defaults."""
     directory.mkdir(parents=True)
     values = {**TrainConfig().to_dict(), "run_dir": str(directory), **config}
@@ -30,7 +21,7 @@ def write_run(
     return str(directory)
 
 
-def aligned_run(directory: Path, seed: int, num_rollouts: int = 60) -> str:
+def aligned_run(directory, seed, num_rollouts=60):
     records = _training(seed, num_rollouts, ceiling=0.82)
     for record in records:
         record |= {"parity/num_mismatched_tokens": 0, "train/k3_kl": 0.0}
@@ -38,7 +29,7 @@ def aligned_run(directory: Path, seed: int, num_rollouts: int = 60) -> str:
     return write_run(directory, records, seed=seed, true_on_policy_mode=True)
 
 
-def stock_run(directory: Path, seed: int, num_rollouts: int = 60) -> str:
+def stock_run(directory, seed, num_rollouts=60):
     """Its mismatch grows, and one gradient is not a number."""
     records = _training(seed, num_rollouts, ceiling=0.6)
     for record in records:
@@ -48,7 +39,7 @@ def stock_run(directory: Path, seed: int, num_rollouts: int = 60) -> str:
     return write_run(directory, records, seed=seed)
 
 
-def governed_run(directory: Path, seed: int = 1, num_rollouts: int = 60) -> str:
+def governed_run(directory, seed=1, num_rollouts=60):
     """A governor moves it twice; the reason of the second move tries to run a script."""
     records = _training(seed, num_rollouts, ceiling=0.74)
     for record in records:
@@ -69,10 +60,9 @@ def governed_run(directory: Path, seed: int = 1, num_rollouts: int = 60) -> str:
     return write_run(directory, records, moves, seed=seed, lr=2e-6)
 
 
-def _training(seed: int, num_rollouts: int, ceiling: float) -> list[dict[str, Any]]:
-    """What every run logs."""
+def _training(seed, num_rollouts, ceiling):
     chance = random.Random(f"{seed} {ceiling}")
-    records: list[dict[str, Any]] = []
+    records = []
     for step in range(num_rollouts):
         records.append({
             "step": step,
@@ -88,18 +78,18 @@ def _training(seed: int, num_rollouts: int, ceiling: float) -> list[dict[str, An
     return records
 
 
-def _evaluations(num_rollouts: int, ceiling: float) -> list[dict[str, Any]]:
+def _evaluations(num_rollouts, ceiling):
     return [
         {"step": step, "eval/avg@1": _learned(ceiling, step), "eval/pass@1": 0.9}
         for step in range(0, num_rollouts, 10)
     ]
 
 
-def _learned(ceiling: float, step: int) -> float:
+def _learned(ceiling, step):
     return ceiling * (1 - math.exp(-(step + 2) / 18))
 
 
-def _add_mismatch(record: dict[str, Any], chance: random.Random) -> None:
+def _add_mismatch(record, chance):
     size = 1.04 ** record["step"] * math.exp(chance.gauss(0, 0.2))
     record |= {
         "parity/num_mismatched_tokens": 21_000 + chance.randrange(4_000),

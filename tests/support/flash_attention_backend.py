@@ -1,7 +1,5 @@
 """SGLang's attention backend for GPUs as text: importing it wants kernels that CPUs have no build of."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 from pathlib import Path
@@ -9,13 +7,12 @@ from pathlib import Path
 SOURCE = "srt/layers/attention/flashattention_backend.py"
 
 
-def tree() -> ast.Module:
-    """That of the installed SGLang."""
+def tree():
     (root,) = importlib.util.find_spec("sglang").submodule_search_locations
     return ast.parse((Path(root) / SOURCE).read_text())
 
 
-def attributes_of_backend() -> set[str]:
+def attributes_of_backend():
     """The names of what `FlashAttentionBackend.__init__` reads and sets of objects."""
     classes = [node for node in ast.walk(tree()) if isinstance(node, ast.ClassDef)]
     backend = next(node for node in classes if node.name == "FlashAttentionBackend")

@@ -1,7 +1,5 @@
 """What a run makes outside its own directory, recorded while it runs: processes and files."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path
@@ -16,10 +14,10 @@ SHARED_MEMORY = "/dev/shm/"
 class Footprint:
     """Watches a process and all below it. Files in `temporary`, its TMPDIR, are its own."""
 
-    def __init__(self, pid: int, temporary: Path):
+    def __init__(self, pid, temporary):
         self.temporary = temporary
-        self.processes: dict[int, psutil.Process] = {}
-        self.shared_memory: set[str] = set()
+        self.processes = {}
+        self.shared_memory = set()
         self._top = psutil.Process(pid)
         self._ended = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)

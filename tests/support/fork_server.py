@@ -6,8 +6,6 @@ arguments), and forks a process that becomes it: a child of the one that asked, 
 directory, streams and session that were asked for.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes
@@ -35,7 +33,7 @@ _one_at_a_time = threading.Lock()
 class ForkServer:
     """The process that forks others for this one, seen from here."""
 
-    def __init__(self, channel: socket.socket, process: subprocess.Popen | None = None):
+    def __init__(self, channel, process=None):
         self._channel, self._process = channel, process
 
     @classmethod
@@ -226,7 +224,6 @@ def _offer_forks(changed, path):
 
 
 def _name_process(program):
-    """Show the program in the list of processes."""
     setproctitle.setproctitle(" ".join([sys.executable, *program]))
     setproctitle.setthreadtitle("python")
     if (

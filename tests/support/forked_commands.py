@@ -4,8 +4,6 @@ They are for what does not know of that: a script that finds `onpolicy` in its P
 told of a Python for its workers. A command asks, waits, and ends with the same exit code.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@
 start them anew: marker `anew`, or `forked_processes(False)`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
@@ -19,13 +17,13 @@ from pathlib import Path
 from tests.support.fork_server import ForkServer
 from tests.support.forked_workers import is_raylet, with_forked_workers
 
-SGLANG = ("sglang_patches.serve", "sglang_patches.check_flags")
+SGLANG = ("sglang_patches.server_process", "sglang_patches.check_flags")
 MODULES = (
     *SGLANG, "onpolicy.cli", "onpolicy.cluster.local_ray", "tests.support.raylets", "benchmarks.push"
 )  # fmt: skip
 RUN = (
-    "onpolicy.cluster.trainer_rank", "onpolicy.run.loop", "onpolicy.run.commands.verify",
-    "onpolicy.train.fsdp.sharded_model", "transformers.models.qwen3.modeling_qwen3",
+    "onpolicy.cluster.trainer_rank", "onpolicy.run.loop", "onpolicy.run.commands.verification",
+    "onpolicy.train.fsdp.fsdp_model", "transformers.models.qwen3.modeling_qwen3",
 )  # fmt: skip
 """What the processes of a run import, less the engine's: SGLang changes transformers."""
 
@@ -48,7 +46,7 @@ ENGINE_VARIABLES = ("SGLANG_PLATFORM", "TORCHDYNAMO_DISABLE", "SGLANG_DISABLED_M
 _ENVIRONMENT = dict(os.environ)
 """The session's: what a test sets for its own processes, as a `sitecustomize`, is not for others'."""
 
-_servers: dict[tuple[str | None, ...] | None, ForkServer] = {}
+_servers = {}
 """By the variables that were read; the one that is for no engine, by None."""
 
 _one_at_a_time = threading.Lock()
@@ -67,6 +65,22 @@ def forked_processes(active=True):
         yield
     finally:
         _is_active = before
+
+
+@contextlib.contextmanager
+def forked_in(environment):
+    """Inside, processes are forked from servers of their own, whose imports have read `environment`."""
+    global _ENVIRONMENT
+    before, others = _ENVIRONMENT, dict(_servers)
+    _ENVIRONMENT = environment
+    _servers.clear()
+    try:
+        with forked_processes():
+            yield
+    finally:
+        _servers.clear()  # they end with their channels
+        _servers.update(others)
+        _ENVIRONMENT = before
 
 
 def use(server):

@@ -4,17 +4,15 @@ A spawned rank imports PyTorch, transformers and the tests anew, which costs mor
 The one they are forked from, one for all files that a worker runs, does nothing but import.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 
 import torch.multiprocessing
 
-from onpolicy.system.garbage import collect_rarely
+from onpolicy.compat.process import collect_rarely
 
 IMPORTED = (
     "tests.support.recorded_megatron", "tests.support.megatron_training", "tests.support.checked_once",
-    "onpolicy.train.fsdp.sharded_model", "onpolicy.train.megatron.sharded_model",
+    "onpolicy.train.fsdp.fsdp_model", "onpolicy.train.megatron.megatron_model",
     "tests.support.all_is_imported",
 )  # fmt: skip
 """What ranks call, or import when they make a trainer: each would import it for itself."""

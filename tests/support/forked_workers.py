@@ -4,8 +4,6 @@ A raylet starts a worker by a command line that it is given. In it a command of 
 Python; the worker says who it is when it comes to the raylet, which does not mind whose child it is.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -6,8 +6,6 @@
 Inputs are numbers of few bits from Python's own generator, so they are the same everywhere too.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -18,7 +16,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from onpolicy.contract import PORTABLE_KERNELS
@@ -45,7 +42,7 @@ RUNS = {
 """An architecture of `tiny.py`, and flags."""
 
 
-def digests(num_threads: int) -> dict[str, str]:
+def digests(num_threads):
     """Of operators' results, of gradients and of AdamW's steps; in a process of portable kernels."""
     from dataclasses import replace
 
@@ -65,14 +62,14 @@ def digests(num_threads: int) -> dict[str, str]:
     return found
 
 
-def _digest(x: Tensor) -> str:
+def _digest(x):
     return hashlib.sha256(x.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:8]
 
 
-def _learnt() -> Tensor:
+def _learnt():
     from onpolicy.config.groups import TrainerConfig
-    from onpolicy.ops.checks.probe import probe
-    from onpolicy.train.fsdp.optimizer import make_optimizer
+    from onpolicy.ops.checks.fixed_numbers import probe
+    from onpolicy.train.fsdp.fsdp_optimizer import make_optimizer
 
     weight = torch.nn.Parameter(probe(1003, seed=31))
     optimizer = make_optimizer([weight], TrainerConfig(), portable=True)
@@ -83,14 +80,14 @@ def _learnt() -> Tensor:
     return weight.detach()
 
 
-def _gradients(operators: object, dtype: str) -> Tensor:
+def _gradients(operators, dtype):
     """Those of a linear, a norm, experts and attention."""
     from typing import Any, cast
 
     import torch.nn.functional as F
 
     from onpolicy.ops import AttentionLayout, ScoreRule
-    from onpolicy.ops.checks.probe import probe
+    from onpolicy.ops.checks.fixed_numbers import probe
 
     ops, kind = cast(Any, operators), getattr(torch, dtype)
     x, weight = probe(70, 96, seed=41).to(kind), probe(6, 1100, 96, seed=42).to(kind)
@@ -106,24 +103,24 @@ def _gradients(operators: object, dtype: str) -> Tensor:
     return torch.cat([t.grad.float().flatten() for t in leaves if t.grad is not None])
 
 
-def digests_elsewhere(num_threads: int, **variables: str) -> dict[str, str]:
+def digests_elsewhere(num_threads, **variables):
     """`digests` in a process of its own, with these environment variables."""
     answer = subprocess.run(
         [sys.executable, "-c", DIGESTS, str(num_threads)],
         env={**bare_environment(), **variables}, cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stderr[-2000:]
-    found: dict[str, str] = json.loads(answer.stdout.splitlines()[-1])
+    found = json.loads(answer.stdout.splitlines()[-1])
     return found
 
 
-def bare_environment() -> dict[str, str]:
+def bare_environment():
     """This environment without the kernels that tests ask for."""
     kept = {k: v for k, v in os.environ.items() if k not in PORTABLE_KERNELS}
     return {**kept, "PYTHONPATH": str(ROOT)}
 
 
-def make_checkpoint(directory: Path, architecture: str) -> Path:
+def make_checkpoint(directory, architecture):
     """A model of weights that bfloat16 represents, drawn by Python."""
     config_class, sizes = ALL_ARCHITECTURES[architecture]
     model = AutoModelForCausalLM.from_config(config_class(**{**SIZES, **sizes}))
@@ -137,7 +134,7 @@ def make_checkpoint(directory: Path, architecture: str) -> Path:
     return directory
 
 
-def golden_run(name: str, directory: Path, *argv: str, **variables: str) -> str:
+def golden_run(name, directory, *argv, **variables):
     """The hash of one of RUNS."""
     architecture, *flags = RUNS[name]
     checkpoint = make_checkpoint(directory / "model", architecture)
@@ -149,12 +146,12 @@ def golden_run(name: str, directory: Path, *argv: str, **variables: str) -> str:
     return run_hash(finish(process))
 
 
-def expected() -> dict[str, dict[str, str]]:
-    recorded: dict[str, dict[str, str]] = json.loads(FILE.read_text())
+def expected():
+    recorded = json.loads(FILE.read_text())
     return recorded
 
 
-def main(write: bool) -> int:
+def main(write):
     os.environ.pop("MKL_CBWR", None)
     found = {"digests": digests_elsewhere(1), "runs": {}}
     with tempfile.TemporaryDirectory() as directory:

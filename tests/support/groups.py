@@ -1,11 +1,8 @@
 """Groups with nothing drawn, for tests of what draws them without engines."""
 
-from __future__ import annotations
-
-from onpolicy.rollout import sampling
-from onpolicy.rollout.episodes import SingleTurn
-from onpolicy.rollout.open_groups import OpenGroup
-from onpolicy.rollout.sampling import make_group
+from onpolicy.rollout import sample_requests
+from onpolicy.rollout.rollouter import SingleTurn
+from onpolicy.rollout.sample_requests import make_group
 from onpolicy.types import Prompt, SamplingParams
 
 LONGEST, SAMPLES = 9, 2
@@ -14,8 +11,8 @@ LONGEST, SAMPLES = 9, 2
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=LONGEST, stop_token_ids=(1,))
 
 
-def open_group(number: int) -> OpenGroup:
+def open_group(number):
     """The group of a prompt of two tokens, of which the second is its number."""
     prompt = Prompt(index=number, prompt_ids=[7, number], label="", text="")
     requests = make_group(prompt, SAMPLES, PARAMS, 0, "rollout", number)
-    return sampling.open_group(number, prompt, requests, SingleTurn())
+    return sample_requests.open_group(number, prompt, requests, SingleTurn())

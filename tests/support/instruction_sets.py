@@ -10,8 +10,6 @@ by side, since some wait for servers. A setting that a library did not take is a
 of MKL are chosen on Intel's processors alone; elsewhere `intel_kernels.c` answers MKL's question.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil
@@ -61,14 +59,14 @@ class Setting:
     """A flag of /proc/cpuinfo."""
 
     @property
-    def selection(self) -> str:
+    def selection(self):
         """pytest's argument that leaves out what this setting changes nothing of."""
         is_theirs = self.values.keys() <= PORTABLE_KERNELS.keys() and not self.intel
         left_out = [VERIFIED, SHARDS, *[PORTABLE, INHERITED] * is_theirs]
         return "-k=" + " and ".join(f"not ({tests})" for tests in left_out)
 
     @property
-    def values(self) -> dict[str, str]:
+    def values(self):
         return dict(pair.split("=", 1) for pair in self.variables.split())
 
 
@@ -100,7 +98,7 @@ with torch.backends.mkl.verbose(1), torch.backends.mkldnn.verbose(1):
 """
 
 
-def intel_kernels(directory: str) -> dict[str, str]:
+def intel_kernels(directory):
     """The variable under which MKL takes this processor for one of Intel's."""
     if "GenuineIntel" in Path("/proc/cpuinfo").read_text():
         return {}
@@ -113,7 +111,7 @@ def intel_kernels(directory: str) -> dict[str, str]:
     return {"LD_PRELOAD": library}
 
 
-def in_force(environment: dict[str, str]) -> str:
+def in_force(environment):
     """What ATen, MKL and oneDNN say of themselves."""
     answer = subprocess.run(
         [sys.executable, "-c", ASK], env=environment, cwd=ROOT, capture_output=True, text=True
@@ -122,7 +120,7 @@ def in_force(environment: dict[str, str]) -> str:
     return answer.stdout
 
 
-def run(setting: Setting, directory: str) -> str | None:
+def run(setting, directory):
     """Run the tests; what went wrong, or None."""
     variables = setting.values
     if setting.intel:
@@ -134,7 +132,7 @@ def run(setting: Setting, directory: str) -> str | None:
     return None if _pass(setting, environment) else "tests failed"
 
 
-def _pass(setting: Setting, environment: dict[str, str]) -> bool:
+def _pass(setting, environment):
     done = subprocess.run(
         [sys.executable, *PYTEST, *TESTS, setting.selection],
         env=environment,
@@ -149,14 +147,14 @@ def _pass(setting: Setting, environment: dict[str, str]) -> bool:
     return done.returncode == 0
 
 
-def _can_run(setting: Setting) -> bool:
+def _can_run(setting):
     there = setting.needs in Path("/proc/cpuinfo").read_text()
     if not there:
         print(f"== {setting.variables}: left out, this processor has no {setting.needs}")
     return there
 
 
-def _report(setting: Setting) -> bool:
+def _report(setting):
     """Run the tests and say how long they took; whether they passed."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
@@ -166,7 +164,7 @@ def _report(setting: Setting) -> bool:
     return problem is None
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments):
     if platform.machine() != "x86_64":
         print(f"The settings are those of x86 libraries, not of {platform.machine()}.")
         return 0

@@ -1,10 +1,6 @@
 """The kernels that a call would launch on a GPU: Triton's, counted in its interpreter, and PyTorch's."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -18,19 +14,19 @@ NO_KERNEL = {
 """Functions that compute nothing, beside views."""
 
 
-def count_kernels(call: Callable[[], Any]) -> Counter[str]:
+def count_kernels(call):
     """How often each would be launched by `call`, whose tensors are on the CPU."""
-    counted: Counter[str] = Counter()
+    counted = Counter()
     own_launch = interpreter.GridExecutor.__call__
 
     class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             name = function.name()
             if not function.is_view and name not in NO_KERNEL:
                 counted[name] += 1
             return function(*args, **(kwargs or {}))
 
-    def launch(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    def launch(executor, *args, **kwargs):
         counted[executor.fn.__name__] += 1
         with torch.utils._python_dispatch._disable_current_modes():
             return own_launch(executor, *args, **kwargs)

@@ -1,35 +1,31 @@
 """The same numbers in other places: tensors as callers cut them out of larger ones."""
 
-from __future__ import annotations
 
-from torch import Tensor
-
-
-def whole(x: Tensor) -> Tensor:
+def whole(x):
     return x.clone()
 
 
-def offset(x: Tensor) -> Tensor:
+def offset(x):
     """Off the boundaries that vectors are loaded from."""
     return x.new_empty(x.numel() + 3)[3:].view(x.shape).copy_(x)
 
 
-def strided(x: Tensor) -> Tensor:
+def strided(x):
     """Every second number."""
     return x.new_empty(*x.shape[:-1], 2 * x.shape[-1])[..., ::2].copy_(x)
 
 
-def wider(x: Tensor) -> Tensor:
+def wider(x):
     """Rows of a wider matrix."""
     return x.new_empty(*x.shape[:-1], x.shape[-1] + 5)[..., 3:-2].copy_(x)
 
 
-def transposed(x: Tensor) -> Tensor:
+def transposed(x):
     """Column after column."""
     return x.transpose(0, -1).contiguous().transpose(0, -1)
 
 
-def expanded(x: Tensor) -> Tensor:
+def expanded(x):
     """The first row, or number, for all: other numbers than x."""
     return x[:1].expand(x.shape)
 

@@ -4,25 +4,45 @@ Most give the next larger number everywhere, the smallest violation there is. Me
 are no controls: whether their kernels round otherwise is up to the machine.
 """
 
-from __future__ import annotations
-
+import pkgutil
 from unittest.mock import patch
 
 import torch
 
 from tests.support.violations import next_up
 
+MEGATRON = "onpolicy.train.megatron"
+OFF_BY_ONE_BIT = {
+    "column_linear": (f"{MEGATRON}.modules.AlignedColumnLinear", "_forward_impl"),
+    "row_linear": (f"{MEGATRON}.modules.AlignedRowLinear", "forward"),
+    "norm": (f"{MEGATRON}.modules.AlignedNorm", "forward"),
+    "joined_norm": (f"{MEGATRON}.modules.JoinedHeadsNorm", "forward"),
+    "norm_after": (f"{MEGATRON}.modules.NormedRowLinear", "forward"),
+    "whole_linear": (f"{MEGATRON}.modules.WholeLinear", "forward"),
+    "shared_expert": (f"{MEGATRON}.moe.AlignedMoeLayer", "_with_shared"),
+    "attention": (f"{MEGATRON}.modules.AlignedAttention", "forward"),
+    "rotated_part": (f"{MEGATRON}.modules", "_rotated_part"),
+    "gated": ("onpolicy.ops.base.Operators", "gated"),
+    "output_layer": ("onpolicy.models.policy", "token_log_probs"),
+    "router": (f"{MEGATRON}.moe.AlignedMoeLayer", "_route"),
+    "experts": (f"{MEGATRON}.moe.AlignedExperts", "forward"),
+}
+"""A function, or a method of all instances, whose (first) result is rounded up."""
 
-def column_linear():
-    from onpolicy.train.megatron.modules import AlignedColumnLinear
 
-    return _off_by_one_bit(AlignedColumnLinear, "_forward_impl")
+def broken(name):
+    """A context in which one of OFF_BY_ONE_BIT, or of the functions below, is broken."""
+    if name not in OFF_BY_ONE_BIT:
+        return globals()[name]()
+    place, function = OFF_BY_ONE_BIT[name]
+    owner = pkgutil.resolve_name(place)
+    right = getattr(owner, function)
 
+    def rounded_up(*args, **kwargs):
+        result = right(*args, **kwargs)
+        return (next_up(result[0]), *result[1:]) if isinstance(result, tuple) else next_up(result)
 
-def row_linear():
-    from onpolicy.train.megatron.modules import AlignedRowLinear
-
-    return _off_by_one_bit(AlignedRowLinear)
+    return patch.object(owner, function, rounded_up)
 
 
 def rounded_parts():
@@ -37,45 +57,9 @@ def rounded_parts():
     return patch.object(RowParallel, "sum", rounded)
 
 
-def norm():
-    from onpolicy.train.megatron.modules import AlignedNorm
-
-    return _off_by_one_bit(AlignedNorm)
-
-
-def joined_norm():
-    from onpolicy.train.megatron.modules import JoinedHeadsNorm
-
-    return _off_by_one_bit(JoinedHeadsNorm)
-
-
-def norm_after():
-    from onpolicy.train.megatron.modules import NormedRowLinear
-
-    return _off_by_one_bit(NormedRowLinear)
-
-
-def whole_linear():
-    from onpolicy.train.megatron.modules import WholeLinear
-
-    return _off_by_one_bit(WholeLinear)
-
-
-def shared_expert():
-    from onpolicy.train.megatron.moe import AlignedMoeLayer
-
-    return _off_by_one_bit(AlignedMoeLayer, "_with_shared")
-
-
-def attention():
-    from onpolicy.train.megatron.attention import AlignedAttention
-
-    return _off_by_one_bit(AlignedAttention)
-
-
 def rotary():
     """Megatron's own, which counts positions through the pack and knows no RoPE scaling."""
-    from onpolicy.train.megatron.model import PolicyGptModel
+    from onpolicy.train.megatron.gpt_model import PolicyGptModel
 
     localize = PolicyGptModel.localize
 
@@ -89,49 +73,4 @@ def rotary():
 
 def rotated_everywhere():
     """Also in the layers that do without."""
-    from onpolicy.train.megatron import attention
-
-    return patch.object(attention, "is_rotated", lambda *_: True)
-
-
-def rotated_part():
-    from onpolicy.train.megatron import attention
-
-    return _off_by_one_bit(attention, "_rotated_part")
-
-
-def gated():
-    from onpolicy.ops.base import Operators
-
-    return _off_by_one_bit(Operators, "gated")
-
-
-def output_layer():
-    from onpolicy.models import scoring
-
-    return _off_by_one_bit(scoring, "token_log_probs")
-
-
-def router():
-    from onpolicy.train.megatron.moe import AlignedMoeLayer
-
-    return _off_by_one_bit(AlignedMoeLayer, "_route")
-
-
-def experts():
-    from onpolicy.train.megatron.moe import AlignedExperts
-
-    return _off_by_one_bit(AlignedExperts)
-
-
-def _off_by_one_bit(owner, name="forward"):
-    """A function, or a method of all instances, whose (first) result is rounded up."""
-    right = getattr(owner, name)
-
-    def broken(*args, **kwargs):
-        result = right(*args, **kwargs)
-        if isinstance(result, tuple):
-            return next_up(result[0]), *result[1:]
-        return next_up(result)
-
-    return patch.object(owner, name, broken)
+    return patch(f"{MEGATRON}.modules.is_rotated", lambda *_: True)

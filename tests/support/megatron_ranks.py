@@ -4,8 +4,6 @@ Starting a rank takes seconds, so one group serves all tests of a file: it makes
 anew for every layout.
 """
 
-from __future__ import annotations
-
 import atexit
 import traceback
 import warnings
@@ -21,14 +19,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from onpolicy.compat import megatron_on_cpu
 from onpolicy.contract import AdapterShape, NumericsContract
 from onpolicy.models.facts import ModelFacts
-from onpolicy.models.operator_shapes import operator_shapes
 from onpolicy.models.policy import PackedTokens, empty_policy
 from onpolicy.models.shared_prefixes import share_prefixes
+from onpolicy.models.size import operator_shapes
 from onpolicy.models.stored import stored_tensors
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.kept_tokens import packed
 from onpolicy.system.rendezvous import open_store
-from onpolicy.train.megatron.layout import MegatronLayout
+from onpolicy.train.megatron.rank_layout import MegatronLayout
 from tests.support.forked_ranks import CONTEXT
 from tests.support.processes import end_with_parent
 
@@ -172,7 +170,7 @@ def random_sequences(*lens, seed=0):
     return [torch.randint(2, 137, (n,), generator=generator).tolist() for n in lens]
 
 
-def loss_of(log_probs, entropy=None, drawn=None):
+def loss_of(log_probs, entropy=None, *_):
     """Some loss in which every token has another share, of either."""
     numbers = torch.arange(1, len(log_probs) + 1)
     loss = (log_probs * numbers.cos()).sum()
@@ -214,8 +212,8 @@ def make_model(job):
     if job.layout.needs_cuda_names:
         megatron_on_cpu.activate()
     initialize(job.layout)
-    from onpolicy.train.megatron.model import build_model
-    from onpolicy.train.megatron.weights import load_hf_weights
+    from onpolicy.train.megatron.gpt_model import build_model
+    from onpolicy.train.megatron.megatron_weights import load_hf_weights
 
     model = build_model(config, job.contract, CpuOperators(1), job.layout)
     load_hf_weights(model, job.path)
@@ -243,7 +241,7 @@ def data_rank():
 
 def score(job):
     """(data rank, log_probs, entropy) without gradients."""
-    from onpolicy.train.megatron.model import packed_forward
+    from onpolicy.train.megatron.gpt_model import packed_forward
 
     model = make_model(job)
     with torch.no_grad():
@@ -253,15 +251,15 @@ def score(job):
 
 def score_broken(job, name):
     """As `score`, with one of our modules broken (megatron_controls.py)."""
-    import tests.support.megatron_controls as megatron_controls
+    from tests.support.megatron_controls import broken
 
-    with getattr(megatron_controls, name)():
+    with broken(name):
         return score(job)
 
 
 def differentiate(job):
     """(data rank, log_probs, entropy, gradients by Hugging Face names on rank 0)."""
-    from onpolicy.train.megatron.model import packed_forward
+    from onpolicy.train.megatron.gpt_model import packed_forward
 
     model = make_model(job)
     log_probs, entropy, *_ = packed_forward(model, job.packed(data_rank()))
@@ -312,7 +310,7 @@ def step_and_reload(job, directory, distributed_optimizer):
     """
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    from onpolicy.train.megatron.state import read_tensors, write_tensors
+    from onpolicy.train.megatron.megatron_model import read_tensors, write_tensors
 
     model, wrapped = make_wrapped(job, use_distributed_optimizer=distributed_optimizer)
     before = export_weights(model)
@@ -399,7 +397,7 @@ def dispatch_rows(kind, experts):
     """
     import torch.nn.functional as F
 
-    from onpolicy.ops.experts import expert_outputs, gated_halves
+    from onpolicy.ops.mixture_of_experts import expert_outputs, gated_halves
     from onpolicy.ops.row_parallel import RowParallel
     from onpolicy.train.megatron.moe import DISPATCH
 
@@ -453,7 +451,7 @@ def export_gradients(model):
 
 
 def export_weights(model):
-    from onpolicy.train.megatron.weights import export_buckets
+    from onpolicy.train.megatron.megatron_weights import export_buckets
 
     return {name: tensor for bucket in export_buckets(model, 1 << 20) for name, tensor in bucket}
 
@@ -461,7 +459,7 @@ def export_weights(model):
 def export(job, max_bytes, part="all", frozen=(), ranks=(0,)):
     """Names of the tensors in every bucket and all tensors, on every rank; of a model that does not
     train parameters whose names end so."""
-    from onpolicy.train.megatron.weights import export_buckets
+    from onpolicy.train.megatron.megatron_weights import export_buckets
 
     model = make_model(job)
     for name, parameter in model.named_parameters():

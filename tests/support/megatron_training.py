@@ -19,6 +19,7 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.train import distributed, make_trainer
 from tests.support.megatron_ranks import end_groups
+from tests.support.processes import command_line
 from tests.support.samples import make_train_sample, with_trajectory
 
 BLOCKS = 2
@@ -34,10 +35,10 @@ class Job:
     dtype: str = "float32"
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def under(self, layout: dict[str, Any], **changes: Any) -> Job:
+    def under(self, layout, **changes):
         return dataclasses.replace(self, changes={**self.changes, "megatron": layout, **changes})
 
-    def config(self) -> TrainConfig:
+    def config(self):
         config = TrainConfig(
             model=groups.ModelConfig(hf_checkpoint=str(self.path), dtype=self.dtype),
             rollout=groups.RolloutConfig(
@@ -89,25 +90,28 @@ def draw_samples(trainer, tokens=5):
         for sequence, length, own in zip(drawn, lens, found, strict=True):
             sequence[length + place] = int(own.drawn[place])
     samples = []
+    digests = [own.row_digests.tolist() for own in found]
     for i, own in enumerate(trainer.rescore(drawn, lens, 0.7)):
         made = make_train_sample(drawn[i], lens[i], own.log_probs.tolist(), (-1.0) ** i, i)
-        made = with_trajectory(made, temperatures=[0.7] * tokens)
-        made.sample.seeds = [(seeds[i], tokens)]
+        made = with_trajectory(made, temperatures=[0.7] * tokens, row_digests=digests[i])
+        made.seeds = [(seeds[i], tokens)]
         samples.append(made)
     return samples
 
 
 def train_on_drawn(job):
-    """(metrics of samples that were drawn by their seeds, and the error of those that were not)"""
+    """(metrics of samples that were drawn by their seeds, the error of those that were not, and the
+    digests of their rows)"""
     trainer, error = make(job), None
     samples = draw_samples(trainer)
-    samples[1].sample.seeds = [(203, 5)]
+    samples[1].seeds = [(203, 5)]
     try:
         trainer.train(samples, 7, RATES[:1])
     except ParityError as refused:
         error = str(refused)
-    samples[1].sample.seeds = [(202, 5)]
-    return trainer.train(samples, 7, RATES[:1]).metrics, error
+    samples[1].seeds = [(202, 5)]
+    digests = [sample.trajectory.row_digests for sample in samples]
+    return trainer.train(samples, 7, RATES[:1]).metrics, error, digests
 
 
 def weights(trainer):
@@ -129,7 +133,7 @@ def train(job, steps=2, save=None, load=None, updates=1, leaves=False):
     log_probs, metrics = [], []
     for step in range(0 if load is None else 1, steps):
         samples = make_samples(trainer, seed=step)
-        log_probs.append([s.sample.rollout_log_probs for s in samples])
+        log_probs.append([s.rollout_log_probs for s in samples])
         metrics.append(trainer.train(samples, step, [RATES[step]] * updates).metrics)
         if leaves:
             leave_the_device(trainer)
@@ -162,13 +166,13 @@ FROZEN = {
 def train_with_frozen(job, **more):
     """What `train` of `more` returns of a model whose FROZEN parameters ask for no gradient; and the
     digests of those of this rank before and after."""
-    import onpolicy.train.fsdp.sharded_model
-    import onpolicy.train.megatron.sharded_model as megatron
-    from onpolicy.train.megatron.weights import first_layer, global_name
+    import onpolicy.train.fsdp.fsdp_model
+    import onpolicy.train.megatron.megatron_model as megatron
+    from onpolicy.train.megatron.megatron_weights import first_layer, global_name
 
     of_backend = {
         "megatron": megatron.MegatronModel,
-        "fsdp": onpolicy.train.fsdp.sharded_model.FsdpModel,
+        "fsdp": onpolicy.train.fsdp.fsdp_model.FsdpModel,
     }[job.backend]
     load_whole, digests = of_backend._load, []
 
@@ -220,7 +224,7 @@ def save_on_a_full_disk(job, directory, size):
 def left_after_saving(job, directory):
     """What a trainer's process has started, and has not ended."""
     make(job).save(directory)
-    return [process.cmdline() for process in psutil.Process().children()]
+    return [command_line(process) for process in psutil.Process().children()]
 
 
 def load_crafted(job, directory, attack):
@@ -245,7 +249,7 @@ def load_crafted_with_megatrons_readers(job, directory, attack):
     from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 
     from onpolicy.train import state
-    from onpolicy.train.megatron import state as megatron_state
+    from onpolicy.train.megatron import megatron_model as megatron_state
 
     with pytest.MonkeyPatch.context() as patch:
         reader = strategies.CachedMetadataFileSystemReader

@@ -1,13 +1,9 @@
 """A microscope for engines whose server is recorded, for tests to look through."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
-from onpolicy.explain.inputs import TAPS
+from onpolicy.explain.explain_inputs import TAPS
 from onpolicy.explain.microscope import Microscope
 from onpolicy.run.launch.engine_specs import make_rollout_group
 from tests.support.engines_fixture import make_engines, make_requests, running
@@ -16,7 +12,7 @@ TEMPERATURE = 0.7
 
 
 @contextmanager
-def running_microscope(checkpoint: Path, directory: Path, **engine) -> Iterator[Microscope]:
+def running_microscope(checkpoint, directory, **engine):
     """One for a pair of `make_engines`, which runs meanwhile and holds the checkpoint's weights."""
     taps = directory / "taps"
     taps.mkdir()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from onpolicy.train.batch import ScoredBatch, WeighedBatch, packed_batch
+from onpolicy.train.batch import packed_batch
 from onpolicy.train.shares import make_shares
 from tests.support.samples import make_train_sample
 
@@ -12,23 +12,21 @@ from tests.support.samples import make_train_sample
 def make_micro_batches(samples, *, max_tokens, rank=0, num_ranks=1):
     """A rank's micro-batches of an optimizer step on these samples."""
     share = make_shares(samples, 1, num_ranks, max_tokens)[rank]
-    return [packed_batch(part, torch.device("cpu")) for part in share.micro_batches(0)]
+    return [packed_batch(part, torch.device("cpu")) for part in share[0]]
 
 
 def scored_batch(batch, old, reference=None):
     """Where each token has the reward of its sample for an advantage."""
-    trained = [(s.sample.reward, s.sample.trajectory.num_sampled) for s in batch.samples]
+    trained = [(s.reward, s.trajectory.num_sampled) for s in batch.samples]
     advantages = torch.cat([torch.full((length,), reward) for reward, length in trained])
-    return ScoredBatch.after(
-        batch, advantages=advantages, old_log_probs=old, ref_log_probs=reference
-    )
+    return replace(batch, advantages=advantages, old_log_probs=old, ref_log_probs=reference)
 
 
 def weighed_batch(scored, kept):
     """With equal shares, and no weights."""
     n = len(kept)
     shares = torch.full((n,), 1 / n)
-    return WeighedBatch.after(scored, shares=shares, kept=kept, importance_weights=torch.ones(n))
+    return replace(scored, shares=shares, kept=kept, importance_weights=torch.ones(n))
 
 
 def make_batch(ratios, advantages, **more):

@@ -1,33 +1,24 @@
 """Whole runs of a real trainer on a tiny model, whose engines in memory sample from the same model."""
 
-from __future__ import annotations
-
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
-from onpolicy.config import TrainConfig
-from onpolicy.contract import NumericsContract
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.policy import PolicyModel, empty_policy
+from onpolicy.models.policy import empty_policy
 from onpolicy.ops import AttentionLayout, make_operators
-from onpolicy.ops.cuts import Cut, left, within
 from onpolicy.ops.draws import draw
-from onpolicy.ops.kept_tokens import WHOLE, packed
-from onpolicy.outputs.totals import RunSummary
+from onpolicy.ops.kept_tokens import WHOLE, Cut, left, packed, within
 from onpolicy.rollout.prompt_order import PromptSource
 from onpolicy.run.engines import trainer_here
-from onpolicy.run.launch.inputs import Inputs, make_ladder
+from onpolicy.run.launch.inputs import Inputs, make_contract
 from onpolicy.run.loop import train
 from onpolicy.run.run import Run
-from onpolicy.types import Prompt, SamplingParams
+from onpolicy.types import Prompt
 from tests.support.checked_once import digests_of
 from tests.support.engines_in_memory import Engine, Host, Memory
-from tests.support.run_in_memory import Reward, ScorerInMemory, even_tokens
+from tests.support.run_in_memory import ScorerInMemory, even_tokens
 from tests.support.tiny import make_tokenizer
 from tests.support.tiny_policy import END
 from tests.support.trainer_in_memory import pair_maker
@@ -48,20 +39,18 @@ class PolicyMemory(Memory):
 
     can_be_greedy = False  # so that rewards differ under --rollout-top-k 1 too
 
-    def __init__(self, contract: NumericsContract, policy: PolicyModel):
+    def __init__(self, contract, policy):
         super().__init__(contract)
         self.weights, self._policy, self._num_in_policy = {}, policy, 0
 
-    def self_check(self) -> dict[str, str]:
+    def self_check(self):
         return digests_of(self.contract, 1)
 
-    def score(self, context: list[int], temperature: float) -> Tensor:
+    def score(self, context, temperature):
         scale = torch.full((1, 1), temperature)
         return self._policy.operators.log_softmax(self.logits(context), scale)[0]
 
-    def cut(
-        self, context: list[int], scores: Tensor, params: SamplingParams
-    ) -> tuple[Tensor, bytes]:
+    def cut(self, context, scores, params):
         """As an engine under an aligned contract; others here heed no filter."""
         cut = Cut.of(params.top_k, params.top_p, params.min_p)
         if cut is None or not self.contract.is_aligned:
@@ -72,14 +61,14 @@ class PolicyMemory(Memory):
         assert kept is not None
         return operators.log_softmax(within(logits, kept), temperature)[0], packed(kept)[0]
 
-    def draw(self, scores: Tensor, seed: int, place: int) -> int:
+    def draw(self, scores, seed, place):
         """By the sampler that engines and trainers have."""
         operators = self._policy.operators
         numbers = operators.uniform(torch.tensor([seed]), torch.tensor([place - 1]))
         return int(draw(operators, scores[None], numbers))
 
     @torch.no_grad()
-    def logits(self, context: list[int]) -> Tensor:
+    def logits(self, context):
         """[1, V] of the token after `context`."""
         policy, operators = self._policy, self._policy.operators
         if self._num_in_policy != len(self.loaded):
@@ -88,7 +77,7 @@ class PolicyMemory(Memory):
             self._num_in_policy = len(self.loaded)
         layout = AttentionLayout.packed((len(context),), "cpu")
 
-        def attention(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
+        def attention(q, k, v, *how):
             return operators.attention(q, k, v, layout, *how)
 
         hidden = policy.causal_lm.base_model(
@@ -104,29 +93,31 @@ class PolicyMemory(Memory):
 class PolicyHost(Host):
     """Where such engines run."""
 
-    def __init__(self, hf_config: PretrainedConfig):
+    def __init__(self, hf_config):
         super().__init__()
         self._hf_config = hf_config
 
-    def new_engine(self, spec: Any, port: int, log_file: Path) -> Engine:
+    def new_engine(self, spec, port, log_file):
         operators = make_operators(spec.contract, 1)
         policy = empty_policy(self._hf_config, operators, adapter=spec.contract.adapter)
 
         class PolicyEngine(Engine):
             vocab_size = self._hf_config.vocab_size
 
-            def new_memory(self) -> Memory:
+            def new_memory(self):
                 return PolicyMemory(spec.contract, policy)
 
         return PolicyEngine(spec, port, log_file)
 
 
-def inputs_of(config: TrainConfig) -> Inputs:
+def inputs_of(config):
     """Raises ConfigError for what the flags do not tell alone: contracts and corrections."""
     hf_config = load_config(config.model.hf_checkpoint)
+    contract, ladder = make_contract(config, hf_config)
     return Inputs(
         hf_config=hf_config,
-        ladder=make_ladder(config, hf_config),
+        contract=contract,
+        ladder=ladder,
         tokenizer=make_tokenizer(),
         prompts=PromptSource(PROMPTS, config.seed, config.data.shuffle),
         eval_sets={},
@@ -139,18 +130,16 @@ class KeptRun(Run):
 
     weights: dict[str, Tensor]
 
-    def summary(self) -> RunSummary:
-        buckets = self.engines.trainer.policy.weight_buckets(1 << 30)  # type: ignore[attr-defined]
+    def summary(self):
+        buckets = self.engines.trainer.policy.weight_buckets(1 << 30)
         type(self).weights = {name: x.clone() for bucket in buckets for name, x in bucket}
         return super().summary()
 
 
-def run_policy(
-    config: TrainConfig, reward: Reward = even_tokens
-) -> tuple[RunSummary, dict[str, Tensor]]:
+def run_policy(config, reward=even_tokens):
     """What a run ends with, and the policy's weights then."""
     inputs = inputs_of(config)
-    make: Any = partial(
+    make = partial(
         KeptRun,
         make_engines=pair_maker(PolicyHost(inputs.hf_config), trainer_here),
         make_scorer=lambda config: ScorerInMemory(reward),

@@ -1,7 +1,5 @@
 """Processes that tests start, and those of an engine: who they are, and that they end with us."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
@@ -29,18 +27,23 @@ def engine_processes(server):
     return found
 
 
+def command_line(process):
+    """Returns the words of its command; none if it has ended, whether it has been waited for or not."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
 def is_guard(process):
     """Whether it is what a run starts for a server; where it was forked, its command is one word."""
-    try:
-        return "sglang_patches.serve" in " ".join(process.cmdline())
-    except psutil.Error:  # it has ended, if it has been waited for or not
-        return False
+    return "sglang_patches.server_process" in command_line(process)
 
 
 def trainer_ranks(pid):
     """The processes of a run's trainer."""
     descendants = psutil.Process(pid).children(recursive=True)
-    return [process for process in descendants if "TrainerRank" in " ".join(process.cmdline())]
+    return [process for process in descendants if "TrainerRank" in command_line(process)]
 
 
 def is_gone(process):

@@ -1,7 +1,5 @@
 """Asks a real server for the log-probabilities of prompts."""
 
-from __future__ import annotations
-
 import requests
 import torch
 

@@ -1,7 +1,5 @@
 """A proxy that the environment names, and what it is asked."""
 
-from __future__ import annotations
-
 import contextlib
 import socketserver
 import threading

@@ -6,11 +6,8 @@ and token ids are small. Weights come in several files with an index, and the to
 and fewer tokens than the vocabulary has rows.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -44,15 +41,13 @@ DEQUANTIZED = tuple(name for name, said in REFUSED.items() if "quantization_conf
 """Those that are refused for their numbers alone."""
 
 
-def published(name: str) -> dict[str, Any]:
+def published(name):
     """The config.json, as published."""
-    raw: dict[str, Any] = json.loads(FILES[name].read_text())
+    raw = json.loads(FILES[name].read_text())
     return raw
 
 
-def make_published(
-    directory: Path, name: str, *, dequantized: bool = False, **changes: object
-) -> Path:
+def make_published(directory, name, *, dequantized=False, **changes):
     """Write a checkpoint with float32 weights; `changes` go into its config.json.
 
     dequantized: without the quantization_config, as transformers saves it in other numbers.
@@ -75,7 +70,7 @@ def make_published(
     return directory
 
 
-def write_config(directory: Path, raw: dict[str, Any]) -> None:
+def write_config(directory, raw):
     """config.json, and beside it the code that it names, which must never run."""
     (directory / "config.json").write_text(json.dumps(raw))
     for reference in raw.get("auto_map", {}).values():
@@ -83,7 +78,7 @@ def write_config(directory: Path, raw: dict[str, Any]) -> None:
             (directory / f"{reference.split('.')[0]}.py").write_text(OWN_CODE)
 
 
-def make_padded_tokenizer() -> PreTrainedTokenizerFast:
+def make_padded_tokenizer():
     """One token per character, and added ones that end a turn: 99 tokens for 137 rows."""
     characters = [chr(code) for code in range(33, 33 + 94)]
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<bos>", *characters])}

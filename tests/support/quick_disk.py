@@ -4,8 +4,6 @@ A process that is killed loses nothing of what it wrote, waited for or not; only
 power does, and no test cuts that. A run that a test starts anew waits as a user's does.
 """
 
-from __future__ import annotations
-
 import os
 
 

@@ -4,8 +4,6 @@ tyro makes the parser of a class from its fields anew for each. Here it makes it
 test starts parses as a user's does.
 """
 
-from __future__ import annotations
-
 from tyro import _parsers
 
 _make = _parsers.ParserSpecification.from_callable_or_type

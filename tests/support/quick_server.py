@@ -8,8 +8,6 @@
 Servers that tests start anew do as SGLang does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 

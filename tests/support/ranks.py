@@ -3,11 +3,7 @@
 As in torch's own tests (torch/testing/_internal/distributed/multi_threaded_pg.py): a world per thread.
 """
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import _set_thread_isolation_mode
@@ -19,12 +15,12 @@ HANGS_AFTER = 300.0
 """Seconds; a rank that leaves a collective operation out lets the others wait for ever."""
 
 
-def on_ranks(count: int, function: Callable[[int], Any]) -> list[Any]:
+def on_ranks(count, function):
     """What `function(rank)` returns on each of so many ranks, or the exception that it raises."""
-    outcomes: list[Any] = [None] * count
+    outcomes = [None] * count
     store = dist.HashStore()
 
-    def run(rank: int) -> None:
+    def run(rank):
         dist.init_process_group("threaded", rank=rank, world_size=count, store=store)
         try:
             outcomes[rank] = function(rank)

@@ -1,7 +1,5 @@
 """Several hosts on this one: Ray nodes with an address each (127.0.0.2 and up), in one cluster."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -12,9 +10,8 @@ import sys
 
 import psutil
 
-from onpolicy.cluster import environment
-from onpolicy.cluster.local_ray import SYSTEM
-from onpolicy.cluster.ray_node import start_node
+from onpolicy.cluster import ray_environment
+from onpolicy.cluster.local_ray import SYSTEM, start_node
 from onpolicy.system import guard
 from tests.support.forked_processes import forked_processes
 from tests.support.train_runs import ROOT
@@ -80,8 +77,8 @@ def raylets(count, cores=1, gpus=()):
     `gpus`: how many each of the first nodes says that it has; there are none.
     """
     says = [*map(str, gpus), *"0" * (count - len(gpus))]
-    environment.prepare(local=False)
-    os.environ.setdefault(environment.TOKEN, "of-the-tests" * 4)
+    ray_environment.prepare(local=False)
+    os.environ.setdefault(ray_environment.TOKEN, "of-the-tests" * 4)
     nodes = []
     try:
         with forked_processes():

@@ -5,14 +5,11 @@ their checks from the sources; a call with another name, type or layout fails he
 What a stand-in computes is the plain mathematics in float32.
 """
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
-from torch import Tensor, library
+from torch import library
 
 # sgl-deep-gemm, deep_gemm/__init__.py.
 BF16_GEMM_NT = {
@@ -66,18 +63,18 @@ FLASH_ATTN_3_BWD = (
 )
 
 
-def signature(text: str) -> inspect.Signature:
+def signature(text):
     """The signature that a function `def f<text>` would have."""
-    scope: dict[str, object] = {}
+    scope = {}
     exec(f"def function{text}: pass", scope)
     return inspect.signature(scope["function"])
 
 
-def deep_gemm(version: str, calls: list[SimpleNamespace]) -> SimpleNamespace:
+def deep_gemm(version, calls):
     """A stand-in for the module; every product's operands are added to `calls`."""
     parameters = signature(BF16_GEMM_NT[version])
 
-    def bf16_gemm_nt(*args: object, **kwargs: object) -> None:
+    def bf16_gemm_nt(*args, **kwargs):
         call = SimpleNamespace(**parameters.bind(*args, **kwargs).arguments)
         for operand in (call.a, call.b):  # csrc/utils/layout.hpp and TMA's own rules
             assert operand.dtype == torch.bfloat16
@@ -97,12 +94,10 @@ def deep_gemm(version: str, calls: list[SimpleNamespace]) -> SimpleNamespace:
     return module
 
 
-def _fp8_gemm_nt(
-    parameters: inspect.Signature, calls: list[SimpleNamespace]
-) -> Callable[..., None]:
+def _fp8_gemm_nt(parameters, calls):
     """On compute capability 9.0: csrc/apis/gemm.hpp, layout.hpp and sm90_fp8_gemm_1d{1,2}d.hpp."""
 
-    def fp8_gemm_nt(*args: object, **kwargs: object) -> None:
+    def fp8_gemm_nt(*args, **kwargs):
         call = SimpleNamespace(**parameters.bind(*args, **kwargs).arguments)
         assert type(call.a) is type(call.b) is tuple  # deep_gemm/__init__.py asks so
         for numbers, _ in (call.a, call.b):
@@ -129,13 +124,13 @@ def _fp8_gemm_nt(
     return fp8_gemm_nt
 
 
-def _check_scales_by_column(scales: Tensor, rows: int, K: int) -> None:
+def _check_scales_by_column(scales, rows, K):
     """What the library takes as it is: get_mn_major_tma_aligned_tensor."""
     assert scales.dtype == torch.float32 and scales.shape == (rows, -(-K // 128))
     assert scales.stride() == (1, -(-rows // 4) * 4) and scales.data_ptr() % 16 == 0
 
 
-def _sum_of_blocks(x: Tensor, of_x: Tensor, weight: Tensor, of_weight: Tensor) -> Tensor:
+def _sum_of_blocks(x, of_x, weight, of_weight):
     """float32 [M, N], blocks of K in ascending order. What a block sums to is exact in float64, so no
     number of rows has bits of its own."""
     total = torch.zeros(len(x), len(weight))
@@ -151,11 +146,11 @@ FA3 = library.Library("flash_attn_3", "DEF")
 FA3.define(FLASH_ATTN_3_BWD)
 
 
-def flash_attn(calls: list[SimpleNamespace]) -> SimpleNamespace:
+def flash_attn(calls):
     """A stand-in for the module sgl_kernel.flash_attn; what it is called with is added to `calls`."""
     parameters = signature(FLASH_ATTN_WITH_KVCACHE)
 
-    def flash_attn_with_kvcache(*args: object, **kwargs: object) -> object:
+    def flash_attn_with_kvcache(*args, **kwargs):
         bound = parameters.bind(*args, **kwargs)
         bound.apply_defaults()
         call = SimpleNamespace(**bound.arguments)
@@ -175,16 +170,7 @@ def flash_attn(calls: list[SimpleNamespace]) -> SimpleNamespace:
     return SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache)
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_starts: Tensor,
-    key_starts: Tensor,
-    scale: float,
-    before: int = -1,
-    softcap: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+def attend(q, k, v, query_starts, key_starts, scale, before=-1, softcap=0.0):
     """Causal attention over packed sequences in float32: out [T, H, D_v] and lse [H, T].
 
     before: keys before its own that a query sees, -1 for all.
@@ -207,7 +193,7 @@ def attend(
     return torch.cat(outs), torch.cat(lses, 1)
 
 
-def _fwd(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fwd(q, k, v, *rest):
     names = [argument.name for argument in torch.ops.recorded.fwd.default._schema.arguments]
     given = SimpleNamespace(**dict(zip(names[3:], rest, strict=True)))
     batch = len(given.cu_seqlens_q) - 1
@@ -234,7 +220,7 @@ def _fwd(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor
 _LIBRARY.impl("fwd", _fwd, "CPU")
 
 
-def _bwd(*args: object) -> tuple[Tensor, ...]:
+def _bwd(*args):
     names = [argument.name for argument in torch.ops.flash_attn_3.bwd.default._schema.arguments]
     given = SimpleNamespace(**dict(zip(names, args, strict=False)))
     assert given.softmax_lse.dtype == torch.float32

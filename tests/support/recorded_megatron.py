@@ -1,39 +1,28 @@
 """Megatron's model as the trainer that is recorded, broken in one module, in a rank of its own."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 
-from onpolicy.contract import AdapterShape
+from onpolicy.explain.microscope import Recorded, evidence_in, recordings
 from onpolicy.explain.proof import prove
-from onpolicy.explain.source import Source, count_sites, first_source, sites_of
-from onpolicy.explain.taps.policy import tapped
-from onpolicy.explain.taps.recorder import Call, Recorder
-from onpolicy.explain.taps.recording import Recording
-from onpolicy.explain.taps.rows import prefix_keys
-from onpolicy.explain.trainer import Recorded, evidence_in, recordings
-from onpolicy.models.lora.adapters import (
-    add_adapters,
-    drawn_values,
-    is_adapters,
-)
-from onpolicy.models.policy import PolicyModel
+from onpolicy.explain.source import count_sites, first_source, sites_of
+from onpolicy.explain.taps.attachment import tapped
+from onpolicy.explain.taps.recorder import Recorder
+from onpolicy.explain.taps.row_keys import prefix_keys
+from onpolicy.models.lora.adapters import add_adapters, drawn_values, is_adapters
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.train import distributed
 from tests.onpolicy.models.test_policy import load_policy
 from tests.support import faults
-from tests.support.megatron_ranks import Job, data_rank, make_model, pack
+from tests.support.megatron_ranks import data_rank, make_model, pack
 from tests.support.recorded_policies import record_rollout
 from tests.support.sharded_policies import load_in_blocks
 
 
-def sources_of_faults(job: Job, cases: list[tuple[str, str, str]]) -> list[Any]:
+def sources_of_faults(job, cases):
     """Where recordings part: of (Megatron's module, operator, fault) each; first of a whole one.
 
     The last rank is the one that is broken. The whole one's is (sources, rows of every site, rows that
@@ -46,7 +35,7 @@ def sources_of_faults(job: Job, cases: list[tuple[str, str, str]]) -> list[Any]:
         draw_adapters(model, policy, job.adapter)
     rollout = record_rollout(policy, CpuOperators(1), sequences)
 
-    def sources(train: list[Recording]) -> list[Source]:
+    def sources(train):
         found = [first_source(rollout, train, prefix_keys(s)[:-1]) for s in sequences]
         return [source for source in found if source is not None]
 
@@ -54,7 +43,7 @@ def sources_of_faults(job: Job, cases: list[tuple[str, str, str]]) -> list[Any]:
     counts = list(count_sites(rollout, whole))
     differ = sum(c.inputs_differ + c.outputs_differ for c in counts)
     only_in_one = set(sites_of(whole)) ^ set(rollout)
-    answers: list[Any] = [(sources(whole), {c.rows for c in counts}, differ, only_in_one)]
+    answers = [(sources(whole), {c.rows for c in counts}, differ, only_in_one)]
     for module, operator, fault in cases:
         is_here = distributed.rank() == distributed.world_size() - 1
         make = getattr(faults, fault) if is_here else unchanged
@@ -66,9 +55,9 @@ def sources_of_faults(job: Job, cases: list[tuple[str, str, str]]) -> list[Any]:
 
 
 @torch.no_grad()
-def draw_adapters(model: Any, policy: PolicyModel, shape: AdapterShape) -> None:
+def draw_adapters(model, policy, shape):
     """Give Megatron's model and Hugging Face's the same numbers, B too."""
-    from onpolicy.train.megatron.weights import fill_adapters
+    from onpolicy.train.megatron.megatron_weights import fill_adapters
 
     fill_adapters(model, partial(drawn_values, seed=0))
     add_adapters(policy.causal_lm, policy.operators, shape)
@@ -77,14 +66,11 @@ def draw_adapters(model: Any, policy: PolicyModel, shape: AdapterShape) -> None:
             factor.copy_(drawn_values(name, factor.shape, seed=0))
 
 
-def unchanged(right: Callable[..., Any]) -> Callable[..., Any]:
-    """No fault at all."""
+def unchanged(right):
     return right
 
 
-def prove_alone(
-    source: Source, model: Any, job: Job, policy: Any, sequences: list[list[int]]
-) -> str:
+def prove_alone(source, model, job, policy, sequences):
     """The verdict on the operator that was found, run alone on what either side was given."""
     theirs = Recorder()
     theirs.suspect = source.site, source.key, 0
@@ -95,9 +81,7 @@ def prove_alone(
     return prove({0: theirs.evidence}, ours, CpuOperators(1)).verdict
 
 
-def record_all(
-    model: Any, job: Job, recorder: Recorder | None = None, evidence_of: int = 0
-) -> list[Recorded]:
+def record_all(model, job, recorder=None, evidence_of=0):
     """What all ranks compute, each of the batch of its share, as a trainer is asked for it."""
     from onpolicy.explain.megatron import tensor_rank
 
@@ -106,10 +90,9 @@ def record_all(
     return distributed.gather(Recorded.of(recorder, tensor_rank(), calls, evidence_of), None)
 
 
-def record_passes(model: Any, sequences: list[list[int]], recorder: Recorder) -> list[list[Call]]:
-    """What Megatron's model computes of sequences in one micro-batch."""
+def record_passes(model, sequences, recorder):
     from onpolicy.explain.megatron import passes_of
-    from onpolicy.train.megatron.model import packed_forward
+    from onpolicy.train.megatron.gpt_model import packed_forward
 
     tap = partial(tapped, recorder=recorder)
     with model.config.around_operators(tap), passes_of(model, recorder) as passes, torch.no_grad():
@@ -118,7 +101,7 @@ def record_passes(model: Any, sequences: list[list[int]], recorder: Recorder) ->
 
 
 @contextmanager
-def broken(model: Any, module: str, operator: str, make: Callable[..., Any]) -> Iterator[None]:
+def broken(model, module, operator, make):
     """All modules share the operators, so the one that is broken asks which module is running."""
     config, target = model.config, model.get_submodule(module)
     right = getattr(config.operators, operator)

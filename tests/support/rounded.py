@@ -1,7 +1,5 @@
 """What engines compute with where weights are rounded, made from what they are before."""
 
-from __future__ import annotations
-
 import torch
 
 from onpolicy.weights.rounding import is_rounded, round_weight

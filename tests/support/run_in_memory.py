@@ -1,29 +1,22 @@
 """Whole runs on engines in memory, with the run's own loop, files, checkpoints and governor."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from pathlib import Path
-from typing import Any
 
 from transformers import Qwen3Config
 
-from onpolicy.config import TrainConfig, groups
+from onpolicy.config import TrainConfig
 from onpolicy.outputs.meanings import BY_THE_CLOCK
 from onpolicy.outputs.metrics import read_jsonl
-from onpolicy.outputs.totals import RunSummary
-from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.prompt_order import PromptSource, joined
-from onpolicy.run.ladder import Ladder
+from onpolicy.run.ladder import Ladder, first_rung
+from onpolicy.run.launch.input_checks import read_replayed
 from onpolicy.run.launch.inputs import EvalPrompts, Inputs
-from onpolicy.run.launch.replay_checks import read_replayed
-from onpolicy.run.restarts import train_through_losses
+from onpolicy.run.loop import train_through_losses
 from onpolicy.run.run import Run
-from onpolicy.types import Prompt, Sample, SampleGroup
+from onpolicy.types import Prompt
 from tests.support.engines_in_memory import Host
 from tests.support.tiny import make_tokenizer
 from tests.support.tiny_policy import ALIGNED, END, STOCK
@@ -46,11 +39,11 @@ class Interrupted(Exception):
     """Ends a run between two of its steps."""
 
 
-def interrupted_at(step: int, kind: type[Run] = Run) -> type[Run]:
+def interrupted_at(step, kind=Run):
     """That kind of run, which is interrupted before it trains on a rollout."""
 
     class InterruptedRun(kind):
-        def train(self, groups: Sequence[SampleGroup], at: int) -> dict[str, float]:
+        def train(self, groups, at):
             if at == step:
                 raise Interrupted
             return super().train(groups, at)
@@ -58,22 +51,16 @@ def interrupted_at(step: int, kind: type[Run] = Run) -> type[Run]:
     return InterruptedRun
 
 
-Reward = Callable[[Sample], float | None]
-"""None: the sample cannot be scored."""
-
-
-def even_tokens(sample: Sample) -> float:
+def even_tokens(sample):
     """A reward that samples of one prompt differ in."""
     return sum(token % 2 == 0 for token in sample.response_ids) / len(sample.response_ids)
 
 
 class ScorerInMemory:
-    """Scores in this process (`Scorer`)."""
-
-    def __init__(self, reward: Reward):
+    def __init__(self, reward):
         self.reward = reward
 
-    def score(self, groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
+    def score(self, groups):
         num_unscored = 0.0
         for sample in chain.from_iterable(groups):
             reward = self.reward(sample)
@@ -82,39 +69,32 @@ class ScorerInMemory:
             num_unscored += sample.has_failed
         return {"rollout/reward_timeouts": 0.0, "rollout/num_unscored": num_unscored}
 
-    def connect(self) -> None:
+    def start(self):
         pass
 
-    def close(self) -> None:
+    def close(self):
         pass
 
 
-def make_config(directory: Path, **values: Any) -> TrainConfig:
+def make_config(directory, **values):
     """Aligned, in `directory`, with other values of some flags."""
     checkpoint = directory / "checkpoint"
     checkpoint.mkdir(parents=True, exist_ok=True)
     (checkpoint / "config.json").write_text("{}")
-    config = TrainConfig(
-        model=groups.ModelConfig(hf_checkpoint=str(checkpoint), dtype="float32"),
-        rollout=groups.RolloutConfig(
-            num_rollout=ROLLOUTS,
-            rollout_batch_size=3,
-            n_samples_per_prompt=4,
-            rollout_max_response_len=6,
-        ),
-        trainer=groups.TrainerConfig(lr=0.5),
-        parity=groups.ParityConfig(true_on_policy_mode=True),
-        sync=groups.WeightSyncConfig(weight_sync="disk"),
-        output=groups.OutputConfig(run_dir=str(directory / "run")),
-    )
-    return changed(config, **values)
+    base = {
+        "hf_checkpoint": str(checkpoint), "dtype": "float32", "num_rollout": ROLLOUTS,
+        "rollout_batch_size": 3, "n_samples_per_prompt": 4, "rollout_max_response_len": 6, "lr": 0.5,
+        "true_on_policy_mode": True, "weight_sync": "disk", "run_dir": str(directory / "run"),
+    }  # fmt: skip
+    return changed(TrainConfig(), **{**base, **values})
 
 
-def make_inputs(config: TrainConfig, eval_sets: dict[str, list[Prompt]]) -> Inputs:
+def make_inputs(config, eval_sets):
     prompts, parts = joined([PROMPTS[:2], PROMPTS[2:]], config.data.prompt_data_weights)
     return Inputs(
         hf_config=Qwen3Config(num_hidden_layers=1, hidden_size=8, vocab_size=16),
-        ladder=Ladder(config, STOCK, ALIGNED),
+        contract=ALIGNED if first_rung(config) == "aligned" else STOCK,
+        ladder=Ladder(config, STOCK, ALIGNED) if config.plan.is_governed else None,
         tokenizer=make_tokenizer(),
         prompts=PromptSource(prompts, config.seed, shuffle=True, parts=parts),
         eval_sets={name: _eval_set(config, name, x) for name, x in eval_sets.items()},
@@ -123,24 +103,24 @@ def make_inputs(config: TrainConfig, eval_sets: dict[str, list[Prompt]]) -> Inpu
     )
 
 
-def _eval_set(config: TrainConfig, name: str, prompts: list[Prompt]) -> EvalPrompts:
+def _eval_set(config, name, prompts):
     """A set as --eval-config has it, or as the flags alone say."""
     sets = config.eval_sets or changed(config, eval_prompt_data=(name or "a", "a")).eval_sets
     return EvalPrompts(settings=sets[name or "a"], prompts=prompts)
 
 
 def run_in_memory(
-    directory: Path,
-    host: Host | None = None,
-    reward: Reward = even_tokens,
-    make_run: Callable[..., Run] = Run,
-    eval_sets: dict[str, list[Prompt]] = EVAL_SETS,
-    make_scorer: Callable[[groups.RewardConfig], Scorer] | None = None,
-    **values: Any,
-) -> RunSummary:
+    directory,
+    host=None,
+    reward=even_tokens,
+    make_run=Run,
+    eval_sets=EVAL_SETS,
+    make_scorer=None,
+    **values,
+):
     """What a run ends with. `make_scorer`: in place of `reward`. `values`: of the configuration."""
     config = make_config(directory, **values)
-    make: Any = partial(
+    make = partial(
         make_run,
         make_engines=pair_maker(host or Host()),
         make_scorer=make_scorer or (lambda config: ScorerInMemory(reward)),
@@ -148,7 +128,7 @@ def run_in_memory(
     return train_through_losses(config, make_inputs(config, eval_sets), make)
 
 
-def records_of(directory: Path) -> list[dict[str, Any]]:
+def records_of(directory):
     """What a run logged, less what depends on the time it took and on what was cached."""
     return [
         {name: value for name, value in record.items() if not name.startswith(BY_THE_CLOCK)}
@@ -156,7 +136,6 @@ def records_of(directory: Path) -> list[dict[str, Any]]:
     ]
 
 
-def samples_of(directory: Path, name: str) -> list[dict[str, Any]]:
-    """The samples that a run wrote of one rollout or evaluation."""
+def samples_of(directory, name):
     file = directory / "run" / "samples" / f"{name}.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()]

@@ -1,7 +1,5 @@
 """`onpolicy serve` as a user starts it, and what it prints."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -4,13 +4,10 @@ A hook that moved, or whose function takes other arguments, is what a new SGLang
 the source says so in seconds, before an environment is built, for the hooks of GPUs too.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import pkgutil
 import re
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -20,17 +17,9 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _BRANCHES = (ast.If, ast.Try, ast.With, ast.ExceptHandler)
 
 
-@dataclass(frozen=True)
-class Found:
-    """A name of SGLang's: the file that has it, and the arguments that it takes, if it is a function."""
-
-    file: Path
-    arguments: str | None
-
-
-def targets() -> dict[str, str]:
+def targets():
     """Every dotted name of SGLang's that `sglang_patches` hooks or imports: name -> module of ours."""
-    named: dict[str, str] = {}
+    named = {}
     for info in pkgutil.iter_modules(sglang_patches.__path__):
         module = importlib.import_module(f"sglang_patches.{info.name}")
         constants = [value for key, value in vars(module).items() if key.isupper()]
@@ -40,7 +29,7 @@ def targets() -> dict[str, str]:
     return named
 
 
-def _imports(file: Path) -> list[str]:
+def _imports(file):
     """What a module imports from SGLang, less what it can do without (try: ... except ImportError)."""
     tree = ast.parse(file.read_text())
     optional = {
@@ -59,84 +48,72 @@ def _imports(file: Path) -> list[str]:
     ]
 
 
-def find(root: Path, target: str) -> Found | None:
-    """Look `target` up below `root`, the directory that holds the package `sglang`; None: not there."""
+def find(root, target):
+    """(file, arguments of a function) of a name below `root`, which holds `sglang`; None: not there."""
     parts = target.split(".")
     for end in range(len(parts), 0, -1):
         path = root.joinpath(*parts[:end])
         file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         if file.is_file():
-            return _find_in(root, file, parts[end:])
+            return _find_in(root, file, _parsed(file), parts[end:])
     return None
 
 
-def _find_in(root: Path, file: Path, names: list[str]) -> Found | None:
-    node: ast.AST = _parsed(file)
-    for depth, name in enumerate(names):
-        inside = _named(node, name)
-        if inside is None:
-            return _among_stars(root, file, names) if depth == 0 else None
-        if isinstance(inside, ast.ImportFrom):
-            original = next(a.name for a in inside.names if name in (a.asname, a.name))
-            module = _absolute(root, file, inside)
-            if module.partition(".")[0] != "sglang":
-                return Found(file, None)
-            return find(root, ".".join([module, original, *names[depth + 1 :]]))
-        node = inside
-    is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    return Found(file, ast.unparse(node.args) if is_function else None)
-
-
-def _among_stars(root: Path, file: Path, names: list[str]) -> Found | None:
-    """Look in the modules of which `file` imports everything."""
-    stars = [
-        _absolute(root, file, node)
-        for node in ast.walk(_parsed(file))
-        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
-    ]
-    return next(filter(None, (find(root, ".".join([star, *names])) for star in stars)), None)
-
-
-def _absolute(root: Path, file: Path, node: ast.ImportFrom) -> str:
-    """The module that an import statement of `file` names."""
-    package = file.relative_to(root).with_suffix("").parts[: -node.level] if node.level else ()
-    return ".".join(filter(None, [*package, node.module]))
-
-
-def _named(scope: ast.AST, name: str) -> ast.AST | None:
-    """What binds `name` in a module or class, in any of its branches."""
-    for node in ast.iter_child_nodes(scope):
-        if isinstance(node, _DEFINITIONS):
-            if node.name == name:
-                return node
-        elif isinstance(node, ast.ImportFrom):
-            if any(name in (alias.asname, alias.name) for alias in node.names):
-                return node
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+def _find_in(root, file, scope, names):
+    """What binds the first name in a scope, and the others in what it is bound to."""
+    if not names:
+        is_function = isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef))
+        return file, ast.unparse(scope.args) if is_function else None
+    name, *inner = names
+    for node in _statements(scope):
+        if isinstance(node, _DEFINITIONS) and node.name == name:
+            return _find_in(root, file, node, inner)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
             written = node.targets if isinstance(node, ast.Assign) else [node.target]
             if any(isinstance(target, ast.Name) and target.id == name for target in written):
-                return node
-        elif isinstance(node, _BRANCHES) and (found := _named(node, name)) is not None:
-            return found
+                return None if inner else (file, None)
+        for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+            if alias.name == "*" or name in (alias.asname, alias.name):
+                original = name if alias.name == "*" else alias.name
+                found = _imported(root, file, node, [original, *inner])
+                if found is not None:
+                    return found
     return None
 
 
-def differences(root: Path, pinned: Path) -> tuple[list[str], list[str]]:
+def _statements(scope):
+    """Those of a module or class, in all of its branches."""
+    for node in ast.iter_child_nodes(scope):
+        yield node
+        if isinstance(node, _BRANCHES):
+            yield from _statements(node)
+
+
+def _imported(root, file, statement, names):
+    """What `file` imports, where it comes from; the file itself if that is not of SGLang."""
+    package = file.relative_to(root).with_suffix("").parts[: -statement.level or None]
+    parts = filter(None, [*(package if statement.level else ()), statement.module])
+    module = ".".join(parts)
+    ours = module.partition(".")[0] == "sglang"
+    return find(root, ".".join([module, *names])) if ours else (file, None)
+
+
+def differences(root, pinned):
     """What is gone from the SGLang below `root`, and what takes other arguments than below `pinned`."""
     missing, changed = [], []
     for target, module in targets().items():
         now, before = find(root, target), find(pinned, target)
         if now is None:
             missing.append(f"{target} (sglang_patches/{module}.py): {_elsewhere(root, target)}")
-        elif before is not None and now.arguments != before.arguments:
+        elif before is not None and now[1] != before[1]:
             changed.append(
-                f"{target} (sglang_patches/{module}.py): takes ({now.arguments}), where the pinned "
-                f"version takes ({before.arguments})"
+                f"{target} (sglang_patches/{module}.py): takes ({now[1]}), where the pinned "
+                f"version takes ({before[1]})"
             )
     return missing, changed
 
 
-def _elsewhere(root: Path, target: str) -> str:
+def _elsewhere(root, target):
     name = target.rpartition(".")[2]
     defines = re.compile(rf"^\s*(class |def |async def ){name}\b|^{name}\s*[:=]", re.MULTILINE)
     files = [
@@ -150,5 +127,5 @@ def _elsewhere(root: Path, target: str) -> str:
 
 
 @cache
-def _parsed(file: Path) -> ast.Module:
+def _parsed(file):
     return ast.parse(file.read_text(errors="replace"))

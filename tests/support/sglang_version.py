@@ -6,8 +6,6 @@ fetches the wheel into .sglang/0.5.24, says which hook moved, and writes require
 that SGLang pins takes the place of ours. It ends with exit code 1 if a hook is not where it was.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -16,7 +14,7 @@ import zipfile
 from importlib.metadata import PathDistribution, version
 from pathlib import Path
 
-from sglang_patches import versions
+from sglang_patches import status
 from tests.support.sglang_hooks import differences
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +26,7 @@ CHOSEN_BY = {"tokenizers": "transformers"}
 _PIN = re.compile(r"^([\w.-]+)==(\S+)$", re.MULTILINE)
 
 
-def fetch(wanted: str, directory: Path) -> Path:
+def fetch(wanted, directory):
     """Unpack the wheel of SGLang `wanted` below `directory`; where its package is."""
     unpacked = directory / "wheel"
     if not unpacked.exists():
@@ -42,10 +40,10 @@ def fetch(wanted: str, directory: Path) -> Path:
     return unpacked
 
 
-def pins(unpacked: Path) -> dict[str, str]:
+def pins(unpacked):
     """The versions that an SGLang pins with ==, by the name of the package in lower case."""
     (info,) = unpacked.glob("sglang-*.dist-info")
-    found: dict[str, str] = {}
+    found = {}
     for requirement in PathDistribution(info).requires or ():
         pinned = re.match(
             r"([\w.-]+)(?:\[.*?\])?==([\w.]+)$", requirement.partition(";")[0].strip()
@@ -55,12 +53,12 @@ def pins(unpacked: Path) -> dict[str, str]:
     return found
 
 
-def repinned(text: str, pinned: dict[str, str]) -> str:
+def repinned(text, pinned):
     """Requirements in which packages of `pinned` have its versions; comments stay."""
     ours = {_normal(name): version for name, version in _PIN.findall(text)}
     moved = {name for name in ours.keys() & pinned.keys() if ours[name] != pinned[name]}
 
-    def line(match: re.Match[str]) -> str:
+    def line(match):
         name = _normal(match[1])
         if CHOSEN_BY.get(name) in moved and name not in pinned:
             return match[1]
@@ -69,12 +67,11 @@ def repinned(text: str, pinned: dict[str, str]) -> str:
     return _PIN.sub(line, text)
 
 
-def _normal(name: str) -> str:
+def _normal(name):
     return name.lower().replace("_", "-").replace(".", "-")
 
 
-def write_requirements(directory: Path, pinned: dict[str, str]) -> None:
-    """Write what `make setup` reads, beside the wheel."""
+def write_requirements(directory, pinned):
     for file in REQUIREMENTS.iterdir():
         if file.suffix == ".txt":
             (directory / file.name).write_text(repinned(file.read_text(), pinned))
@@ -82,11 +79,11 @@ def write_requirements(directory: Path, pinned: dict[str, str]) -> None:
             (directory / file.name).write_bytes(file.read_bytes())
 
 
-def main(wanted: str) -> int:
-    if wanted not in versions.SUPPORTED:
+def main(wanted):
+    if wanted not in status.SUPPORTED:
         print(
-            f"VERSION={wanted}: must be one of {', '.join(versions.SUPPORTED)}, or no engine starts. To "
-            "try another, add it to SUPPORTED in sglang_patches/versions.py."
+            f"VERSION={wanted}: must be one of {', '.join(status.SUPPORTED)}, or no engine starts. To "
+            "try another, add it to SUPPORTED in sglang_patches/status.py."
         )
         return 2
     directory = ROOT / ".sglang" / wanted

@@ -4,25 +4,19 @@ The ranks are threads (tests/support/ranks.py). Linears are cut by the plan of t
 experts along their intermediate axis, the head after padding, as SGLang pads it.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from onpolicy.explain.taps.recorder import Call, Recorder
-from onpolicy.explain.taps.recording import Recording
+from onpolicy.explain.taps.recorder import Recorder, Recording
 from onpolicy.models.align import AlignedLinear
-from onpolicy.models.experts import AlignedExperts
-from onpolicy.models.policy import PolicyModel, empty_policy
+from onpolicy.models.expert_layers import AlignedExperts
+from onpolicy.models.policy import empty_policy
 from onpolicy.models.tensor_parallel import row_parallel_linears
-from onpolicy.ops import Operators
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.log_probs import VocabParallel
 from onpolicy.ops.row_parallel import RowParallel
@@ -33,11 +27,8 @@ RANKS = BLOCKS = 2
 PADDED_TO = 64
 """SGLang makes a vocabulary a multiple of it."""
 
-Break = Callable[[int, PolicyModel], Operators]
-"""(rank, its policy, which may be changed) -> the operators that attend and make logits."""
 
-
-def load_in_blocks(path: Path) -> PolicyModel:
+def load_in_blocks(path):
     """A trainer's, whole, whose sums are made as ranks make them."""
     config = AutoConfig.from_pretrained(path)
     policy = empty_policy(config, CpuOperators(1), row_parallel_blocks=BLOCKS)
@@ -47,13 +38,13 @@ def load_in_blocks(path: Path) -> PolicyModel:
 
 
 def record_ranks(
-    path: Path,
-    sequences: list[list[int]],
-    break_: Break = lambda rank, policy: CpuOperators(1),
-    on_pass: Callable[..., None] = lambda rank, spans, store: None,
-    recorders: Sequence[Recorder] = (),
-    passes: list[list[Call]] | None = None,
-) -> Recording:
+    path,
+    sequences,
+    break_=lambda rank, policy: CpuOperators(1),
+    on_pass=lambda rank, spans, store: None,
+    recorders=(),
+    passes=None,
+):
     """What the ranks of a rollout compute of the sequences.
 
     passes: grows by the calls of each pass of each rank.
@@ -61,7 +52,7 @@ def record_ranks(
     recorders = recorders or [Recorder(rank) for rank in range(RANKS)]
     policies = [load_in_blocks(path) for _ in range(RANKS)]
 
-    def run(rank: int) -> Recording:
+    def run(rank):
         _cut(policies[rank], rank)
         operators = break_(rank, policies[rank])
         own = policies[rank], operators, sequences, recorders[rank], partial(on_pass, rank)
@@ -76,7 +67,7 @@ def record_ranks(
     return recording
 
 
-def _cut(policy: PolicyModel, rank: int) -> None:
+def _cut(policy, rank):
     group = dist.group.WORLD
     model = policy.causal_lm
     shared = row_parallel_linears(model)
@@ -94,18 +85,18 @@ def _cut(policy: PolicyModel, rank: int) -> None:
     size = len(head.weight)
     padded = F.pad(head.weight, (0, 0, 0, -size % PADDED_TO))
     head.weight = _part(padded.chunk(RANKS)[rank])
-    policy.logits_rule = _Gathered(VocabParallel(size, group))  # type: ignore[assignment]
+    policy.logits_rule = _Gathered(VocabParallel(size, group))
 
 
-def _part(weight: Tensor) -> nn.Parameter:
+def _part(weight):
     return nn.Parameter(weight.detach().clone())
 
 
 class _Gathered:
     """SGLang's logits processor gathers what the ranks have projected."""
 
-    def __init__(self, vocabulary: VocabParallel):
+    def __init__(self, vocabulary):
         self._vocabulary = vocabulary
 
-    def apply(self, operators: Operators, logits: Tensor) -> Tensor:
+    def apply(self, operators, logits):
         return self._vocabulary.gather(logits)

@@ -1,7 +1,5 @@
 """Runs of few tokens, and what an engine is asked for in them: for sums of memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from onpolicy.config import TrainConfig, groups
@@ -9,19 +7,16 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.models.size import ModelSize
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import rollout_spec
-from onpolicy.run.launch.memory_model import RunMemory
+from onpolicy.run.launch.memory import RunMemory
+from tests.support.unstarted_run import changed
 
 
 def make_config(path, dtype="float32", checkpointing=False, **engine):
-    return TrainConfig(
-        model=groups.ModelConfig(hf_checkpoint=str(path), dtype=dtype),
-        rollout=groups.RolloutConfig(num_rollout=1, rollout_batch_size=2, n_samples_per_prompt=2),
-        engine=groups.EngineConfig(cpu_threads=1, **engine),
-        trainer=groups.TrainerConfig(
-            max_tokens_per_gpu=200, activation_checkpointing=checkpointing
-        ),
-        parity=groups.ParityConfig(true_on_policy_mode=True),
-    )
+    return changed(
+        TrainConfig(), hf_checkpoint=str(path), dtype=dtype, num_rollout=1, rollout_batch_size=2,
+        n_samples_per_prompt=2, cpu_threads=1, max_tokens_per_gpu=200,
+        activation_checkpointing=checkpointing, true_on_policy_mode=True, **engine,
+    )  # fmt: skip
 
 
 def make_spec(config, longest=50):

@@ -5,12 +5,12 @@ out and scheduled, who gets which signal, in which phase and how far into it; ea
 up as often. A run that does not end by itself is started again as the documentation says, with --load,
 on whole hosts. Then its hash must be that of an undisturbed run (of a free one, that of its replay), and
 nothing may be left behind. Each result is written down at once; a second call goes on after the last.
+What a bad one left on disk is kept beside the record.
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import platform
 import random
 import re
@@ -22,15 +22,14 @@ from collections import Counter
 from pathlib import Path
 
 from onpolicy.outputs.directory import versions
+from onpolicy.system import files
 from tests.support.footprint import Footprint, told
 from tests.support.forked_processes import forked_processes
 from tests.support.processes import is_gone
 from tests.support.raylets import raylets
-from tests.support.soak_record import SoakRecord
-from tests.support.soak_schedules import SCHEDULES, flags
 from tests.support.tiny import make_checkpoint
-from tests.support.train_runs import ROLLOUTS, TWO_RANKS, run_hash, start_train, write_prompts
-from tests.support.victims import OWN_RAY, SIGNALS, kill, victim_of
+from tests.support.train_runs import FREE, ROLLOUTS, TWO_RANKS, run_hash, start_train, write_prompts
+from tests.support.victims import OWN_RAY, kill, signal_for, victim_of
 
 PHASES = {"_start": "start", "roll_out": "rollout", "train": "train", "push_weights": "push",
           "save_if_due": "save"}  # fmt: skip
@@ -58,28 +57,67 @@ HOST_PATIENCE = 60.0
 HUNG = 124
 """What stands for the exit code of a run that was ended after LONGEST seconds."""
 
-LONGEST = 600.0
+LONGEST = 400.0
 
 HOSTS = 3
 """Of a run on a cluster; it needs no more than two of them."""
+
+SCHEDULES = {
+    "plain": (),
+    "lag": ("--rollout-lag", "1", "--global-batch-size", "16"),
+    "dynamic": (
+        "--dynamic-sampling", "--custom-rm-path", "own_reward.begins_even",
+        "--rollout-max-response-len", "60",
+    ),
+    "free": FREE,
+}  # fmt: skip
+"""In `free` the clock decides: a replay of its journal says what the hash of such a run is to be."""
+
+AGENT = (
+    "--custom-generate-function-path", "own_agent.act_by_tokens", "--agent-workers", "1",
+    "--rollout-max-context-len", "240", "--agent-hang-limit", "8",
+)  # fmt: skip
+"""One episode that fails ends the run, which goes on with --load as if it had not."""
+
+
+class SoakRecord:
+    """A file with a part for each machine and set of versions, which holds every kill under them."""
+
+    def __init__(self, file, seed, here, lora_rank):
+        self.file, of_all = file, {"seed": seed, "lora_rank": lora_rank}
+        self.soaked = json.loads(file.read_text()) if file.exists() else {**of_all, "parts": []}
+        others = {name: self.soaked[name] for name in of_all}
+        if others != of_all:
+            raise ValueError(f"{file}: has the kills of {others}. Give these, or another file.")
+        parts = self.soaked["parts"]
+        if not parts or parts[-1]["versions"] != here:
+            parts.append({"versions": here, "undisturbed": {}, "kills": []})
+        self.part = parts[-1]
+
+    @property
+    def kills(self):
+        return [kill for part in self.soaked["parts"] for kill in part["kills"]]
+
+    def write(self):
+        files.write(self.file, json.dumps(self.soaked, indent=1) + "\n")
 
 
 class Soak:
     """One record and the runs that it is about."""
 
-    def __init__(self, record: SoakRecord, work: Path):
+    def __init__(self, record, work):
         self.record, self.seed, self.work = record, record.soaked["seed"], work
         self.checkpoint = make_checkpoint(work / "checkpoint")
         self.data = write_prompts(work / "prompts.jsonl")
         lora_rank = record.soaked["lora_rank"]
         self.trained = ("--lora-rank", str(lora_rank)) if lora_rank else ()
 
-    def run(self, number: int):
+    def run(self, number):
         """The strike of this number, with all that follows from it."""
         draw, victim = random.Random(f"{self.seed}/{number}"), victim_of(self.seed, number)
         setting = {
             "hosts": {"node": HOSTS, **dict.fromkeys(OWN_RAY, 1)}.get(victim)
-            or draw.choice([1, 1, HOSTS]),
+            or draw.choice([1] * 9 + [HOSTS]),
             "ranks": draw.choice([1, 1, 2]),
             "engines": draw.choice([1, 2]),
             "weight_sync": draw.choice(["tensor", "distributed", "disk"]),
@@ -101,7 +139,7 @@ class Soak:
             if phase == "start"
             else draw.randrange(ROLLOUTS) + (phase == "save"),
             "after": round(draw.random() * undisturbed["seconds"][phase], 3),
-            "signal": draw.choice(SIGNALS),
+            "signal": signal_for(victim, draw),
         }
         started = time.monotonic()
         outcome = self.strike(setting, plan)
@@ -110,10 +148,12 @@ class Soak:
         if is_free and found is not None:
             wanted = self.replayed(setting)
         outcome["hash_is_equal"] = found == wanted
+        if is_bad(outcome):
+            shutil.copytree(self.work, self.record.file.with_suffix(f".{number}"), symlinks=True)
         self.record.part["kills"].append({"number": number, **setting, **plan, **outcome})
         self.record.write()
 
-    def undisturbed(self, schedule: str, agents: bool):
+    def undisturbed(self, schedule, agents):
         """A run of that kind, of one rank and one engine, that nobody disturbs."""
         known, name = self.record.part["undisturbed"], schedule + ("/agents" if agents else "")
         if name not in known:
@@ -127,7 +167,9 @@ class Soak:
                         seconds[current[0]] = round(time.monotonic() - since, 3)
                     current, since = mark, time.monotonic()
                 time.sleep(0.01)
-            known[name] = {"hash": hash_of(process), "seconds": seconds}
+            output, code = end_of(process)
+            assert code == 0, output[-3000:]
+            known[name] = {"hash": run_hash(output), "seconds": seconds}
             self.record.write()
         return known[name]
 
@@ -161,9 +203,12 @@ class Soak:
         shutil.rmtree(journal.parent, ignore_errors=True)
         shutil.copytree(self.work / "run" / "run", journal.parent)
         setting = {**setting, "ranks": 1, "engines": 1, "replay": ("--replay", str(journal))}
-        return hash_of(self.start(self.fresh_directory(), setting)[0])
+        directory = self.fresh_directory()
+        output, code = end_of(self.start(directory, setting)[0])
+        (directory / "output").write_text(output)
+        return run_hash(output) if code == 0 else None
 
-    def start(self, directory: Path, setting, cluster=None):
+    def start(self, directory, setting, cluster=None):
         marks = directory / "marks"
         marks.touch()
         (directory / "t").mkdir(exist_ok=True)
@@ -176,26 +221,25 @@ class Soak:
             "--rollout-num-engines", str(setting["engines"]), "--cpu-threads", "1",
             "--weight-sync", setting.get("weight_sync", "tensor"),
             "--max-rank-restarts", str(setting.get("rank_restarts", 0)),
-            "--rollout-health-timeout", "40", "--rank-timeout", "60",
+            "--rollout-health-timeout", "20", "--rank-timeout", "40", "--rm-time-limit", "2",
+            "--rollout-start-timeout", "150",
             "--save", save, "--save-interval", "1", "--load", save,
-            *flags(setting["schedule"], setting["agents"]), *setting.get("replay", ()),
+            *SCHEDULES[setting["schedule"]], *(AGENT if setting["agents"] else ()),
+            *setting.get("replay", ()),
             *spread, *self.trained, preamble=MARKS,
             env={"TMPDIR": str(directory / "t"), "SOAK_MARKS": str(marks)},
         )  # fmt: skip
         return process, marks
 
-    def fresh_directory(self) -> Path:
+    def fresh_directory(self):
         directory = self.work / "run"
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
         return directory
 
 
-def hash_of(process):
-    """The run hash of a run that must end well."""
-    output, code = end_of(process)
-    assert code == 0, output[-3000:]
-    return run_hash(output)
+def is_bad(kill):
+    return not kill["hash_is_equal"] or bool(kill["left_behind"])
 
 
 def end_of(process):
@@ -207,7 +251,7 @@ def end_of(process):
         return process.communicate()[0], HUNG
 
 
-def hosts(count: int):
+def hosts(count):
     """A cluster of so many hosts; None for one, on which a run starts a Ray of its own."""
     return raylets(count) if count > 1 else contextlib.nullcontext()
 
@@ -235,24 +279,23 @@ def kill_when_due(process, marks, plan, cluster):
     return False
 
 
-def marks_of(file: Path):
+def marks_of(file):
     """(phase, rollouts done) of each phase that a run has come to."""
     pairs = (line.split() for line in file.read_text().splitlines())
     return [(phase, int(done)) for phase, done in pairs]
 
 
-def last_mark(file: Path):
-    """The phase that a run is in; None before its first."""
+def last_mark(file):
     return next(reversed(marks_of(file)), None)
 
 
-def processor() -> str:
+def processor():
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = (line.split(": ")[1] for line in lines if line.startswith("model name"))
     return next(names, platform.processor())
 
 
-def describe(kill) -> str:
+def describe(kill):
     struck = "struck" if kill["struck"] else "NOT FOUND"
     schedule = kill.get("schedule", "plain") + (" with agents" if kill.get("agents") else "")
     return (
@@ -284,7 +327,7 @@ def main():
         for number in range(len(record.kills), arguments.kills):
             soak.run(number)
             print(f"{number + 1}/{arguments.kills}: {describe(record.kills[-1])}", flush=True)
-    bad = [k for k in record.kills if not k["hash_is_equal"] or k["left_behind"]]
+    bad = [*filter(is_bad, record.kills)]
     struck = Counter(k["victim"] for k in record.kills if k["struck"])
     print(f"{len(record.kills)} kills, {struck.total()} struck ({dict(struck)}), {len(bad)} bad")
     raise SystemExit(bool(bad))

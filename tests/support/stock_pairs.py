@@ -1,7 +1,5 @@
 """Real trainers, and engines in memory that sample from their models and begin with stock contracts."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 from onpolicy.models.hf_config import load_config

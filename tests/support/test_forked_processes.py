@@ -2,17 +2,13 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 
-import psutil
 import pytest
 
 import tests.support.forked_processes as forked_processes_module
 from tests.support.forked_processes import forked_processes
-from tests.support.processes import is_gone
-from tests.support.train_runs import wait_for
 
 pytestmark = pytest.mark.long
 
@@ -77,36 +73,9 @@ def test_what_one_tests_processes_start_with_others_do_not(tmp_path, monkeypatch
     assert printed == ["True", "False"]
 
 
-SLEEPS = """
-import subprocess, sys, time
-{grandchild}
-print("ready", flush=True)
-time.sleep(1000)
-"""
-STARTS = "subprocess.Popen([sys.executable, '-u', __file__.replace('parent', 'child')])"
-
-
-def test_it_starts_others_and_ends_by_signals_as_a_process_does(tmp_path):
-    (tmp_path / "parent.py").write_text(SLEEPS.format(grandchild=STARTS))
-    (tmp_path / "child.py").write_text(SLEEPS.format(grandchild=""))
-    command = [sys.executable, str(tmp_path / "parent.py")]
-    with forked_processes():
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
-    (child,) = (
-        p for p in psutil.Process(process.pid).children() if "child.py" in " ".join(p.cmdline())
-    )
-    below = psutil.Process(process.pid).children(recursive=True)
-    child.kill()
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(100) == -signal.SIGTERM
-    wait_for(lambda: all(map(is_gone, below)))
-    assert process.stdout.read() == ""  # nobody holds its output open
-
-
 WORKS = """
 import sys
-from onpolicy.cluster.session import session
+from onpolicy.cluster.ray_session import session
 from onpolicy.config.groups import ClusterConfig
 
 class Actor:

@@ -1,12 +1,13 @@
 """What tests start ends with them, also when they are killed."""
 
+import os
 import subprocess
 import sys
 
 import psutil
 import pytest
 
-from tests.support.processes import is_gone
+from tests.support.processes import command_line, is_gone, trainer_ranks
 from tests.support.train_runs import ROOT, wait_for
 
 PARENT = """
@@ -41,9 +42,12 @@ def test_a_process_ends_with_the_one_that_started_it_if_it_asks_to(ends):
         child.kill()
 
 
-def test_a_process_that_ends_between_two_questions_is_gone(monkeypatch):
-    child = subprocess.Popen([sys.executable, "-IS"], stdin=subprocess.PIPE)
-    process = psutil.Process(child.pid)
-    child.communicate()
-    monkeypatch.setattr(psutil.Process, "is_running", lambda self: True)
-    assert is_gone(process)
+def test_a_process_that_has_ended_and_was_not_waited_for_has_no_command_and_is_no_rank():
+    ended = subprocess.Popen(["true", "TrainerRank"])
+    process = psutil.Process(ended.pid)
+    wait_for(lambda: is_gone(process))
+    with pytest.raises(psutil.ZombieProcess):
+        process.cmdline()
+    assert command_line(process) == "" and trainer_ranks(os.getpid()) == []
+    ended.wait()
+    assert command_line(process) == ""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_patches import lm_head, platform, versions
+from sglang_patches import lm_head
 from tests.support import sglang_hooks, sglang_version
 from tests.support.sglang_hooks import differences, find, targets
 
@@ -45,15 +45,9 @@ def tree(tmp_path):
     ],
 )
 def test_a_name_is_found_as_importing_would_find_it(tree, target, arguments):
-    found = find(tree("new", MODULES), f"sglang.{target}")
-    assert found is not None and found.arguments == arguments
-
-
-@pytest.mark.parametrize(
-    "target", ["srt.second.Owner.gone", "srt.third", "srt.second.gone", "srt.x.y"]
-)
-def test_a_name_that_is_not_there_is_not_found(tree, target):
-    assert find(tree("new", MODULES), f"sglang.{target}") is None
+    new = tree("new", MODULES)
+    assert find(new, f"sglang.{target}")[1] == arguments
+    assert find(new, f"sglang.{target}.gone") is None
 
 
 def test_every_hook_of_the_plug_in_is_in_the_pinned_sglang():
@@ -75,11 +69,6 @@ def test_a_hook_that_moved_is_named_with_where_it_went_and_new_arguments_with_th
     assert len(missing) == len(changed) == 1
     assert missing[0].startswith(names[0]) and "sglang/srt/third.py" in missing[0]
     assert "(self, x, z=0), where the pinned version takes (self, x)" in changed[0]
-
-
-def test_what_is_imported_inside_a_function_is_a_hook_too():
-    assert targets()["sglang.srt.runtime_context.get_schedule"] == "model"
-    assert Path(str(platform.__file__)).is_file() and "platform" in targets().values()
 
 
 def test_requirements_have_what_that_sglang_pins_and_keep_the_rest(tmp_path):
@@ -107,8 +96,3 @@ def test_the_pins_of_this_repository_are_those_of_the_sglang_it_pins():
     for name in ("cpu.txt", "cpu-no-deps.txt"):
         text = (sglang_version.REQUIREMENTS / name).read_text()
         assert sglang_version.repinned(text, pinned) == text
-
-
-def test_a_version_that_no_engine_would_start_with_is_refused_with_the_remedy(capsys):
-    assert sglang_version.main("0.1.0") == 2
-    assert f"must be one of {versions.SUPPORTED[0]}" in capsys.readouterr().out

@@ -1,105 +1,42 @@
 """Tiny random checkpoints, made on the spot: real Hugging Face files with a character tokenizer."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import torch
+import transformers as hf
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    Cohere2Config,
-    CohereConfig,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    Dots1Config,
-    Ernie4_5_MoeConfig,
-    Ernie4_5Config,
-    Exaone4Config,
-    ExaoneMoeConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    Gemma4TextConfig,
-    GemmaConfig,
-    Glm4Config,
-    Glm4MoeConfig,
-    Glm4MoeLiteConfig,
-    GlmConfig,
-    GPTNeoXConfig,
-    GptOssConfig,
-    GraniteConfig,
-    GraniteMoeConfig,
-    HunYuanMoEV1Config,
-    JambaConfig,
-    Llama4TextConfig,
-    LlamaConfig,
-    MiniMaxConfig,
-    MiniMaxM2Config,
-    MistralConfig,
-    MixtralConfig,
-    NemotronConfig,
-    Olmo2Config,
-    Olmo3Config,
-    OlmoConfig,
-    OlmoeConfig,
-    Phi3Config,
-    PhiConfig,
-    PhimoeConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-    SmolLM3Config,
-    Starcoder2Config,
-)
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 # Sizes that are no multiples of anything convenient.
 SIZES = {
-    "vocab_size": 137,
-    "hidden_size": 96,
-    "intermediate_size": 208,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.15,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": None,
-}
+    "vocab_size": 137, "hidden_size": 96, "intermediate_size": 208, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "initializer_range": 0.15, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,
+}  # fmt: skip
 
 ARCHITECTURES = {
-    "qwen3": (Qwen3Config, {"head_dim": 48, "tie_word_embeddings": False}),
-    "qwen3-tied": (Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
-    "qwen2": (Qwen2Config, {"tie_word_embeddings": False}),
-    "llama": (LlamaConfig, {"head_dim": 24, "tie_word_embeddings": False}),
-    "mistral": (MistralConfig, {"head_dim": 16, "sliding_window": None}),
+    "qwen3": (hf.Qwen3Config, {"head_dim": 48, "tie_word_embeddings": False}),
+    "qwen3-tied": (hf.Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen2": (hf.Qwen2Config, {"tie_word_embeddings": False}),
+    "llama": (hf.LlamaConfig, {"head_dim": 24, "tie_word_embeddings": False}),
+    "mistral": (hf.MistralConfig, {"head_dim": 16, "sliding_window": None}),
     "qwen3-moe": (
-        Qwen3MoeConfig,
+        hf.Qwen3MoeConfig,
         {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 72},
     ),
     # Other names in the checkpoint than in the model.
     "mixtral": (
-        MixtralConfig,
+        hf.MixtralConfig,
         {"head_dim": 24, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 72},
     ),
     # A dense first layer, shared experts, scores by sigmoid and corrected by a buffer, groups.
     "glm4-moe": (
-        Glm4MoeConfig,
+        hf.Glm4MoeConfig,
         {
-            "head_dim": 16,
-            "first_k_dense_replace": 1,
-            "moe_intermediate_size": 72,
-            "n_routed_experts": 8,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 3,
-            "n_group": 2,
+            "head_dim": 16, "first_k_dense_replace": 1, "moe_intermediate_size": 72,
+            "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3, "n_group": 2,
             "topk_group": 1,
         },
     ),
-}
+}  # fmt: skip
 EXPERT_ARCHITECTURES = ("qwen3-moe", "mixtral", "glm4-moe")
 
 WINDOWS = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
@@ -111,24 +48,24 @@ LATENT_ATTENTION = {
 }  # fmt: skip
 
 MORE_ARCHITECTURES = {
-    "smollm3": (SmolLM3Config, {"no_rope_layers": [1, 0]}),
-    "mistral-window": (MistralConfig, {"head_dim": 16, "sliding_window": 24}),
-    "qwen2-window": (Qwen2Config, {"use_sliding_window": True, **WINDOWS}),
-    "phi3": (Phi3Config, {"sliding_window": None}),
-    "phi": (PhiConfig, {"partial_rotary_factor": 0.5}),
+    "smollm3": (hf.SmolLM3Config, {"no_rope_layers": [1, 0]}),
+    "mistral-window": (hf.MistralConfig, {"head_dim": 16, "sliding_window": 24}),
+    "qwen2-window": (hf.Qwen2Config, {"use_sliding_window": True, **WINDOWS}),
+    "phi3": (hf.Phi3Config, {"sliding_window": None}),
+    "phi": (hf.PhiConfig, {"partial_rotary_factor": 0.5}),
     "granite": (
-        GraniteConfig,
+        hf.GraniteConfig,
         {
             "embedding_multiplier": 12.0, "logits_scaling": 3.0, "residual_multiplier": 0.22,
             "attention_multiplier": 0.15,
         },
     ),
-    "gemma": (GemmaConfig, {"head_dim": 16}),
-    "gemma2": (Gemma2Config, {"head_dim": 16, "query_pre_attn_scalar": 20, **WINDOWS}),
-    "gemma3": (Gemma3TextConfig, {"head_dim": 16, "query_pre_attn_scalar": 20, **WINDOWS}),
+    "gemma": (hf.GemmaConfig, {"head_dim": 16}),
+    "gemma2": (hf.Gemma2Config, {"head_dim": 16, "query_pre_attn_scalar": 20, **WINDOWS}),
+    "gemma3": (hf.Gemma3TextConfig, {"head_dim": 16, "query_pre_attn_scalar": 20, **WINDOWS}),
     # Heads of two sizes, shared keys and values, keys that are values, inputs of every layer.
     "gemma4": (
-        Gemma4TextConfig,
+        hf.Gemma4TextConfig,
         {
             "head_dim": 16, "global_head_dim": 32, "attention_k_eq_v": True,
             "num_key_value_heads": 4, "num_global_key_value_heads": 2,
@@ -139,86 +76,86 @@ MORE_ARCHITECTURES = {
         },
     ),
     "gemma4-moe": (
-        Gemma4TextConfig,
+        hf.Gemma4TextConfig,
         {
             "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1,
             "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "enable_moe_block": True,
             "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 72, **WINDOWS,
         },
     ),
-    "olmo": (OlmoConfig, {}),
-    "olmo2": (Olmo2Config, {}),
-    "olmo3": (Olmo3Config, WINDOWS),
-    "glm": (GlmConfig, {"head_dim": 24, "attention_bias": True}),
-    "glm4": (Glm4Config, {"head_dim": 24}),
-    "cohere": (CohereConfig, {"logit_scale": 0.3}),
-    "cohere2": (Cohere2Config, {"logit_scale": 0.3, **WINDOWS}),
-    "starcoder2": (Starcoder2Config, {"use_bias": True, "sliding_window": None}),
-    "nemotron": (NemotronConfig, {"partial_rotary_factor": 0.5}),
-    "gpt-neox": (GPTNeoXConfig, {"num_key_value_heads": 4}),
-    "exaone4": (Exaone4Config, WINDOWS),
+    "olmo": (hf.OlmoConfig, {}),
+    "olmo2": (hf.Olmo2Config, {}),
+    "olmo3": (hf.Olmo3Config, WINDOWS),
+    "glm": (hf.GlmConfig, {"head_dim": 24, "attention_bias": True}),
+    "glm4": (hf.Glm4Config, {"head_dim": 24}),
+    "cohere": (hf.CohereConfig, {"logit_scale": 0.3}),
+    "cohere2": (hf.Cohere2Config, {"logit_scale": 0.3, **WINDOWS}),
+    "starcoder2": (hf.Starcoder2Config, {"use_bias": True, "sliding_window": None}),
+    "nemotron": (hf.NemotronConfig, {"partial_rotary_factor": 0.5}),
+    "gpt-neox": (hf.GPTNeoXConfig, {"num_key_value_heads": 4}),
+    "exaone4": (hf.Exaone4Config, WINDOWS),
     "exaone-moe": (
-        ExaoneMoeConfig,
+        hf.ExaoneMoeConfig,
         {
             **EXPERTS, **WINDOWS, "head_dim": 16, "num_experts": 8, "num_shared_experts": 1,
             "n_group": 2, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"],
         },
     ),
-    "ernie4.5": (Ernie4_5Config, {"head_dim": 16, "use_bias": True}),
+    "ernie4.5": (hf.Ernie4_5Config, {"head_dim": 16, "use_bias": True}),
     "qwen2-moe": (
-        Qwen2MoeConfig,
+        hf.Qwen2MoeConfig,
         {**EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 56},
     ),
-    "olmoe": (OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 72}),
+    "olmoe": (hf.OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 72}),
     "minimax-m2": (
-        MiniMaxM2Config,
+        hf.MiniMaxM2Config,
         {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 72, "head_dim": 16},
     ),
     "ernie4.5-moe": (
-        Ernie4_5_MoeConfig,
+        hf.Ernie4_5_MoeConfig,
         {
             "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 72,
             "moe_num_shared_experts": 1, "tie_word_embeddings": False,
         },
     ),
     "hunyuan-moe": (
-        HunYuanMoEV1Config,
+        hf.HunYuanMoEV1Config,
         {"num_experts": 6, "moe_topk": 2, "intermediate_size": 72, "head_dim": 16},
     ),
     "dots1": (
-        Dots1Config,
+        hf.Dots1Config,
         {
             **EXPERTS, "head_dim": 16, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2,
             "topk_group": 1, "first_k_dense_replace": 1,
         },
     ),
     "phimoe": (
-        PhimoeConfig,
+        hf.PhimoeConfig,
         {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 72},
     ),
-    "granite-moe": (GraniteMoeConfig, {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "granite-moe": (hf.GraniteMoeConfig, {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "gpt-oss": (
-        GptOssConfig,
+        hf.GptOssConfig,
         {
             "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16,
             "intermediate_size": 72, **WINDOWS,
         },
     ),
-    "glm4-moe-lite": (Glm4MoeLiteConfig, LATENT_ATTENTION),
-    "deepseek-v2": (DeepseekV2Config, {**LATENT_ATTENTION, "n_group": 1, "topk_group": 1}),
-    "deepseek-v3": (DeepseekV3Config, LATENT_ATTENTION),
+    "glm4-moe-lite": (hf.Glm4MoeLiteConfig, LATENT_ATTENTION),
+    "deepseek-v2": (hf.DeepseekV2Config, {**LATENT_ATTENTION, "n_group": 1, "topk_group": 1}),
+    "deepseek-v3": (hf.DeepseekV3Config, LATENT_ATTENTION),
     # A layer of experts and a dense one; one that rotates and norms its keys, and one that does neither.
     "llama4": (
-        Llama4TextConfig,
+        hf.Llama4TextConfig,
         {
             "num_local_experts": 4, "head_dim": 16, "intermediate_size": 72, "num_experts_per_tok": 2,
             "intermediate_size_mlp": 208, "interleave_moe_layer_step": 2, "no_rope_layers": [1, 0],
         },
     ),
-    "jamba": (JambaConfig, {"num_experts": 4, "num_experts_per_tok": 2}),
-    "minimax": (MiniMaxConfig, {"num_local_experts": 6, "head_dim": 16, "intermediate_size": 72}),
+    "jamba": (hf.JambaConfig, {"num_experts": 4, "num_experts_per_tok": 2}),
+    "minimax": (hf.MiniMaxConfig, {"num_local_experts": 6, "head_dim": 16, "intermediate_size": 72}),
     "qwen3-next": (
-        Qwen3NextConfig,
+        hf.Qwen3NextConfig,
         {
             **EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 56, "head_dim": 16,
             "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
@@ -240,7 +177,7 @@ REFUSED = {
 CHARACTERS = [chr(code) for code in range(33, 33 + SIZES["vocab_size"] - 2)]
 
 
-def make_checkpoint(directory: Path, architecture: str = "qwen3", **changes: object) -> Path:
+def make_checkpoint(directory, architecture="qwen3", **changes):
     """Save a random model of the architecture in float32; `changes` go into its configuration."""
     config_class, sizes = ALL_ARCHITECTURES[architecture]
     config = config_class(**{**SIZES, **sizes, **changes})
@@ -256,7 +193,7 @@ def make_checkpoint(directory: Path, architecture: str = "qwen3", **changes: obj
     return directory
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer():
     """One token per character; 0 is padding, 1 ends a sequence."""
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))

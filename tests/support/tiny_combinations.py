@@ -1,13 +1,8 @@
 """Combinations of the flags that decide the training of a tiny model."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
-from onpolicy.config import TrainConfig, groups, validate
-from onpolicy.config.flags import Flag
+from onpolicy.config import TrainConfig, validate
 from onpolicy.errors import ConfigError
-from tests.support.combinations import Combinations, Row
+from tests.support.combinations import Combinations
 from tests.support.policies_in_memory import SIZES
 from tests.support.tiny import make_checkpoint
 from tests.support.unstarted_run import changed
@@ -31,51 +26,39 @@ NOT_THESE = {
     "seed": "any other is as good",
     "train_backend": "megatron needs a process of its own",
     "use_rollout_routing_replay": "the tiny model has no experts",
-    "dynamic_sampling_limit": "a smaller one may end a run",
     "apply_chat_template": "prompts are made in memory",
     "reasoning_gym_size": "prompts are made in memory",
 }
 
-NEEDS_TEXT = [("advantage_estimator", "gdpo")]
-"""Values that no row has, since a text must stand beside them: the names of gdpo's rewards."""
 
-
-def make_base(directory: Path) -> TrainConfig:
+def make_base(directory):
     """Two aligned steps of a checkpoint that is made there."""
     checkpoint = make_checkpoint(directory / "checkpoint", "qwen3", **SIZES)
-    return TrainConfig(
-        model=groups.ModelConfig(hf_checkpoint=str(checkpoint), dtype="float32"),
-        data=groups.DataConfig(prompt_data=("prompts.jsonl",)),
-        reward=groups.RewardConfig(rm_type="exact"),
-        rollout=groups.RolloutConfig(
-            num_rollout=2, rollout_batch_size=2, n_samples_per_prompt=4, rollout_max_response_len=4
-        ),
-        trainer=groups.TrainerConfig(lr=1e-3, max_tokens_per_gpu=64),
-        parity=groups.ParityConfig(true_on_policy_mode=True),
-        engine=groups.EngineConfig(cpu_threads=1),
-        sync=groups.WeightSyncConfig(weight_sync="disk"),
-        output=groups.OutputConfig(run_dir=str(directory / "run")),
-    )
+    return changed(
+        TrainConfig(), hf_checkpoint=str(checkpoint), dtype="float32", rm_type="exact",
+        prompt_data=("prompts.jsonl",), num_rollout=2, rollout_batch_size=2, n_samples_per_prompt=4,
+        rollout_max_response_len=4, lr=1e-3, max_tokens_per_gpu=64, true_on_policy_mode=True,
+        cpu_threads=1, weight_sync="disk", run_dir=str(directory / "run"),
+    )  # fmt: skip
 
 
-def combinations_of(base: TrainConfig) -> Combinations:
+def combinations_of(base):
     """What the rules of a run take of its flags."""
 
-    def refusal(row: Row) -> ConfigError | None:
+    def refusal(row):
         try:
             validate(changed(base, **row))
         except ConfigError as error:
             return error
         return None
 
-    def is_outside(flag: Flag) -> bool:
+    def is_outside(flag):
         return flag.path[0] in NOT_HERE or flag.name in NOT_THESE
 
     return Combinations(base, refusal, is_outside)
 
 
-def arguments_of(row: Row) -> list[str]:
-    """The row as it is given on a command line."""
+def arguments_of(row):
     found = []
     for name, value in row.items():
         flag = "--" + name.replace("_", "-")

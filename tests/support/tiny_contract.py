@@ -1,7 +1,5 @@
 """Contracts of a tiny model with every kind of operator, for the checks at start-up."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from onpolicy.contract import AttentionShape, NumericsContract, OperatorShapes

@@ -4,11 +4,8 @@ The logits of a token are a row of one table, by the token before it, plus a row
 one before that. Every row is computed alone, so the same weights give the same bits wherever it is.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
-from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -28,19 +25,15 @@ ALIGNED = NumericsContract(
 
 STOCK = dataclasses.replace(ALIGNED, backend="stock")
 
-Weights = dict[str, Tensor]
 
-
-def make_weights(seed: int = 0) -> Weights:
+def make_weights(seed=0):
     """float32 [V, V] by name; those of seed 0 are the checkpoint's."""
     generator = torch.Generator().manual_seed(seed)
     names = ("before.weight", "two_before.weight")
     return {name: torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=generator) for name in names}
 
 
-def score(
-    weights: Mapping[str, Tensor], context: Sequence[int], temperature: float, *, is_rounded: bool
-) -> Tensor:
+def score(weights, context, temperature, *, is_rounded):
     """Log-probabilities of the token after `context`: float32 [V].
 
     `is_rounded`: by logits in bfloat16, as those of an engine of the stock contract are here.
@@ -53,26 +46,19 @@ def score(
     return torch.log_softmax(logits / temperature, dim=-1)
 
 
-def sample(log_probs: Tensor, seed: int, position: int) -> int:
+def sample(log_probs, seed, position):
     """A token, by a random number that depends on seed and position alone."""
     below = random.Random(f"{seed}/{position}").random()
     cumulative = log_probs.double().exp().cumsum(0)
     return min(int((cumulative <= below).sum()), len(log_probs) - 1)
 
 
-def draw_again(
-    weights: Mapping[str, Tensor], context: Sequence[int], temperature: float, seed: int
-) -> int:
+def draw_again(weights, context, temperature, seed):
     """The token after `context` that engines in memory draw by a seed, by an aligned contract."""
     return sample(score(weights, context, temperature, is_rounded=False), seed, len(context))
 
 
-def log_probs_of(
-    weights: Mapping[str, Tensor],
-    prompt: Sequence[int],
-    response: Sequence[int],
-    temperature: float,
-) -> Tensor:
+def log_probs_of(weights, prompt, response, temperature):
     """Log-probabilities of a response's tokens by an aligned contract: float32 [R]."""
     tokens = [*prompt, *response]
     rows = [

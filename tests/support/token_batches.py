@@ -1,7 +1,5 @@
 """Token batches for the tests of fallback_correction: by hand, random, and spread over ranks."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise

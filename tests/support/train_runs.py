@@ -1,7 +1,5 @@
 """Whole runs as a user starts them, and what tests ask of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -95,7 +93,7 @@ def kill_an_engine(process):
 
 KILLED_WHILE_SAVING = """
 import os, signal
-from onpolicy.cluster import environment
+from onpolicy.cluster import ray_environment as environment
 environment.prepare(local=True)  # before Ray is imported
 from onpolicy.cluster.trainer_ranks import TrainerRanks
 export = TrainerRanks.export
@@ -132,12 +130,19 @@ def finish(process, code=0):
     return output
 
 
+def onpolicy(*argv, code=0, **options):
+    """A command from its beginning to its end, which has that code."""
+    command = [sys.executable, "-m", "onpolicy.cli", *map(str, argv)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, **options)
+    assert done.returncode == code, done.stderr[-3000:]
+    return done
+
+
 def run_hash(output):
     return re.search(r"run hash\s+│\s+(\w{32})", output).group(1)
 
 
 def summary(output):
-    """The rows of the table at the end."""
     return dict(re.findall(r"│ ([\w, ]+?)\s+│ (.*?)\s+│", output.split("onpolicy run")[-1]))
 
 

@@ -14,10 +14,7 @@ Two things the interpreter does unlike any GPU are put right:
 What is left is a model of indices, masks and the order of blocks, not of a GPU's bits.
 """
 
-from __future__ import annotations
-
 import os
-from typing import Any
 
 import numpy as np
 
@@ -33,7 +30,7 @@ finally:
     del os.environ["TRITON_INTERPRET"]
 
 
-def _sequential_dot(_: Any, a: Any, b: Any, total: Any, *__: Any) -> Any:
+def _sequential_dot(_, a, b, total, *__):
     left, right = _widen(a), _widen(b)
     out = total.data.copy()
     for k in range(left.shape[1]):
@@ -41,14 +38,14 @@ def _sequential_dot(_: Any, a: Any, b: Any, total: Any, *__: Any) -> Any:
     return interpreter.TensorHandle(out, total.dtype.scalar)
 
 
-def _widen(handle: Any) -> np.ndarray:
+def _widen(handle):
     """float32 numbers; bfloat16 is kept as integers."""
     if handle.dtype.scalar == tl.bfloat16:
         return (handle.data.astype(np.uint32) << 16).view(np.float32)
     return handle.data.astype(np.float32)
 
 
-def _narrow(numbers: np.ndarray) -> np.ndarray:
+def _narrow(numbers):
     bits = np.ascontiguousarray(numbers).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(numbers), 0x7FC0, rounded).astype(np.uint16)
@@ -57,7 +54,7 @@ def _narrow(numbers: np.ndarray) -> np.ndarray:
 _cast = interpreter.InterpreterBuilder.cast_impl
 
 
-def _exact_cast(self: Any, source: Any, dtype: Any) -> Any:
+def _exact_cast(self, source, dtype):
     kinds = source.dtype.scalar, dtype.scalar
     if kinds == (tl.float32, tl.bfloat16):
         return interpreter.TensorHandle(_narrow(source.data), tl.bfloat16)

@@ -1,12 +1,8 @@
 """A run that can save and load: a trainer, and engines whose server is not started."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-from onpolicy.config import TrainConfig, groups
+from onpolicy.config import TrainConfig
 from onpolicy.config.flags import with_flags
 from onpolicy.models.hf_config import load_config
 from onpolicy.outputs.totals import RunTotals
@@ -20,21 +16,17 @@ PROMPTS = [Prompt(index=i, prompt_ids=[i + 2], label="x", text="a") for i in ran
 EVALUATIONS = digest_sets({"aime": ("8 samples", PROMPTS[:2])})
 
 
-def make_config(
-    checkpoint: Path, directory: Path, lora_rank: int = 0, **output: Any
-) -> TrainConfig:
+def make_config(checkpoint, directory, lora_rank=0, **output):
     """It saves under `directory` and resumes from there."""
     save = f"{directory}/save"
-    return TrainConfig(
-        lora=groups.LoraConfig(lora_rank=lora_rank),
-        model=groups.ModelConfig(hf_checkpoint=str(checkpoint), dtype="float32"),
-        rollout=groups.RolloutConfig(num_rollout=9),
-        output=groups.OutputConfig(**{"save": save, "save_interval": 2, "load": save, **output}),
-        parity=groups.ParityConfig(true_on_policy_mode=True),
-    )
+    output = {"save": save, "save_interval": 2, "load": save, **output}
+    return changed(
+        TrainConfig(), hf_checkpoint=str(checkpoint), dtype="float32", num_rollout=9,
+        true_on_policy_mode=True, lora_rank=lora_rank, **output,
+    )  # fmt: skip
 
 
-def make_run(checkpoint: Path, directory: Path, **output: Any) -> tuple[TrainConfig, EnginePair]:
+def make_run(checkpoint, directory, **output):
     distributed.init_process_group()
     config = make_config(checkpoint, directory, **output)
     hf_config = load_config(str(checkpoint))
@@ -44,7 +36,7 @@ def make_run(checkpoint: Path, directory: Path, **output: Any) -> tuple[TrainCon
     return config, engines
 
 
-def state_after(rollouts_done: int) -> RunState:
+def state_after(rollouts_done):
     totals = RunTotals(first_reward=0.25, last_reward=0.5, num_compared_tokens=90)
     return RunState(
         rollouts_done=rollouts_done,
@@ -57,7 +49,7 @@ def state_after(rollouts_done: int) -> RunState:
     )
 
 
-def changed(config: TrainConfig, **values: Any) -> TrainConfig:
+def changed(config, **values):
     """The configuration with other values of some flags, whatever their groups, or of sglang_args."""
     sglang_args = values.pop("sglang_args", config.sglang_args)
     return replace(with_flags(config, values), sglang_args=sglang_args)

@@ -1,7 +1,5 @@
 """Who is killed in a soak: every kind of process that a run has, and hosts of its cluster."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import signal
@@ -9,27 +7,36 @@ import threading
 
 import psutil
 
-from tests.support.processes import is_gone, is_guard
+from tests.support.processes import command_line, is_gone, is_guard
 
 VICTIMS = (
     "controller", "rank", "guard", "http", "scheduler", "detokenizer", "raylet", "node", "reward",
     "worker", "gcs_server", "agent",
 )  # fmt: skip
-"""`worker` runs functions of agents, and its guard is in front of it. `raylet`, `gcs_server` and `agent`
-are those of a run's own Ray; `node` is the raylet of a host of a cluster, which ends with it."""
+"""`reward` is a process that scores, or the one that such processes are forked from. `worker` runs
+functions of agents, and its guard is in front of it. `raylet`, `gcs_server` and `agent` are those of a
+run's own Ray; `node` is the raylet of a host of a cluster, which ends with it."""
 
 OWN_RAY = ("raylet", "gcs_server", "agent")
 
-SIGNALS = ("KILL", "KILL", "TERM", "STOP")
-"""What a victim gets; one that is stopped goes on after STOPPED seconds. A node is always killed."""
+SIGNALS = ("KILL", "TERM", "STOP", "PAUSE")
+"""What a victim gets. STOP: it is stopped for good; PAUSE: it goes on after PAUSED seconds. A node is
+always killed, and a controller, at which nobody looks, goes on."""
 
-STOPPED = 10.0
+PAUSED = 10.0
 
 
 def victim_of(seed, number):
     """The kind of the kill of this number: all kinds, in an order drawn anew, then all again."""
     lap, place = divmod(number, len(VICTIMS))
     return random.Random(f"{seed}/lap/{lap}").sample(VICTIMS, len(VICTIMS))[place]
+
+
+def signal_for(victim, draw):
+    drawn = draw.choice(SIGNALS)
+    if victim == "node":
+        return "KILL"
+    return "PAUSE" if (victim, drawn) == ("controller", "STOP") else drawn
 
 
 def kill(victim, which, controller, cluster, name="KILL"):
@@ -53,9 +60,10 @@ def kill(victim, which, controller, cluster, name="KILL"):
 
 
 def _strike(process, name):
-    process.send_signal(signal.Signals[f"SIG{name}"])
-    if name == "STOP":
-        threading.Timer(STOPPED, _resume, (process,)).start()
+    is_paused = name == "PAUSE"
+    process.send_signal(signal.SIGSTOP if is_paused else signal.Signals[f"SIG{name}"])
+    if is_paused:
+        threading.Timer(PAUSED, _resume, (process,)).start()
 
 
 def _resume(process):
@@ -64,7 +72,6 @@ def _resume(process):
 
 
 def of_kind(victim, controller, others):
-    """The processes of a run that are of this kind."""
     servers = [p for p in others if is_guard(p)]
     guards = [p for p in servers if p.parent() not in servers]
     if victim == "controller":
@@ -74,11 +81,11 @@ def of_kind(victim, controller, others):
     if victim == "http":
         return [process for guard in guards for process in guard.children()]
     if victim == "rank":
-        return [p for p in others if "TrainerRank" in " ".join(p.cmdline())]
+        return [p for p in others if "TrainerRank" in command_line(p)]
     if victim == "reward":
-        return [p for p in controller.children() if "spawn_main" in " ".join(p.cmdline())]
+        return [p for p in others if "multiprocessing.forkserver" in command_line(p)]
     if victim == "worker":
-        return [p for p in others if "onpolicy.agents.worker_process" in " ".join(p.cmdline())]
+        return [p for p in others if "onpolicy.agents.worker_process" in command_line(p)]
     own = {"raylet": "raylet", "gcs_server": "gcs_server", "agent": "sh"}
     name = own.get(victim, f"sglang::{victim}")
     return [process for process in others if process.name().startswith(name)]

@@ -4,60 +4,40 @@ How a library's own kernels round is an accident of the machine (docs/bitwise_pa
 A violation here is the smallest there is: the next larger number, whenever few rows share a call.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from onpolicy.ops import Operators
 from onpolicy.ops.cpu import CpuOperators
 
 FEW = 16
 """Rows; fewer of them are computed otherwise, as matrix-vector kernels do."""
 
 ROW_OPERATORS = (
-    "linear",
-    "partial_linear",
-    "grouped_linear",
-    "grouped_partial_linear",
-    "attention",
-    "paged_attention",
-    "rms_norm",
-    "layer_norm",
-    "elementwise",
-    "gated",
-    "add_scaled",
-    "rotary",
-    "softmax",
-    "topk",
-    "log_softmax",
-    "gather_log_probs",
-    "sample",
-)
+    "linear", "partial_linear", "grouped_linear", "grouped_partial_linear", "attention",
+    "paged_attention", "rms_norm", "layer_norm", "elementwise", "gated", "add_scaled", "rotary",
+    "softmax", "topk", "log_softmax", "gather_log_probs", "sample",
+)  # fmt: skip
 """All that a rollout computes with, and `gather_log_probs`, a trainer's `log_softmax`."""
 
 
-def next_up(x: Tensor) -> Tensor:
+def next_up(x):
     """Every element's successor, one unit in the last place away."""
     return torch.nextafter(x, torch.full_like(x, torch.inf))
 
 
-def few(rows: int) -> bool:
+def few(rows):
     return rows < FEW
 
 
-def always(rows: int) -> bool:
+def always(rows):
     return True
 
 
-def break_operator(operators: Operators, name: str, when: Callable[[int], bool] = few) -> Operators:
+def break_operator(operators, name, when=few):
     """Let the operator `name` of `operators` round up for such numbers of rows."""
     right = getattr(operators, name)
 
-    def broken(*args: Any, **kwargs: Any) -> Any:
+    def broken(*args, **kwargs):
         out = right(*args, **kwargs)
         return _next(out) if when(_rows(name, _first_tensor(args))) else out
 
@@ -65,18 +45,18 @@ def break_operator(operators: Operators, name: str, when: Callable[[int], bool] 
     return operators
 
 
-def _next(out: Any) -> Any:
+def _next(out):
     """The next larger number; of numbers that count something, such as tokens, the next one."""
     if isinstance(out, tuple):
         return tuple(map(_next, out))
     return next_up(out) if out.is_floating_point() else out + 1
 
 
-def break_gradient(operators: Operators, name: str) -> Operators:
+def break_gradient(operators, name):
     """Let the gradient of the first tensor of the operator `name` round up when it has few rows."""
     right = getattr(operators, name)
 
-    def broken(*args: Any, **kwargs: Any) -> Tensor:
+    def broken(*args, **kwargs):
         x = _first_tensor(args)
         if not (x.requires_grad and few(_rows(name, x))):
             return right(*args, **kwargs)
@@ -88,21 +68,21 @@ def break_gradient(operators: Operators, name: str) -> Operators:
     return operators
 
 
-def few_rows_differ() -> Operators:
+def few_rows_differ():
     """The CPU operators, all of them broken; and parts of a sum are rounded to the dtype of `x`."""
     operators = CpuOperators()
     partial = operators.partial_linear
-    operators.partial_linear = lambda x, weight: partial(x, weight).to(x.dtype).float()  # type: ignore[method-assign]
+    operators.partial_linear = lambda x, weight: partial(x, weight).to(x.dtype).float()
     for name in ROW_OPERATORS:
         break_operator(operators, name)
     return operators
 
 
-def _first_tensor(args: tuple[Any, ...]) -> Tensor:
+def _first_tensor(args):
     return next(argument for argument in args if isinstance(argument, Tensor))
 
 
-def _rows(name: str, x: Tensor) -> int:
+def _rows(name, x):
     if name in ("attention", "paged_attention"):
         return len(x)
     return x.shape[-2] if name == "rotary" else x.shape[:-1].numel()

@@ -1,7 +1,5 @@
 """The digest of some weights, as trainers and engines say it."""
 
-from __future__ import annotations
-
 from onpolicy.weights.digest import WeightDigest
 
 

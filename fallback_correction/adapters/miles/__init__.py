@@ -1,16 +1,16 @@
 """Miles and slime: `compute_mis_weights_with_cp` is the function for their
 `--custom-tis-function-path`.
 
-`keys` translates their keys into our records, `hook` is the function that they call, `metrics` computes
-its metrics, and `context` knows which tokens a context-parallel rank holds.
+`miles_hook` is the function that they call, with its metrics and the translation of their keys into our
+records; `context` knows which tokens a context-parallel rank holds.
 """
 
 from fallback_correction.adapters.miles.context import Shard, zigzag_shard
-from fallback_correction.adapters.miles.hook import (
+from fallback_correction.adapters.miles.miles_hook import (
     compute_mis_weights,
     compute_mis_weights_with_cp,
+    correction_config,
 )
-from fallback_correction.adapters.miles.keys import correction_config
 
 __all__ = [
     "Shard",

@@ -1,10 +1,10 @@
 """verl: `compute_rollout_correction` on plain tensors, and its named presets.
 
-`presets` has verl's keys and their named values, `thresholds` parses verl's bounds, which are strings,
-`hook` is the function itself, and `metrics` computes its metrics.
+`thresholds` has verl's keys, their named values, and the parser of verl's bounds, which are strings;
+`verl_hook` is the function itself, with its metrics.
 """
 
-from fallback_correction.adapters.verl.hook import compute_rollout_correction
-from fallback_correction.adapters.verl.presets import PRESETS, RolloutCorrectionConfig
+from fallback_correction.adapters.verl.thresholds import PRESETS, RolloutCorrectionConfig
+from fallback_correction.adapters.verl.verl_hook import compute_rollout_correction
 
 __all__ = ["PRESETS", "RolloutCorrectionConfig", "compute_rollout_correction"]

@@ -1,16 +1,17 @@
-"""verl's options of importance sampling and rejection, parsed from their strings.
+"""verl's options of importance sampling and rejection, parsed from their strings, and its presets.
 
 rho = pi_train / pi_rollout. Bounds of `rollout_is_threshold` apply to rho, and bounds of the k1 options
-to 1 / rho, since k1 = -log rho: "0.95_1.3" keeps rho = 0.9 and rejects rho = 1.15.
+to 1 / rho, since k1 = -log rho: "0.95_1.3" keeps rho = 0.9 and rejects rho = 1.15. `PRESETS` are verl's
+named rollout corrections (verl/trainer/config/algorithm.py).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
-from fallback_correction.choices import require_choice, require_choices
+from fallback_correction.ranges import require_choice, require_choices
 
 Spec = str | float | None
 
@@ -19,36 +20,6 @@ Option = Literal[
     "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3", "binary_kl",
 ]  # fmt: skip
 """SUPPORTED_ROLLOUT_RS_OPTIONS of verl's commit 20c30bf8; `binary_kl` (KPop) is the newest."""
-
-Statistic = Literal["k1", "k2", "k3", "binary_kl"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RejectionOption:
-    """One entry of `rollout_rs`, which keeps statistics within [lower, upper], both ends included."""
-
-    name: Option
-
-    lower: float
-    """Lower bound: for k1, of k1 itself, so the logarithm of the threshold; -inf for the others."""
-
-    upper: float
-
-    def __post_init__(self) -> None:
-        require_choices(self)
-
-    @property
-    def statistic(self) -> Statistic:
-        return cast(Statistic, self.name if self.name == "binary_kl" else self.name[-2:])
-
-    @property
-    def aggregation(self) -> str:
-        """Return token, sum, mean or max."""
-        return self.name.split("_")[1] if self.name.startswith("seq_") else "token"
-
-    @property
-    def two_sided(self) -> bool:
-        return self.statistic == "k1"
 
 
 def importance_bounds(threshold: str | float) -> tuple[float | None, float]:
@@ -85,6 +56,37 @@ def rejection_options(names: str, threshold: Spec) -> list[RejectionOption]:
         )
     specs = specs * len(options) if len(specs) == 1 else specs
     return [_option(cast(Option, name), spec) for name, spec in zip(options, specs, strict=True)]
+
+
+Statistic = Literal["k1", "k2", "k3", "binary_kl"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RejectionOption:
+    """One entry of `rollout_rs`, which keeps statistics within [lower, upper], both ends included."""
+
+    name: Option
+
+    lower: float
+    """Lower bound: for k1, of k1 itself, so the logarithm of the threshold; -inf for the others."""
+
+    upper: float
+
+    def __post_init__(self) -> None:
+        require_choices(self)
+
+    @property
+    def statistic(self) -> Statistic:
+        return cast(Statistic, self.name if self.name == "binary_kl" else self.name[-2:])
+
+    @property
+    def aggregation(self) -> str:
+        """Return token, sum, mean or max."""
+        return self.name.split("_")[1] if self.name.startswith("seq_") else "token"
+
+    @property
+    def two_sided(self) -> bool:
+        return self.statistic == "k1"
 
 
 def log(bound: float) -> float:
@@ -128,3 +130,76 @@ def _require_order(key: str, spec: str, lower: float, upper: float) -> None:
 
 def _parts(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+Level = Literal["token", "sequence"]
+LossType = Literal["ppo_clip", "reinforce"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutCorrectionConfig:
+    """verl's keys and defaults; `importance_bounds` and `rejection_options` parse its thresholds."""
+
+    rollout_is: Level | None = "sequence"
+    rollout_is_threshold: str | float | None = 2.0
+    rollout_is_batch_normalize: bool = False
+    rollout_rs: str | None = None
+    rollout_rs_threshold: str | float | None = None
+
+    bypass_mode: bool = False
+    """Whether pi_rollout is the old policy. The trainer reads this and `loss_type`: the adapter
+    computes weights and masks from the log-probabilities that it is given."""
+
+    loss_type: LossType = "ppo_clip"
+    """Loss in bypass mode: ppo_clip, which takes the mask and no weights, or reinforce, which takes
+    both."""
+
+    def __post_init__(self) -> None:
+        require_choices(self)
+
+
+def _presets() -> dict[str, RolloutCorrectionConfig]:
+    token = RolloutCorrectionConfig(rollout_is="token")
+    sequence = RolloutCorrectionConfig(rollout_is="sequence")
+    none = RolloutCorrectionConfig(rollout_is=None)
+    icepop = replace(token, rollout_is_threshold="0.5_5.0")
+
+    def geo(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
+        return replace(config, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.999_1.001")
+
+    def k3(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
+        return replace(config, rollout_rs="seq_mean_k3", rollout_rs_threshold=0.01)
+
+    def clip(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
+        return replace(config, bypass_mode=True, loss_type="ppo_clip")
+
+    def pg(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
+        return replace(config, bypass_mode=True, loss_type="reinforce")
+
+    return {
+        "decoupled_token_is": token,
+        "decoupled_seq_is": sequence,
+        "decoupled_token_icepop": icepop,
+        "decoupled_seq_is_rs": replace(
+            sequence, rollout_rs="seq_sum_k1", rollout_rs_threshold="0.5_2.0"
+        ),
+        "decoupled_geo_rs": geo(none),
+        "decoupled_geo_rs_seq_tis": geo(sequence),
+        "decoupled_geo_rs_token_tis": geo(token),
+        "decoupled_k3_rs": k3(none),
+        "decoupled_k3_rs_seq_tis": k3(sequence),
+        "decoupled_k3_rs_token_tis": k3(token),
+        "bypass_ppo_clip": clip(none),
+        "bypass_ppo_clip_geo_rs": clip(geo(none)),
+        "bypass_ppo_clip_k3_rs": clip(k3(none)),
+        "bypass_pg_is": pg(sequence),
+        "bypass_pg_token_icepop": pg(icepop),
+        "bypass_pg_geo_rs": pg(geo(none)),
+        "bypass_pg_geo_rs_seq_tis": pg(geo(sequence)),
+        "bypass_pg_geo_rs_token_tis": pg(geo(token)),
+        "disabled": none,
+    }
+
+
+PRESETS = _presets()
+"""Presets by the names of verl's factory methods. For other thresholds use dataclasses.replace."""

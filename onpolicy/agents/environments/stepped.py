@@ -12,19 +12,28 @@
 The policy reads the observations of `reset` and `step`, and samples actions. An object belongs to
 one episode. Its observations are journalled before use: an episode that is resumed or repeated
 reads them from there, and the environment catches up when the journal ends.
+
+`OpenEnv` is such a class, for an OpenEnv server, which runs anywhere, with or without a container.
+The server's package need not be installed here: the class uses its WebSocket, one connection per
+episode (openenv-core 0.3.0, its module env_server.http_server).
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+import aiohttp
+
 from onpolicy.errors import AgentError
-from onpolicy.rollout.episodes import Answer, ContextExceededError, Episode, Turns
+from onpolicy.rollout.rollouter import ContextExceededError, Episode, Turns
+from onpolicy.system.proxies import proxy_of
 from onpolicy.system.user_functions import load_function
+from onpolicy.trajectory import Completion
 from onpolicy.types import Prompt
 
 Observation = str | Sequence[int] | Sequence[Mapping[str, Any]] | None
@@ -61,10 +70,7 @@ async def roll_out(
     arguments: Mapping[str, Any],
     rewards: Rewards = "episode",
 ) -> Episode:
-    """Return an episode in the environment at the path `environment`, made with `arguments`.
-
-    Raises AgentError where the environment returns invalid values.
-    """
+    """Return an episode in the environment at a path. Raises AgentError for invalid values."""
     made = load_function(environment, "--environment")
     return await play(turns, prompt, lambda: made(**arguments), rewards, getattr(made, "stop", ()))
 
@@ -79,7 +85,7 @@ async def play(
     """Return an episode in the environment that `make` makes."""
     attempt = _Attempt(make, prompt)
     given: list[Any] = []
-    answers: list[Answer] = []
+    answers: list[Completion] = []
     try:
         _append(turns, await turns.observe(attempt.reset))
         why = "length"
@@ -151,7 +157,7 @@ async def _call(function: Callable[..., Any], *arguments: Any) -> Any:
     return await asyncio.to_thread(function, *arguments)
 
 
-def _checked(reward: Any, rewards: Rewards, answer: Answer) -> Any:
+def _checked(reward: Any, rewards: Rewards, answer: Completion) -> Any:
     """Return the reward of a step. Raises AgentError if it has another shape."""
     each = [reward] if rewards != "token" else reward
     length = len(answer.token_ids) if rewards == "token" else 1
@@ -167,18 +173,80 @@ def _checked(reward: Any, rewards: Rewards, answer: Answer) -> Any:
 
 
 def _episode(
-    given: Sequence[Any], answers: Sequence[Answer], rewards: Rewards, why: str
+    given: Sequence[Any], answers: Sequence[Completion], rewards: Rewards, why: str
 ) -> Episode:
     info = {"ended": why}
     if rewards == "episode":
         return Episode(reward=math.fsum(given), info=info)
-    by_token = [
-        number
-        for reward, answer in zip(given, answers, strict=True)
-        for number in (reward if rewards == "token" else _at_end(reward, len(answer.token_ids)))
-    ]
+    if rewards == "turn":
+        given = [
+            [0.0] * (len(answer.token_ids) - 1) + [reward]
+            for reward, answer in zip(given, answers, strict=True)
+        ]
+    by_token = [number for each in given for number in each]
     return Episode(token_rewards=[by_token], info=info)
 
 
-def _at_end(reward: float, length: int) -> list[float]:
-    return [0.0] * (length - 1) + [reward]
+MOST_BYTES = 100 << 20
+"""The most bytes of a message, as in OpenEnv's own client."""
+
+
+class OpenEnv:
+    """An episode at the server at `url`.
+
+    An action becomes the field `action` of the server's action, beside the fields in `fixed`. The
+    policy reads the field `observation` of an observation, or the whole as JSON if none is named.
+    `reset`: the arguments of the server's reset.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        action: str,
+        observation: str = "",
+        fixed: Mapping[str, Any] | None = None,
+        reset: Mapping[str, Any] | None = None,
+    ):
+        self._url = url.rstrip("/") + "/ws"
+        self._action, self._observation = action, observation
+        self._fixed, self._reset = fixed or {}, reset or {}
+
+    async def reset(self, prompt: Prompt) -> str:
+        self._client = aiohttp.ClientSession()
+        self._socket = await self._client.ws_connect(
+            self._url, max_msg_size=MOST_BYTES, proxy=proxy_of(self._url, "--environment")
+        )
+        return self._text((await self._ask("reset", self._reset))["observation"])
+
+    async def step(self, action: str) -> tuple[str, float, bool]:
+        found = await self._ask("step", {**self._fixed, self._action: action})
+        return self._text(found["observation"]), float(found["reward"] or 0.0), bool(found["done"])
+
+    async def close(self) -> None:
+        if client := getattr(self, "_client", None):
+            if socket := getattr(self, "_socket", None):
+                await socket.close()
+            await client.close()
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a message and return the answer. Raises RuntimeError if there is none."""
+        await self._socket.send_json({"type": kind, "data": {**data}})
+        message = await self._socket.receive()
+        if message.type != aiohttp.WSMsgType.TEXT:
+            raise RuntimeError(f"{self._url}: {kind}: the server ended the connection")
+        answer = message.json()
+        found: dict[str, Any] = answer.get("data", {})
+        if answer.get("type") == "error":
+            raise RuntimeError(f"{self._url}: {kind} {dict(data)!r} is refused: {found}")
+        return {"observation": {}, "reward": None, "done": False, **found}
+
+    def _text(self, observation: Mapping[str, Any]) -> str:
+        if not self._observation:
+            return json.dumps(observation)
+        if self._observation not in observation:
+            raise ValueError(
+                f"observation={self._observation!r}: {self._url} observes "
+                f"{', '.join(sorted(observation))}. Name one of them in --environment-args."
+            )
+        found = observation[self._observation]
+        return found if isinstance(found, str) else json.dumps(found)

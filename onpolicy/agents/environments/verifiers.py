@@ -19,9 +19,9 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
-from onpolicy.agents.environments.sessions import session_of
+from onpolicy.agents.gateway.session_rollouter import session_of
 from onpolicy.errors import ConfigError, in_one_line
-from onpolicy.rollout.episodes import Episode
+from onpolicy.rollout.rollouter import Episode
 from onpolicy.types import Prompt
 
 INPUT = "verifiers_input"
@@ -35,11 +35,9 @@ _scoring_errors: ContextVar[list[str]] = ContextVar("errors that a rubric logged
 
 
 def load(name: str, arguments: str) -> Any:
-    """Return the environment, loaded once per process, from any thread; `arguments` is a JSON
-    object.
+    """Return the environment, loaded once per process; `arguments` is a JSON object.
 
-    Raises ConfigError where the package or the environment is missing, where it cannot be made, and
-    where its rubric compares episodes.
+    Raises ConfigError where it cannot be made, or its rubric compares episodes.
     """
     with _loading:
         return _load(name, arguments)
@@ -72,8 +70,7 @@ def _load(name: str, arguments: str) -> Any:
 
 
 class _RubricErrors(logging.Handler):
-    """A handler that keeps a rubric's logged errors: it counts a function that raises as a reward
-    of 0."""
+    """A handler that keeps the errors that a rubric logs, and counts as a reward of 0."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if (errors := _scoring_errors.get(None)) is not None:
@@ -100,10 +97,7 @@ def rows(name: str, arguments: str) -> Iterator[dict[str, Any]]:
 
 
 async def roll_out(turns: Any, prompt: Prompt, *, name: str, arguments: str) -> Episode:
-    """Return an episode with the prompt's row of the dataset, in the session that the prompt names.
-
-    Raises RuntimeError where the environment or a function of its rubric fails.
-    """
+    """Return an episode with the prompt's row of the dataset. Raises RuntimeError if that fails."""
     environment = await asyncio.to_thread(load, name, arguments)
     from openai import AsyncOpenAI
     from verifiers.clients import OpenAIChatCompletionsClient

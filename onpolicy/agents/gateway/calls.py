@@ -55,6 +55,11 @@ class Call:
     """Whether the response includes the token ids."""
 
     @property
+    def calls_or_formats(self) -> bool:
+        """Whether the answer calls tools or is in a format, as the policy likes."""
+        return bool(self.tools and self.json_schema) and not self.forces_call
+
+    @property
     def decisive(self) -> tuple[Any, ...]:
         """The values on which the answer depends, in a form that JSON can hold."""
         calls = {"forced": self.forces_call, "named": self.named_tool, "one": self.one_call}
@@ -82,8 +87,7 @@ class Reply:
     """One answer to a call."""
 
     name: str
-    """The name, a digest of the call and of what it continues, so it is the same in a repeated run.
-    """
+    """The name, a digest of the call and of what it continues: the same in a repeated run."""
 
     content: str
     reasoning: str = ""
@@ -103,8 +107,7 @@ class Reply:
     """The text of each token, where log-probabilities were requested."""
 
     token_bytes: Sequence[bytes] = field(default=(), repr=False)
-    """The bytes of each token, which joined are the text's UTF-8: a token may be a part of a
-    character."""
+    """The bytes of each token, which may be a part of a character; joined, the text's UTF-8."""
 
     @property
     def message(self) -> dict[str, Any]:

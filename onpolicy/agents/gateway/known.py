@@ -1,7 +1,11 @@
-"""Sampled answers of a session, and the search for the one that a new request continues."""
+"""Sampled answers of a session, and the search for the one that a new request continues.
+
+An answer may still be sampled: `Asked` is one that a client waits for, has received, or gave up.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections import defaultdict
@@ -10,13 +14,52 @@ from dataclasses import dataclass
 from typing import Any
 
 from onpolicy.agents.gateway.calls import Call, Message, Reply
-from onpolicy.rollout.episodes import Turns
+from onpolicy.rollout.rollouter import Turns
 
 
-def digest_of(*parts: Any) -> str:
-    """Return 32 hex digits that identify values which JSON can hold."""
-    text = json.dumps(parts, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+class KnownTurns:
+    """The answers of a session. `same`: gives the part of a message that must be equal."""
+
+    def __init__(self, same: Callable[[Message], Any]):
+        self._same = same
+        self._after = defaultdict[str, list[KnownTurn]](list)
+        self._all: list[KnownTurn] = []
+        self.named: dict[str, KnownTurn] = {}
+
+    def add(self, turn: KnownTurn) -> None:
+        """Add an answer."""
+        self._all.append(turn)
+        self.named[turn.reply.name] = turn
+        if turn.call.prompt is None:
+            *_, last = self._digests(turn.messages, turn.call.tools)
+            self._after[last].append(turn)
+
+    def before(self, call: Call) -> list[KnownTurn]:
+        """Return the deepest turns that a request continues; several, where answers are equal."""
+        if call.prompt is not None:
+            return self._before_prompt(call.prompt)
+        for digest in reversed(list(self._digests(call.messages, call.tools))):
+            if found := self._after.get(digest):
+                return found
+        return []
+
+    def _digests(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> Iterator[str]:
+        """Yield the digests of the beginnings of a chat, from one message on."""
+        digest = digest_of(tools)
+        for message in messages:
+            digest = digest_of(digest, self._same(message))
+            yield digest
+
+    def _before_prompt(self, prompt: str | tuple[int, ...]) -> list[KnownTurn]:
+        if isinstance(prompt, str):
+            fits = [t for t in self._all if t.text is not None and prompt.startswith(t.text)]
+        else:
+            known = [(t, t.turns.trajectory.token_ids) for t in self._all]
+            fits = [t for t, token_ids in known if [*prompt[: len(token_ids)]] == token_ids]
+        depth = max((turn.num_tokens for turn in fits), default=0)
+        return [turn for turn in fits if turn.num_tokens == depth]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -68,49 +111,30 @@ class KnownTurn:
             yield turn
 
 
-class KnownTurns:
-    """The answers of a session. `same`: gives the part of a message that must be equal."""
+@dataclass(slots=True, eq=False)
+class Asked:
+    """One requested answer. It is sampled to its end, whether or not its client waits for it: if a
+    client's leaving stopped it, its length would depend on the clock."""
 
-    def __init__(self, same: Callable[[Message], Any]):
-        self._same = same
-        self._after = defaultdict[str, list[KnownTurn]](list)
-        self._all: list[KnownTurn] = []
-        self.named: dict[str, KnownTurn] = {}
+    sampling: asyncio.Task[KnownTurn]
 
-    def add(self, turn: KnownTurn) -> None:
-        """Add an answer."""
-        self._all.append(turn)
-        self.named[turn.reply.name] = turn
-        if turn.call.prompt is None:
-            *_, last = self._digests(turn.messages, turn.call.tools)
-            self._after[last].append(turn)
+    is_wanted: bool = True
+    """Whether a client waits for it or has received it. If not, the next equal request gets it."""
 
-    def before(self, call: Call) -> list[KnownTurn]:
-        """Return the deepest turns that a request continues; several, where answers are equal."""
-        if call.prompt is not None:
-            return self._before_prompt(call.prompt)
-        for digest in reversed(list(self._digests(call.messages, call.tools))):
-            if found := self._after.get(digest):
-                return found
-        return []
+    @property
+    def turn(self) -> KnownTurn | None:
+        """The answer, if there is one."""
+        task = self.sampling
+        is_there = task.done() and not task.cancelled() and task.exception() is None
+        return task.result() if is_there else None
 
-    def _digests(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
-    ) -> Iterator[str]:
-        """Yield the digests of the beginnings of a chat, from one message on."""
-        digest = digest_of(tools)
-        for message in messages:
-            digest = digest_of(digest, self._same(message))
-            yield digest
-
-    def _before_prompt(self, prompt: str | tuple[int, ...]) -> list[KnownTurn]:
-        if isinstance(prompt, str):
-            fits = [t for t in self._all if t.text is not None and prompt.startswith(t.text)]
-        else:
-            fits = [t for t in self._all if _begins_with(prompt, t.turns.trajectory.token_ids)]
-        depth = max((turn.num_tokens for turn in fits), default=0)
-        return [turn for turn in fits if turn.num_tokens == depth]
+    @property
+    def is_left(self) -> bool:
+        """Whether the next equal request gets it."""
+        return not self.is_wanted and (not self.sampling.done() or self.turn is not None)
 
 
-def _begins_with(prompt: tuple[int, ...], token_ids: Sequence[int]) -> bool:
-    return len(prompt) >= len(token_ids) and list(prompt[: len(token_ids)]) == token_ids
+def digest_of(*parts: Any) -> str:
+    """Return 32 hex digits that identify values which JSON can hold."""
+    text = json.dumps(parts, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

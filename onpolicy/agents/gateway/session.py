@@ -8,21 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from onpolicy.agents.gateway.asked import Asked
 from onpolicy.agents.gateway.calls import Call, Message
-from onpolicy.agents.gateway.errors import RefusedError, invalid, session_is_over
-from onpolicy.agents.gateway.held import held_to
-from onpolicy.agents.gateway.known import KnownTurn, KnownTurns, digest_of
-from onpolicy.agents.gateway.parsing import AnswerParser
-from onpolicy.agents.gateway.replies import make_reply
+from onpolicy.agents.gateway.constraints import held_to
+from onpolicy.agents.gateway.known import Asked, KnownTurn, KnownTurns, digest_of
+from onpolicy.agents.gateway.parsing import AnswerParser, make_reply
+from onpolicy.agents.gateway.refusals import RefusedError, invalid, session_is_over
 from onpolicy.chat.messages import exactly, loosely
 from onpolicy.chat.template import ChatDriftError, ChatTemplate
-from onpolicy.rollout.branches import order_of
-from onpolicy.rollout.episodes import ContextExceededError, Turns
+from onpolicy.rollout.results import order_of
+from onpolicy.rollout.rollouter import ContextExceededError, Turns
 
 Place = tuple[KnownTurn | None, int, list[int]]
-"""(the turn that an answer continues, the number of its tokens that are kept, the tokens after
-them)"""
+"""(the turn that an answer continues, how many of its tokens are kept, the tokens after them)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +28,7 @@ class SessionRules:
 
     template: ChatTemplate
     same: Callable[[Message], Any] = loosely
-    """A function that gives the part of a message that must be equal when a client sends it back.
-    """
+    """A function of a message: the part that must be equal when a client sends it back."""
 
     parser: AnswerParser
     model_name: str = "policy"
@@ -63,17 +59,16 @@ class Session:
         """Requests that send an earlier chat back with the same meaning, but changed."""
 
         self.drifts: dict[str, str] = {}
-        """The place and form of each drift of the chat template, by the branch that begins there or
-        continues beside it."""
+        """The place and form of each drift of the chat template, by the branch beside it."""
 
         self._is_over = False
         self._known = KnownTurns(rules.same)
         self._asked = defaultdict[str, list[Asked]](list)
 
     async def ask(self, call: Call) -> list[Asked]:
-        """Return the answers to a call. Raises RefusedError.
+        """Return the answers to a call; if it is cancelled, keep them for the next equal one.
 
-        If it is cancelled, since the client is gone, they are kept for the next equal call.
+        Raises RefusedError.
         """
         self._require(call)
         digest = digest_of(*call.decisive)
@@ -127,10 +122,7 @@ class Session:
         await asyncio.gather(*got, return_exceptions=True)
 
     async def close(self) -> list[Turns]:
-        """End the session and its sampling; return the branches to learn from, sorted by key.
-
-        They hold all answers that clients received, and not those that nobody saw.
-        """
+        """End the session and its sampling; return the branches that clients received."""
         self._is_over = True
         asked = [each for equal in self._asked.values() for each in equal]
         for each in asked:
@@ -194,17 +186,13 @@ class Session:
                 stop=call.stop,
                 max_tokens=call.max_tokens,
                 temperature=call.temperature,
-                json_schema=held.json_schema,
-                structural_tag=held.structural_tag,
+                grammar=held.grammar,
             )
         except ContextExceededError as error:
             message = f"This model's maximum context length is exceeded: {error}."
             code = "context_length_exceeded"
             raise RefusedError(400, message, code=code, field="messages") from error
-        reply = make_reply(
-            call, branch, prompt_ids, answer, self.rules.parser,
-            is_list=held.is_list, is_thinking=held.is_thinking,
-        )  # fmt: skip
+        reply = make_reply(call, branch, prompt_ids, answer, self.rules.parser, held)
         turn = KnownTurn(
             turns=branch, call=call, digest=digest, number=number, reply=reply, parent=parent,
             num_shared=length,
@@ -223,8 +211,7 @@ class Session:
         return replace(call, messages=(*before.messages, *call.messages))
 
     async def _before(self, call: Call) -> KnownTurn | None:
-        """Return the turn that a call continues: of equal ones the first, even if it is still being
-        sampled."""
+        """Return the turn that a call continues: the first of equal ones, even if under way."""
         if not (found := self._known.before(call)):
             return None
         first = min(found, key=KnownTurn.order)
@@ -242,8 +229,7 @@ class Session:
             raise invalid("messages", f"the chat template refuses them: {error}") from error
 
     def _place(self, call: Call, before: KnownTurn | None, key: str) -> Place:
-        """Return the place of the tokens of branch `key`. Raises RefusedError for messages that the
-        chat template refuses."""
+        """Return the place of the tokens of branch `key`. Raises RefusedError."""
         template = self.rules.template
         try:
             if call.prompt is not None:
@@ -280,7 +266,6 @@ class Session:
 
 
 def _seen(sampling: asyncio.Task[KnownTurn]) -> None:
-    """Retrieve the error, which its client handles, if there is one; asyncio would log it
-    otherwise."""
+    """Retrieve the error, if there is one, which its client handles, or asyncio would log it."""
     if not sampling.cancelled():
         sampling.exception()

@@ -56,8 +56,7 @@ class Calculator:
 
 
 def evaluate(expression: str) -> Number:
-    """Return the value of an expression. Raises ValueError for an invalid one, or beyond the
-    limits."""
+    """Return the value of an expression. Raises ValueError if it has none, or beyond limits."""
     if len(expression) > MAX_LENGTH:
         raise ValueError(f"longer than {MAX_LENGTH} characters")
     try:

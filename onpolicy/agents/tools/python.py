@@ -130,9 +130,7 @@ class PythonTool:
     def _command(self, status: int, info: int, program: int) -> list[str]:
         """Return the command that makes the sandbox.
 
-        status, info, program: file descriptors, written to when the program begins, written to by
-        bubblewrap, and read from.
-        """
+        File descriptors: `status` is written to at the beginning, `info` by bubblewrap."""
         if (bwrap := shutil.which("bwrap")) is None:
             raise ConfigError(
                 "PythonTool: bwrap is not installed, and a program runs in nothing less than its "
@@ -220,7 +218,8 @@ async def _end(process: asyncio.subprocess.Process, info: IO[bytes]) -> None:
     if process.returncode is None:
         with suppress(ProcessLookupError):
             process.kill()
-        await asyncio.shield(process.wait())
+        # asyncio waits for the end of the output too, which comes only to those who read it.
+        await asyncio.shield(process.communicate())
     told = await asyncio.to_thread(info.read)  # bubblewrap has ended, so it says no more
     with suppress(ValueError, ProcessLookupError):
         first = os.pidfd_open(json.loads(told)["child-pid"])

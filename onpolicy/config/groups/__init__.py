@@ -1,4 +1,4 @@
-"""The flags of `onpolicy train`, in groups, some of which other commands share (see `tools`).
+"""The flags of `onpolicy train`, in groups, some of which other commands share (see `tool_flags`).
 
 A field's name is the flag's. Imports no torch.
 
@@ -7,93 +7,66 @@ The annotation of a field holds its range, its readers, its contradictions and w
 the prefix in its annotation (`config.flags`).
 """
 
-from onpolicy.algorithm.registry import LossAggregation
-from onpolicy.config.groups.agents import (
+from onpolicy.algorithm.catalogue import LossAggregation
+from onpolicy.config.groups.agent_flags import (
     AgentConfig,
     SessionsConfig,
     TemplateOptions,
     template_options,
 )
-from onpolicy.config.groups.algorithm import AlgorithmConfig
-from onpolicy.config.groups.cluster import ClusterConfig, HostsConfig
-from onpolicy.config.groups.correction import FallbackConfig, GovernorFlags
-from onpolicy.config.groups.critic import BY_CRITIC, CriticConfig
-from onpolicy.config.groups.distillation import DistillationConfig
-from onpolicy.config.groups.engines import (
+from onpolicy.config.groups.algorithm_flags import BY_CRITIC, AlgorithmConfig, CriticConfig
+from onpolicy.config.groups.correction_flags import FallbackConfig, GovernorFlags
+from onpolicy.config.groups.distillation_flags import DistillationConfig
+from onpolicy.config.groups.engine_flags import (
+    ClusterConfig,
     CpuConfig,
     EngineConfig,
     EngineCountConfig,
+    HostsConfig,
     SamplersConfig,
     ServerConfig,
     ServersConfig,
     WeightSync,
     WeightSyncConfig,
-)  # fmt: skip
-from onpolicy.config.groups.evaluation import (
+)
+from onpolicy.config.groups.evaluation_flags import (
     NEVER_BEST,
     EvalConfig,
     EvalSet,
     EvalSetsConfig,
     sets_of,
 )
-from onpolicy.config.groups.inputs import (
+from onpolicy.config.groups.input_flags import (
     BY_TEMPLATE,
     CheckpointConfig,
     DataConfig,
     ModelConfig,
     RowsConfig,
 )
-from onpolicy.config.groups.lora import (
+from onpolicy.config.groups.output_flags import OutputConfig
+from onpolicy.config.groups.parity_flags import (
+    NEEDS_EQUAL_BITS,
+    OperatorsConfig,
+    ParityConfig,
+)
+from onpolicy.config.groups.reward_flags import RewardConfig
+from onpolicy.config.groups.rollout_flags import RolloutConfig, SamplingConfig
+from onpolicy.config.groups.training_flags import (
     NOT_MERGED,
     LoraConfig,
+    MegatronConfig,
+    TrainBackend,
+    TrainerConfig,
 )
-from onpolicy.config.groups.outputs import OutputConfig
-from onpolicy.config.groups.parity import OperatorsConfig, ParityConfig
-from onpolicy.config.groups.reward import RewardConfig
-from onpolicy.config.groups.rollout import RolloutConfig, SamplingConfig
-from onpolicy.config.groups.training import MegatronConfig, TrainBackend, TrainerConfig
 
 __all__ = [
-    "BY_CRITIC",
-    "BY_TEMPLATE",
-    "NEVER_BEST",
-    "NOT_MERGED",
-    "AgentConfig",
-    "AlgorithmConfig",
-    "CheckpointConfig",
-    "ClusterConfig",
-    "CpuConfig",
-    "CriticConfig",
-    "DataConfig",
-    "DistillationConfig",
-    "EngineConfig",
-    "EngineCountConfig",
-    "EvalConfig",
-    "EvalSet",
-    "EvalSetsConfig",
-    "FallbackConfig",
-    "GovernorFlags",
-    "HostsConfig",
-    "LoraConfig",
-    "LossAggregation",
-    "MegatronConfig",
-    "ModelConfig",
-    "OperatorsConfig",
-    "OutputConfig",
-    "ParityConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "RowsConfig",
-    "SamplersConfig",
-    "SamplingConfig",
-    "ServerConfig",
-    "ServersConfig",
-    "SessionsConfig",
-    "TemplateOptions",
-    "TrainBackend",
-    "TrainerConfig",
-    "WeightSync",
-    "WeightSyncConfig",
-    "sets_of",
+    "BY_CRITIC", "BY_TEMPLATE", "NEEDS_EQUAL_BITS", "NEVER_BEST", "NOT_MERGED", "AgentConfig",
+    "AlgorithmConfig", "CheckpointConfig", "ClusterConfig", "CpuConfig", "CriticConfig", "DataConfig",
+    "DistillationConfig", "EngineConfig", "EngineCountConfig", "EvalConfig", "EvalSet",
+    "EvalSetsConfig", "FallbackConfig", "GovernorFlags", "HostsConfig", "LoraConfig",
+    "LossAggregation", "MegatronConfig", "ModelConfig", "OperatorsConfig", "OutputConfig",
+    "ParityConfig", "RewardConfig", "RolloutConfig", "RowsConfig", "SamplersConfig",
+    "SamplingConfig", "ServerConfig", "ServersConfig", "SessionsConfig", "TemplateOptions",
+    "TrainBackend", "TrainerConfig", "WeightSync", "WeightSyncConfig", "sets_of",
     "template_options",
-]
+]  # fmt: skip

@@ -1,17 +1,21 @@
-"""Tensors of one call, copied so that the call can be repeated elsewhere."""
+"""Evidence of one call: its tensors, copied so that it can be repeated elsewhere, and its scope.
+
+The scope is the running module, and the sharding of its tensors over a trainer's ranks.
+"""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onpolicy.explain.taps.rows import by_row, by_rows, cut
+from onpolicy.explain.taps.row_keys import by_row, by_rows, cut
 
 SUFFIX = ".evidence"
 
@@ -20,8 +24,8 @@ ATTENTION = {"attention", "paged_attention"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """The arguments and results of a call; for attention those of a single sequence: its queries,
-    and the keys and values that they see."""
+    """The arguments and results of a call; attention is cut to a single sequence: its queries, and
+    the keys and values that they see."""
 
     operator: str
 
@@ -80,6 +84,10 @@ class Evidence:
         )
 
 
+def _copied(argument: Any) -> Any:
+    return argument.detach().cpu().clone() if isinstance(argument, Tensor) else argument
+
+
 def _of_one_sequence(
     args: Sequence[Any], out: Tensor, row: int
 ) -> tuple[list[Any], tuple[Tensor, ...], list[int], int]:
@@ -126,5 +134,64 @@ def clear_evidence(directory: Path) -> None:
         file.unlink()
 
 
-def _copied(argument: Any) -> Any:
-    return argument.detach().cpu().clone() if isinstance(argument, Tensor) else argument
+class Together:
+    """A gatherer of a call's tensors over a trainer's ranks; this base class gathers nothing.
+
+    Methods are collective: all ranks that share a call call them alike.
+    """
+
+    def given(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of operator `name`, with sharded row arguments gathered."""
+        return args
+
+    def made(self, name: str, out: Any) -> Any:
+        """Return the operator's result gathered: a tensor, or several."""
+        return out
+
+    def held(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the result of `given` with the other arguments gathered too: weights, and row
+        offsets."""
+        return args
+
+
+ALL_HERE = Together()
+
+
+@dataclass(slots=True, kw_only=True)
+class Scope:
+    """A module that is running."""
+
+    module: str
+    """The module's Hugging Face name."""
+
+    fused: Mapping[str, Tensor | None] | None = None
+    """The modules that it computes at once, and int64 the columns of its result for each."""
+
+    expert_order: Tensor | None = None
+    """int64 [T * k]: in experts, the (token, choice) of each row."""
+
+    first_block: int = 0
+    """In experts, the first of this rank's blocks of the sum over their intermediate axis."""
+
+    has_halves: bool = False
+    """In experts, whether the first product is gate and up, side by side."""
+
+    chunks: int = 1
+    """In attention, the number of equal parts of the rows that are computed one after another."""
+
+    together: Together = ALL_HERE
+
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def number(self, name: str) -> int:
+        """Return the index of a call of an operator over all ranks; the chunks of attention count
+        as one."""
+        is_block = name == "grouped_partial_linear" and self.counts
+        count = self.counts[name] + (self.first_block if is_block else 0)
+        return count // self.chunks if name == "attention" else count
+
+    def keys(self, name: str, keys: Tensor) -> Tensor:
+        """Return the keys of the rows in this call of an operator."""
+        if name != "attention":
+            return keys
+        return keys.chunk(self.chunks)[self.counts[name] % self.chunks]

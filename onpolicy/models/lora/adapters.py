@@ -7,7 +7,8 @@ rounded to the dtype of x; the scaled second one is added to x W^T in float32, a
 rounded. Where tensor-parallel ranks shard N, each has its rows of B; where they shard K, each has
 its columns of A, and x A^T is summed over blocks of K as x W^T is. The other factor is replicated.
 The trainer's linear and SGLang's have the same module beside them, which a forward hook calls, so
-both compute the same bits.
+both compute the same bits. Experts have a pair of factors for each expert and matrix. Gate and up,
+which transformers holds in one matrix, share one pair, as in PEFT's `target_parameters`.
 Source: Hu et al., LoRA (arXiv 2106.09685), eq. 3; s = alpha / sqrt(r) is Kalajdzievski, rsLoRA
 (arXiv 2312.03732), eq. 4.
 """
@@ -27,11 +28,11 @@ from transformers import PreTrainedModel
 
 from onpolicy.contract import AdapterShape, OperatorShapes
 from onpolicy.errors import ConfigError
-from onpolicy.models.experts import AlignedExperts, choosers, expert_sizes, has_usual_experts
-from onpolicy.models.lora.modules import ExpertLowRank, LowRankModule, expert_adapter_size
+from onpolicy.models.expert_layers import AlignedExperts, choosers, expert_sizes, has_usual_experts
 from onpolicy.models.tensor_parallel import row_parallel_linears
 from onpolicy.ops.base import Operators
-from onpolicy.ops.low_rank import Factors, add_low_rank
+from onpolicy.ops.linears import Factors, add_low_rank
+from onpolicy.ops.mixture_of_experts import ExpertFactors
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
 CHILD = "lora"
@@ -41,6 +42,14 @@ ALL_LINEAR = "all-linear"
 
 FactorValues = Callable[[str, torch.Size], Tensor | None]
 """(a factor's name in transformers' model, its whole shape) -> its values; None leaves it as it is."""
+
+
+class LowRankModule(nn.Module):
+    """The base of adapters, which add to one or more products of a model while they are on."""
+
+    def __init__(self, scale: float):
+        super().__init__()
+        self.scale, self.is_on = scale, True
 
 
 class LowRank(LowRankModule):
@@ -77,6 +86,43 @@ def _features(linear: Any) -> tuple[int, int]:
     if getattr(linear, "gather_output", False):
         rows = linear.output_size
     return min(rows, getattr(linear, "org_vocab_size", rows)), columns
+
+
+class Pair(nn.Module):
+    """The two factors of one adapter, where a module has several."""
+
+    def __init__(self, a: Tensor, b: Tensor):
+        super().__init__()
+        self.A, self.B = nn.Parameter(a), nn.Parameter(b)
+
+
+class ExpertLowRank(LowRankModule):
+    """The adapter of a layer's experts, or of a tensor-parallel rank's part of them.
+
+    gate_up.A: [E, r, H]; gate_up.B: [E, 2, I / P, r]; down.A: [E, r, I / P]; down.B: [E, H, r].
+    """
+
+    def __init__(self, like: Tensor, sizes: tuple[int, int, int], shape: AdapterShape):
+        """Create zero factors with the dtype and device of `like`; sizes: E, I / P and H."""
+        super().__init__(shape.scale)
+        (count, inner, hidden), rank = sizes, shape.rank
+        # Gate and up have separate axes, so that a rank's part of both is one block of B.
+        new = like.new_zeros
+        self.gate_up = Pair(new(count, rank, hidden), new(count, 2, inner, rank))
+        self.down = Pair(new(count, rank, inner), new(count, hidden, rank))
+
+    @property
+    def factors(self) -> ExpertFactors:
+        return ExpertFactors(self._factors(self.gate_up), self._factors(self.down))
+
+    def _factors(self, pair: Pair) -> Factors:
+        return Factors(pair.A, pair.B.flatten(1, -2), self.scale)
+
+
+def expert_adapter_size(experts: Any, adapter: AdapterShape) -> int:
+    """Return the number of elements in the adapters of a layer's experts."""
+    count, inner, hidden = expert_sizes(experts)
+    return count * adapter.rank * (2 * hidden + 3 * inner)
 
 
 def add_adapters(model: nn.Module, operators: Operators, shape: AdapterShape | None) -> None:
@@ -226,22 +272,6 @@ def adapter_size(model: nn.Module, adapter: AdapterShape) -> int:
     linears = adapted_linears(model, adapter)
     size = adapter.rank * sum(m.in_features + m.out_features for m in linears)
     return size + sum(expert_adapter_size(m, adapter) for m in _adapted_experts(model, adapter))
-
-
-def merging_size(model: nn.Module, adapter: AdapterShape) -> int:
-    """Return the peak number of float32 elements held while adapters are merged.
-
-    The model has no adapters yet; see `models/lora/merged.py`. A parameter's update is computed
-    from two factors while the previous update is held. The sums and their statistics are per tensor
-    of a checkpoint, so per expert unless the matrices are transposed.
-    """
-    linears = [(m.weight, 1) for m in adapted_linears(model, adapter)]
-    experts = [
-        (m.gate_up_proj, 1 if m.is_transposed else len(m.gate_up_proj))
-        for m in _adapted_experts(model, adapter)
-    ]
-    sizes = [3 * p.numel() + 6 * p.numel() // parts for p, parts in [*linears, *experts]]
-    return max(sizes, default=0)
 
 
 def _adapted_experts(model: nn.Module, adapter: AdapterShape) -> list[Any]:

@@ -18,12 +18,11 @@ from transformers import PreTrainedModel
 
 from onpolicy.config.groups import LoraConfig
 from onpolicy.errors import ConfigError, WeightSyncError
-from onpolicy.models.export import export_checkpoint
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.hf_export import export_checkpoint
 from onpolicy.models.lora.adapters import is_adapters
 from onpolicy.models.lora.peft_adapter import read_peft_adapter
-from onpolicy.models.lora.peft_experts import parameter_of
-from onpolicy.models.lora.peft_format import read_factors, require_adapter_fits
+from onpolicy.models.lora.peft_format import parameter_of, read_factors, require_adapter_fits
 from onpolicy.models.stored import stored_tensors
 from onpolicy.models.weight_files import CheckpointReader, matched_model, stored_shapes
 from onpolicy.weights.digest import WeightBucket

@@ -9,16 +9,14 @@ import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt
-from pydantic import TypeAdapter, with_config
 from safetensors import SafetensorError, safe_open
-from typing_extensions import TypedDict
 
 from onpolicy.errors import ConfigError, in_one_line
-from onpolicy.system.reading import read_json_object, require_file
-from onpolicy.system.records import OPEN, checked
+from onpolicy.system.files import read_json_object, require_file
+from onpolicy.system.records import Shape
 
 logger = logging.getLogger(__name__)
 
@@ -63,16 +61,16 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 PEFT adds is refused until it is known."""
 
 
-@with_config(OPEN)
-class _Told(TypedDict):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
     peft_type: str
     r: Annotated[int, Ge(1)]
     lora_alpha: Annotated[float, Gt(0)]
-    use_rslora: NotRequired[bool]
-    base_model_name_or_path: NotRequired[str | None]
+    use_rslora: bool = False
+    base_model_name_or_path: str | None = None
 
 
-_SHAPE = TypeAdapter(_Told)
+_SHAPE = Shape(_Told, is_open=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +114,7 @@ def read_peft_adapter(directory: str, flag: str) -> PeftAdapter:
     path, name = Path(directory), f"{flag}={directory}"
     record = read_json_object(path / CONFIG, f"{name}: {CONFIG}")
     try:
-        told = checked(_SHAPE, record)
+        told = _SHAPE.take(record)
     except ValueError as error:
         raise ConfigError(f"{name}: {CONFIG}: {error}. Give an adapter that PEFT wrote.") from error
     if record.get("use_dora"):
@@ -132,10 +130,10 @@ def read_peft_adapter(directory: str, flag: str) -> PeftAdapter:
         logger.info("%s: lora_dropout=%s is not applied: rollouts have none", name, dropout)
     return PeftAdapter(
         directory=path,
-        rank=told["r"],
-        alpha=told["lora_alpha"],
-        is_rslora=told.get("use_rslora", False),
-        base=told.get("base_model_name_or_path") or "",
+        rank=told.r,
+        alpha=told.lora_alpha,
+        is_rslora=told.use_rslora,
+        base=told.base_model_name_or_path or "",
         factors=_factors(path / WEIGHTS, f"{name}: {WEIGHTS}"),
     )
 

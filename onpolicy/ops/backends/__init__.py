@@ -10,8 +10,16 @@ import logging
 from onpolicy.contract import OperatorShapes
 from onpolicy.errors import ConfigError, ContractError
 from onpolicy.ops.backends.base import Backend, Demand
-from onpolicy.ops.backends.cpu import CPU, ONEDNN, PORTABLE, STOCK
-from onpolicy.ops.backends.gpu import DEEP_GEMM, HOPPER, HOPPER_FP8, TRITON
+from onpolicy.ops.backends.entries import (
+    CPU,
+    DEEP_GEMM,
+    HOPPER,
+    HOPPER_FP8,
+    ONEDNN,
+    PORTABLE,
+    STOCK,
+    TRITON,
+)
 from onpolicy.ops.machine import DISTRIBUTIONS, INSTALL, Machine
 
 __all__ = [

@@ -56,7 +56,7 @@ class Backend:
     """Modules that its kernels are imported from; keys of `machine.DISTRIBUTIONS`."""
 
     multiplies_bytes: bool = False
-    """Whether linears that read rounded inputs multiply FP8 bytes (`ops/hopper/fp8.py`)."""
+    """Whether linears that read rounded inputs multiply FP8 bytes (`ops/hopper/gemm.py`)."""
 
     engine_modules: tuple[str, ...] = ()
     """Further modules that SGLang imports to serve these operators; keys of `machine.DISTRIBUTIONS`."""

@@ -22,11 +22,16 @@ from torch import Tensor
 
 from onpolicy.contract import AttentionShape, NumericsContract
 from onpolicy.ops.base import Operators
-from onpolicy.ops.checks.attention_check import LENS, AttentionInputs
-from onpolicy.ops.checks.probe import ROWS, check_rows, columns_to_check, probe, require_equal
-from onpolicy.ops.checks.self_check import MAX_EXPERTS
-from onpolicy.ops.experts import gated_halves, mix_experts
+from onpolicy.ops.checks.fixed_numbers import (
+    ROWS,
+    check_rows,
+    columns_to_check,
+    probe,
+    require_equal,
+)
+from onpolicy.ops.checks.self_check import LENS, MAX_EXPERTS, AttentionInputs
 from onpolicy.ops.layouts import AttentionLayout
+from onpolicy.ops.mixture_of_experts import gated_halves, mix_experts
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
 
 ROW_COUNTS = (1, *range(16, 257, 16), 299)
@@ -47,7 +52,7 @@ def check_gradients(operators: Operators, contract: NumericsContract) -> None:
     shapes, row_parallel = contract.shapes, RowParallel(contract.row_parallel_blocks)
     for linears, how in ((shapes.linear, WHOLE), (shapes.row_linear, row_parallel)):
         for n, k, _ in linears:
-            # A gradient's columns are those of x: a whole tile and the last one stand for all.
+            # A gradient has the columns of x: a whole tile and the last one stand for all.
             columns = columns_to_check(k // how.blocks, operators.column_tile) * how.blocks
             rows = operators.rows_per_chunk(n) if n == shapes.vocab_size else ROWS
             for dtype in {torch.float32, getattr(torch, contract.dtype)}:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onpolicy.contract import NumericsContract, OperatorShapes
 from onpolicy.ops.base import Operators
-from onpolicy.ops.checks.probe import ROWS, Results, check_rows, probe, require_equal
+from onpolicy.ops.checks.fixed_numbers import ROWS, Results, check_rows, probe, require_equal
 
 FEW_ROW_COUNTS = (1, 2, 7, 64, 299)
 

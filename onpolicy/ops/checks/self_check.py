@@ -2,29 +2,29 @@
 
 Row invariance rests on observed behaviour of libraries that they do not promise. So every process
 that must keep a contract runs its operators at the shapes of its model, on its own device, in all
-the batch sizes that matter, and refuses to start if a single bit differs. An engine reports digests
-of the results. They tell apart two processes whose operators are each invariant but different
-(another CPU, another library) before they exchange a token.
+the batch sizes that matter, and refuses to start if a single bit differs. Attention runs packed,
+after a cached prefix, in decode, and on pages. A tensor-parallel rank computes some columns, heads
+or blocks of K in a call of its own: each part must have the bits that it has in the whole, for
+every degree up to the contract's `row_parallel_blocks`.
+
+An engine reports digests of the results. They tell apart two processes whose operators are each
+invariant but different (another CPU, another library) before they exchange a token.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onpolicy.contract import NumericsContract, OperatorShapes
+from onpolicy.contract import AttentionShape, NumericsContract, OperatorShapes
 from onpolicy.ops.backends.base import FP8_BLOCK
 from onpolicy.ops.base import Operators
-from onpolicy.ops.checks.attention_check import (
-    AttentionInputs,
-    check_attention,
-    check_paged_attention,
-)
-from onpolicy.ops.checks.probe import (
+from onpolicy.ops.checks.fixed_numbers import (
     ROWS,
     Results,
     check_rows,
@@ -33,9 +33,9 @@ from onpolicy.ops.checks.probe import (
     require_equal,
 )
 from onpolicy.ops.checks.rowwise_check import check_rowwise
-from onpolicy.ops.checks.shard_check import check_shards
-from onpolicy.ops.experts import gated_halves, mix_experts
-from onpolicy.ops.row_parallel import WHOLE, RowParallel
+from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
+from onpolicy.ops.mixture_of_experts import gated_halves, mix_experts
+from onpolicy.ops.row_parallel import WHOLE, RowParallel, tree_sum
 
 ROW_COUNTS = (1, 2, 7, 12, *range(16, 257, 16), 299)
 CPU_ROW_COUNTS = (*ROW_COUNTS, 511, 1024)
@@ -182,3 +182,188 @@ def _check_experts(
     mixed = check_rows("experts", sizes, layer, x, EXPERTS_ROW_COUNTS)
     require_equal("experts", sizes, "kernels of more rows", layer(x, in_few_kernels=False), mixed)
     return mixed
+
+
+QUERY_COUNTS = (1, 2, 5, *range(8, 129, 8))
+
+LENS = (530, 1, 64, 65, 17)
+"""Lengths of the packed sequences in the checks; one has several chunks of keys."""
+
+WINDOW = 100
+"""Largest window in the checks, shorter than the longest sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionInputs:
+    """Whole sequences laid end to end, and the score rule of a layer of this kind."""
+
+    kind: AttentionShape
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scores: ScoreRule
+    sinks: Tensor | None
+
+    @staticmethod
+    def of(
+        kind: AttentionShape,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        lens: tuple[int, ...] = LENS,
+        seed: int = 8,
+    ) -> AttentionInputs:
+        """Create inputs of `lens` tokens."""
+        sizes = (
+            (kind.heads, kind.head_dim),
+            (kind.kv_heads, kind.head_dim),
+            (kind.kv_heads, kind.value_dim),
+        )
+        q, k, v = (
+            probe(sum(lens), *size, seed=seed + i, device=device).to(dtype)
+            for i, size in enumerate(sizes)
+        )
+        sinks = probe(kind.heads, seed=seed + 3, device=device).to(dtype) if kind.sinks else None
+        window = kind.window and min(kind.window, WINDOW)
+        scores = ScoreRule(kind.head_dim**-0.5, window, kind.softcap)
+        return AttentionInputs(kind=kind, q=q, k=k, v=v, scores=scores, sinks=sinks)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return (H, H_kv, D), and D_v if it differs from D."""
+        kind = self.kind
+        sizes = (kind.heads, kind.kv_heads, kind.head_dim)
+        return sizes if kind.value_dim == kind.head_dim else (*sizes, kind.value_dim)
+
+    def name(self, operator: str = "attention") -> str:
+        """Return the operator's name with the options of its scores."""
+        kind = self.kind
+        special = [f"window {kind.window}"] if kind.window else []
+        special += [f"softcap {kind.softcap}"] if kind.softcap else []
+        special += ["sinks"] if kind.sinks else []
+        return f"{operator} with {', '.join(special)}" if special else operator
+
+    def attend(
+        self, operators: Operators, layout: AttentionLayout, rows: slice | Tensor | None = None
+    ) -> Tensor:
+        """Compute the operator for all queries, or for the given rows."""
+        q = self.q if rows is None else self.q[rows]
+        return operators.attention(q, self.k, self.v, layout, self.scores, self.sinks)
+
+    def of_rank(self, rank: int, ranks: int) -> AttentionInputs:
+        """Return the heads of one tensor-parallel rank."""
+        q, k, v = (x.chunk(ranks, dim=1)[rank] for x in (self.q, self.k, self.v))
+        sinks = None if self.sinks is None else self.sinks.chunk(ranks)[rank]
+        return replace(self, q=q, k=k, v=v, sinks=sinks)
+
+
+def check_attention(operators: Operators, inputs: AttentionInputs) -> Tensor:
+    """Attend over the packed sequences, and check that rows keep their bits in smaller calls."""
+    name, shape, device = inputs.name(), inputs.shape, inputs.q.device
+    whole = AttentionLayout.packed(LENS, device)
+    packed = inputs.attend(operators, whole)
+    # The last `count` tokens of the longest sequence as queries, the others as a cached prefix.
+    for count in QUERY_COUNTS:
+        layout = AttentionLayout(
+            query_lens=(count,), key_lens=LENS[:1], key_rows=whole.key_rows[:1]
+        )
+        rows = slice(LENS[0] - count, LENS[0])
+        alone = inputs.attend(operators, layout, rows)
+        require_equal(name, shape, f"{count} queries alone", alone, packed[rows])
+    # One decode step of all the sequences at once.
+    ends = torch.tensor(LENS, device=device).cumsum(0)
+    layout = AttentionLayout(query_lens=(1,) * len(LENS), key_lens=LENS, key_rows=whole.key_rows)
+    decode = inputs.attend(operators, layout, ends - 1)
+    require_equal(name, shape, "a decode step", decode, packed[ends - 1])
+    return packed
+
+
+def check_paged_attention(operators: Operators, inputs: AttentionInputs, packed: Tensor) -> Tensor:
+    """Prefill from pages of one key; check this and smaller calls against `packed`."""
+    q, k, v, device = inputs.q, inputs.k, inputs.v, inputs.q.device
+    name, shape = inputs.name("paged_attention"), inputs.shape
+    # Reversed, so that no key lies where it does in training.
+    pages = len(k) - 1 - AttentionLayout.packed(LENS, device).key_rows
+    stores = k.flip(0)[:, None], v.flip(0)[:, None]
+    key_lens = torch.tensor(LENS, dtype=torch.int32, device=device)
+    ends = key_lens.cumsum(0)
+
+    def attend(counts: tuple[int, ...], case: str) -> Tensor:
+        """Attend with the last queries of every sequence."""
+        lens = torch.tensor(counts, dtype=torch.int32)
+        starts = torch.cat([lens.new_zeros(1), lens.cumsum(0, dtype=torch.int32)])
+        layout = PagedLayout(
+            page_table=pages.to(torch.int32),
+            page_size=1,
+            key_lens=key_lens,
+            query_starts=starts.to(device),
+            max_query_len=max(counts),
+        )
+        spans = [torch.arange(end - n, end) for end, n in zip(ends.tolist(), counts, strict=True)]
+        rows = torch.cat(spans).to(device)
+        out = operators.paged_attention(q[rows], *stores, layout, inputs.scores, sinks=inputs.sinks)
+        require_equal(name, shape, case, out, packed[rows])
+        return out
+
+    attend((1,) * len(LENS), "a decode step")
+    attend(tuple(min(n, 40) for n in LENS), "the last queries of each sequence")
+    return attend(LENS, "a prefill")
+
+
+SHARD_ROW_COUNTS = (1, 17, 64, 256)
+
+
+def check_shards(operators: Operators, contract: NumericsContract) -> None:
+    """Raise ContractError that names the operator, its shape and the part that changed."""
+    dtype, shapes, device = getattr(torch, contract.dtype), contract.shapes, contract.device
+    blocks = contract.row_parallel_blocks
+    for n, k, has_bias in shapes.linear:
+        columns = columns_to_check(n, operators.column_tile)
+        bias = probe(columns, seed=6, device=device).to(dtype) if has_bias else None
+        weight = probe(columns, k, seed=5, device=device).div_(k**0.5).to(dtype)
+        _check_columns(operators, weight, bias, blocks)
+    for n, k, _ in shapes.row_linear:
+        _check_blocks(operators, probe(n, k, seed=5, device=device).div_(k**0.5).to(dtype), blocks)
+    for kind in shapes.attention:
+        _check_heads(operators, kind, blocks, dtype, device)
+
+
+def _rows(size: int, like: Tensor) -> Tensor:
+    return probe(SHARD_ROW_COUNTS[-1], size, seed=7, device=str(like.device)).to(like.dtype)
+
+
+def _check_columns(operators: Operators, weight: Tensor, bias: Tensor | None, parts: int) -> None:
+    x, shape = _rows(weight.shape[1], weight), tuple(weight.shape)
+    for count in SHARD_ROW_COUNTS:
+        whole = operators.linear(x[:count], weight, bias)
+        for columns in torch.arange(len(weight), device=weight.device).chunk(parts):
+            mine, my_bias = weight[columns], None if bias is None else bias[columns]
+            part = operators.linear(x[:count], mine, my_bias)
+            case = f"{count} rows, {len(columns)} of the columns"
+            require_equal("linear", shape, case, part, whole[:, columns])
+
+
+def _check_blocks(operators: Operators, weight: Tensor, blocks: int) -> None:
+    """Check each block in memory of its own, as on a rank that holds only this block."""
+    x, shape = _rows(weight.shape[1], weight), tuple(weight.shape)
+    row_parallel = RowParallel(blocks)
+    alone = [block.contiguous() for block in row_parallel.split(weight)]
+    for count in SHARD_ROW_COUNTS:
+        whole = operators.row_parallel_linear(x[:count], weight, None, row_parallel)
+        pairs = zip(row_parallel.split(x[:count]), alone, strict=True)
+        parts = tree_sum([operators.partial_linear(*pair) for pair in pairs]).to(x.dtype)
+        case = f"{count} rows, {blocks} ranks"
+        require_equal("row-parallel linear", shape, case, parts, whole)
+
+
+def _check_heads(
+    operators: Operators, kind: AttentionShape, blocks: int, dtype: torch.dtype, device: str
+) -> None:
+    """Check the heads of each rank, for as many ranks as can share the key heads."""
+    lens, ranks = (100, 1, 65), math.gcd(kind.kv_heads, blocks)
+    inputs = AttentionInputs.of(kind, dtype, device, lens)
+    layout = AttentionLayout.packed(lens, device)
+    whole = inputs.attend(operators, layout)
+    for rank in range(ranks):
+        got = inputs.of_rank(rank, ranks).attend(operators, layout)
+        case = f"{kind.heads // ranks} of the heads"
+        require_equal(inputs.name(), inputs.shape, case, got, whole.chunk(ranks, 1)[rank])

@@ -29,10 +29,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from onpolicy.ops.cpu.attention_batches import Batch, batches_of, work
-from onpolicy.ops.cpu.attention_sums import Sums, attend
-from onpolicy.ops.cpu.attention_tiles import KEY_BLOCK, ROW_MULTIPLE, Shape, Tile
-from onpolicy.ops.cpu.few_rows import FewSummed
+from onpolicy.ops.cpu.attention_tiles import (
+    KEY_BLOCK,
+    ROW_MULTIPLE,
+    Batch,
+    Shape,
+    Tile,
+    batches_of,
+    blocks_of,
+    by_chunk,
+    work,
+)
+from onpolicy.ops.cpu.gemms import FewSummed
 from onpolicy.ops.cpu.threads import PiecePool
 from onpolicy.ops.layouts import (
     AttentionLayout,
@@ -41,141 +49,6 @@ from onpolicy.ops.layouts import (
     attention_gradients,
     sink_gradient,
 )
-
-ROW_BLOCK = 64
-"""Number of query rows of one product in the backward pass, where the gradients of keys and values
-sum over them; a tile's last block may be shorter, where padding rows of zeros would change no
-bit."""
-
-_few_summed = FewSummed(ROW_MULTIPLE, ROW_BLOCK)
-
-
-def _forward_batch(
-    batch: Batch,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    scores: ScoreRule,
-    out: Tensor,
-    lse: Tensor | None,
-) -> None:
-    q, k, v, sinks = inputs
-    # Each tile keeps running sums over the chunks; spans are visited in ascending order.
-    heads = batch.query_heads
-    queries = [tile.gather(q[:, heads]).mul_(scores.scale) for tile in batch.tiles]
-    sums: dict[Tile, Sums] = {}
-    if sinks is not None:
-        sums = {x: Sums.of_sink(x.of_heads(sinks[heads]), v.shape[-1]) for x in batch.tiles}
-    for span in batch.spans:
-        keys, values = batch.gather(k, span), batch.gather(v, span)
-        for tile, rows in zip(batch.tiles, queries, strict=True):
-            if tile.sees(span):
-                for part in attend(tile, span, rows, keys, values, scores.softcap):
-                    sums[tile] = sums[tile].with_next(part) if tile in sums else part
-    for tile, done in sums.items():
-        tile.scatter(done.mixed.div_(done.total[..., None]), out[:, heads])
-        if lse is not None:
-            tile.scatter((done.largest + done.total.log())[..., None], lse[:, heads])
-
-
-@dataclass(slots=True)
-class _Rows:
-    """A tile's rows in the backward pass, each [B, R, ...], padded for the sums over rows.
-
-    So no other sequence of the batch changes a bit of the products.
-    """
-
-    tile: Tile
-    q: Tensor
-    grad: Tensor
-    delta: Tensor
-    lse: Tensor
-    grad_q: Tensor
-
-    @staticmethod
-    def of(
-        tile: Tile, q: Tensor, grad: Tensor, out: Tensor, lse: Tensor, scores: ScoreRule
-    ) -> _Rows:
-        grad = tile.zero_padding_(tile.gather(grad))
-        delta = (grad * tile.gather(out)).sum(-1, keepdim=True)
-        multiple = _few_summed.multiple(KEY_BLOCK, q.shape[-1], out.shape[-1])
-        q, grad, delta = (
-            _padded(x, multiple) for x in (tile.gather(q).mul_(scores.scale), grad, delta)
-        )
-        return _Rows(tile, q, grad, delta, tile.gather(lse), torch.zeros_like(q))
-
-    def padded(self, rows: Tensor) -> Tensor:
-        """Pad [B, rows of the tile, ...] to as many rows as these have."""
-        return _padded(rows, self.q.shape[1])
-
-
-def _padded(rows: Tensor, multiple: int) -> Tensor:
-    """Pad [B, R, D] with rows of zeros to a multiple of `multiple`."""
-    missing = -rows.shape[1] % multiple
-    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
-
-
-def _backward_batch(
-    batch: Batch,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    grad_out: Tensor,
-    scores: ScoreRule,
-    grads: tuple[Tensor, Tensor, Tensor],
-) -> None:
-    heads = batch.query_heads
-    q, out, lse, grad = (x[:, heads] for x in (inputs[0], *inputs[3:], grad_out))
-    _, k, v, _, _ = inputs
-    grad_q, grad_k, grad_v = grads
-    tiles = [_Rows.of(tile, q, grad, out, lse, scores) for tile in batch.tiles]
-    # Key gradients sum over the tiles in order, within a buffer for the span.
-    for span in batch.spans:
-        keys, values = batch.gather(k, span), batch.gather(v, span)
-        grad_keys, grad_values = (
-            x.new_zeros(span.stop - span.start, len(x), KEY_BLOCK, x.shape[-1])
-            for x in (keys, values)
-        )
-        for rows in tiles:
-            seen = rows.tile.seen(span)
-            for j in range(seen.start, seen.stop):
-                block, b = slice(j, j + 1), rows.tile.batch
-                ins = rows.tile.of(keys, span, block), rows.tile.of(values, span, block)
-                outs = grad_keys[j - span.start, :b], grad_values[j - span.start, :b]
-                _backward_block(rows, block, *ins, scores, *outs)
-        batch.scatter(grad_keys, span, grad_k)
-        batch.scatter(grad_values, span, grad_v)
-    for rows in tiles:
-        rows.tile.scatter(rows.grad_q[:, : rows.tile.rows].mul_(scores.scale), grad_q[:, heads])
-
-
-def _backward_block(
-    rows: _Rows,
-    block: slice,
-    keys: Tensor,
-    values: Tensor,
-    scores: ScoreRule,
-    grad_keys: Tensor,
-    grad_values: Tensor,
-) -> None:
-    """Add the gradients of a tile's queries, and of one block of keys and values, each [B, 64, D]."""
-    tile = rows.tile
-    weights = tile.scores(rows.q[:, : tile.rows], keys, scores.softcap)
-    slopes = _slopes(weights, scores.softcap)
-    weights = rows.padded(tile.weigh_(weights, rows.lse, block))
-    ds = torch.bmm(rows.grad, values.transpose(1, 2)).sub_(rows.delta).mul_(weights)
-    if scores.softcap:
-        ds.mul_(rows.padded(slopes))
-    rows.grad_q.baddbmm_(ds, keys)
-    for r in range(0, weights.shape[1], ROW_BLOCK):
-        part = slice(r, r + ROW_BLOCK)
-        grad_values.baddbmm_(weights[:, part].transpose(1, 2), rows.grad[:, part])
-        grad_keys.baddbmm_(ds[:, part].transpose(1, 2), rows.q[:, part])
-
-
-def _slopes(scores: Tensor, softcap: float | None) -> Tensor:
-    """Return d capped / d uncapped = 1 - (capped / softcap)^2, or [..., 0] if not capped."""
-    return 1 - (scores / softcap).square_() if softcap else scores[..., :0]
-
-
-def _shape(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule) -> Shape:
-    return Shape(q.shape[1], k.shape[1], q.shape[2], v.shape[2], scores.window)
 
 
 def blockwise_attention(
@@ -243,3 +116,198 @@ class AlignedAttention(torch.autograd.Function):
 
         grads = attention_gradients(gradients, k, v, layout)
         return (*grads, sink_gradient(sinks, grad_out, out, lse[..., 0]), None, None, None)
+
+
+def _shape(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule) -> Shape:
+    return Shape(q.shape[1], k.shape[1], q.shape[2], v.shape[2], scores.window)
+
+
+def _forward_batch(
+    batch: Batch,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    scores: ScoreRule,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    q, k, v, sinks = inputs
+    # Each tile keeps running sums over the chunks; spans are visited in ascending order.
+    heads = batch.query_heads
+    queries = [tile.gather(q[:, heads]).mul_(scores.scale) for tile in batch.tiles]
+    sums: dict[Tile, Sums] = {}
+    if sinks is not None:
+        sums = {x: Sums.of_sink(x.of_heads(sinks[heads]), v.shape[-1]) for x in batch.tiles}
+    for span in batch.spans:
+        keys, values = batch.gather(k, span), batch.gather(v, span)
+        for tile, rows in zip(batch.tiles, queries, strict=True):
+            if tile.sees(span):
+                for part in attend(tile, span, rows, keys, values, scores.softcap):
+                    sums[tile] = sums[tile].with_next(part) if tile in sums else part
+    for tile, done in sums.items():
+        tile.scatter(done.mixed.div_(done.total[..., None]), out[:, heads])
+        if lse is not None:
+            tile.scatter((done.largest + done.total.log())[..., None], lse[:, heads])
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """The unnormalised softmax of each row over some of its keys."""
+
+    largest: Tensor
+    """[B, R]: the largest score."""
+
+    total: Tensor
+    """[B, R]: the sum of exp(score - largest)."""
+
+    mixed: Tensor
+    """[B, R, D]: the sum of exp(score - largest) * value."""
+
+    @staticmethod
+    def of_sink(sink: Tensor, dim: int) -> Sums:
+        """Return the sums over one key with the score `sink` [B, R] and a value of zeros."""
+        return Sums(sink, torch.ones_like(sink), sink.new_zeros(*sink.shape, dim))
+
+    def with_next(self, other: Sums) -> Sums:
+        """Return these sums merged with those over the next keys. Sums over no key change no bit."""
+        largest = torch.maximum(self.largest, other.largest)
+        kept = (self.largest - largest).exp_()
+        added = (other.largest - largest).exp_()
+        total = self.total * kept + other.total * added
+        mixed = self.mixed.mul_(kept[..., None]).add_(other.mixed.mul_(added[..., None]))
+        return Sums(largest, total, mixed)
+
+
+def attend(
+    tile: Tile, span: slice, q: Tensor, keys: Tensor, values: Tensor, softcap: float | None
+) -> list[Sums]:
+    """Return the sums of a tile's rows over each chunk of a span that some of them see.
+
+    q: [B, R, D], scaled; keys, values: [sequences x key heads, keys of the span, D].
+    """
+    weights = tile.scores(q, tile.of(keys, span), softcap)
+    largest = tile.largest(weights, span)
+    tile.weigh_(weights, largest, span)
+    total = torch.zeros_like(largest)
+    for block_sum in by_chunk(weights).unflatten(-1, (-1, KEY_BLOCK)).sum(-1).unbind(-1):
+        total += block_sum
+    mixed = _weighted_sums(tile, weights, tile.of(values, span))
+    parts = largest.unbind(-1), total.unbind(-1), mixed.unbind(1)
+    return [Sums(*part) for part in zip(*parts, strict=True)]
+
+
+def _weighted_sums(tile: Tile, weights: Tensor, values: Tensor) -> Tensor:
+    """Sum weighted values block by block, per chunk: [B, R, keys], [B, keys, D] -> [B, C, R, D]."""
+    rows = by_chunk(tile.padded(weights)).transpose(1, 2)
+    count = rows.shape[1]
+    rows = rows.flatten(0, 1)
+    values = values.unflatten(1, (count, -1)).flatten(0, 1)
+    out = rows.new_zeros(*rows.shape[:2], values.shape[-1])
+    for block in blocks_of(values):
+        out.baddbmm_(rows[..., block], values[:, block])
+    by_tile: Tensor = out[:, : tile.rows].unflatten(0, (-1, count))
+    return by_tile
+
+
+ROW_BLOCK = 64
+"""Number of query rows of one product in the backward pass, where the gradients of keys and values
+sum over them; a tile's last block may be shorter, where padding rows of zeros would change no
+bit."""
+
+_few_summed = FewSummed(ROW_MULTIPLE, ROW_BLOCK)
+
+
+def _backward_batch(
+    batch: Batch,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    grad_out: Tensor,
+    scores: ScoreRule,
+    grads: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    heads = batch.query_heads
+    q, out, lse, grad = (x[:, heads] for x in (inputs[0], *inputs[3:], grad_out))
+    _, k, v, _, _ = inputs
+    grad_q, grad_k, grad_v = grads
+    tiles = [_Rows.of(tile, q, grad, out, lse, scores) for tile in batch.tiles]
+    # Key gradients sum over the tiles in order, within a buffer for the span.
+    for span in batch.spans:
+        keys, values = batch.gather(k, span), batch.gather(v, span)
+        grad_keys, grad_values = (
+            x.new_zeros(span.stop - span.start, len(x), KEY_BLOCK, x.shape[-1])
+            for x in (keys, values)
+        )
+        for rows in tiles:
+            seen = rows.tile.seen(span)
+            for j in range(seen.start, seen.stop):
+                block, b = slice(j, j + 1), rows.tile.batch
+                ins = rows.tile.of(keys, span, block), rows.tile.of(values, span, block)
+                outs = grad_keys[j - span.start, :b], grad_values[j - span.start, :b]
+                _backward_block(rows, block, *ins, scores, *outs)
+        batch.scatter(grad_keys, span, grad_k)
+        batch.scatter(grad_values, span, grad_v)
+    for rows in tiles:
+        rows.tile.scatter(rows.grad_q[:, : rows.tile.rows].mul_(scores.scale), grad_q[:, heads])
+
+
+def _backward_block(
+    rows: _Rows,
+    block: slice,
+    keys: Tensor,
+    values: Tensor,
+    scores: ScoreRule,
+    grad_keys: Tensor,
+    grad_values: Tensor,
+) -> None:
+    """Add the gradients of a tile's queries, and of one block of keys and values, each [B, 64, D]."""
+    tile = rows.tile
+    weights = tile.scores(rows.q[:, : tile.rows], keys, scores.softcap)
+    slopes = _slopes(weights, scores.softcap)
+    weights = rows.padded(tile.weigh_(weights, rows.lse, block))
+    ds = torch.bmm(rows.grad, values.transpose(1, 2)).sub_(rows.delta).mul_(weights)
+    if scores.softcap:
+        ds.mul_(rows.padded(slopes))
+    rows.grad_q.baddbmm_(ds, keys)
+    for r in range(0, weights.shape[1], ROW_BLOCK):
+        part = slice(r, r + ROW_BLOCK)
+        grad_values.baddbmm_(weights[:, part].transpose(1, 2), rows.grad[:, part])
+        grad_keys.baddbmm_(ds[:, part].transpose(1, 2), rows.q[:, part])
+
+
+def _slopes(scores: Tensor, softcap: float | None) -> Tensor:
+    """Return d capped / d uncapped = 1 - (capped / softcap)^2, or [..., 0] if not capped."""
+    return 1 - (scores / softcap).square_() if softcap else scores[..., :0]
+
+
+@dataclass(slots=True)
+class _Rows:
+    """A tile's rows in the backward pass, each [B, R, ...], padded for the sums over rows.
+
+    So no other sequence of the batch changes a bit of the products.
+    """
+
+    tile: Tile
+    q: Tensor
+    grad: Tensor
+    delta: Tensor
+    lse: Tensor
+    grad_q: Tensor
+
+    @staticmethod
+    def of(
+        tile: Tile, q: Tensor, grad: Tensor, out: Tensor, lse: Tensor, scores: ScoreRule
+    ) -> _Rows:
+        grad = tile.zero_padding_(tile.gather(grad))
+        delta = (grad * tile.gather(out)).sum(-1, keepdim=True)
+        multiple = _few_summed.multiple(KEY_BLOCK, q.shape[-1], out.shape[-1])
+        q, grad, delta = (
+            _padded(x, multiple) for x in (tile.gather(q).mul_(scores.scale), grad, delta)
+        )
+        return _Rows(tile, q, grad, delta, tile.gather(lse), torch.zeros_like(q))
+
+    def padded(self, rows: Tensor) -> Tensor:
+        """Pad [B, rows of the tile, ...] to as many rows as these have."""
+        return _padded(rows, self.q.shape[1])
+
+
+def _padded(rows: Tensor, multiple: int) -> Tensor:
+    """Pad [B, R, D] with rows of zeros to a multiple of `multiple`."""
+    missing = -rows.shape[1] % multiple
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows

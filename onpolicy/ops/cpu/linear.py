@@ -3,7 +3,7 @@
 Two things break row invariance in `F.linear` on a CPU: (a) fewer than 16 rows, which take
 matrix-vector and narrow kernels, and (b) a number of threads, which splits large products in ways
 that depend on the number of rows. So rows are padded to a multiple of 16 (to fewer where a test
-succeeded, `few_rows.py`) and cut into tiles of 256 to 1,024, and every tile is one single-threaded
+succeeded, `gemms.py`) and cut into tiles of 256 to 1,024, and every tile is one single-threaded
 GEMM.
 
 Tensor parallelism also shards the columns of an output, and a GEMM's sums over K may depend on the
@@ -11,13 +11,13 @@ number of its columns. So columns are cut into tiles too, and the last one is pa
 columns: in bfloat16 to a whole tile of 256; in float32, where tiles have 512, to a multiple of 16,
 since MKL's strict mode (`compat/process.py`) sums alike in all such widths. (Without it MKL cuts a
 long K elsewhere below 192 columns. Ranks that share columns check theirs:
-`ops/checks/shard_check.py`.)
+`ops/checks/self_check.py`.)
 
 bfloat16 operands are widened first: their products are exact in float32, the sum is rounded once at
 the end, and CPUs without bfloat16 instructions are several times faster this way. On a CPU that has
 them, oneDNN multiplies bfloat16 twice as fast as float32. It sums in float32 and rounds once too,
 in an order of its own: the same tiles, other bits, so the contract says which
-(`ops/backends/cpu.py`). With AMX instructions that order depends on the number of rows, so there
+(`ops/backends/entries.py`). With AMX instructions that order depends on the number of rows, so there
 all products have 64.
 """
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onpolicy.ops.base import Operators
 from onpolicy.ops.hopper import flash_attention, gemm
-from onpolicy.ops.hopper.fp8 import Fp8Linears
+from onpolicy.ops.hopper.gemm import Fp8Linears
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.triton import TritonOperators
 

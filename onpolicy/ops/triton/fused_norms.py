@@ -3,7 +3,7 @@
 Row invariance: as in `norm` and `elementwise`, whose tiles, sums and roundings these kernels
 repeat. The order in which Triton adds up a row follows from the tile, its warps and the layout of
 its loads, which are the same. The engine tests at start-up that they give the same bits
-(models/fused_norms.py).
+(models/fused_layers.py).
 """
 
 from __future__ import annotations

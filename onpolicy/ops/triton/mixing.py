@@ -2,7 +2,7 @@
 
 Row invariance: as in `experts`, whose kernel computes both products; rows are read and written in
 place, so nothing is copied in between. A token's experts are added in the router's order, each
-product and sum rounded, as in ops/experts.py.
+product and sum rounded, as in ops/mixture_of_experts.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onpolicy.cluster.placement import placement_of_servers
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig, HostsConfig
 from onpolicy.config.sglang_flags import tensor_parallel_size
@@ -19,15 +21,14 @@ from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.weight_files import CheckpointReader
 from onpolicy.outputs.directory import versions
 from onpolicy.run.engines import EnginePair
-from onpolicy.run.evaluation import evaluate as evaluate_set
+from onpolicy.run.journal import evaluate as evaluate_set
 from onpolicy.run.launch.cluster_engines import places_on_cluster
 from onpolicy.run.launch.engine_specs import make_rollout_group
-from onpolicy.run.launch.host_shares import placement_of_servers
 from onpolicy.run.launch.inputs import Inputs
 from onpolicy.run.run import Run
 from onpolicy.train.weight_outlet import bucket_bytes
 from onpolicy.weights.digest import WeightBucket, in_buckets
-from onpolicy.weights.push import Engine, push_weights
+from onpolicy.weights.push import push_weights
 from onpolicy.weights.rounding import format_of_push, rounded
 from onpolicy.weights.transports import make_transport
 
@@ -36,49 +37,9 @@ logger = logging.getLogger(__name__)
 Report = dict[str, Any]
 
 
-class PublishedEngines(EnginePair):
-    """Servers without a trainer, which get a checkpoint's weights in the same push as from a trainer."""
-
-    def start(self) -> None:
-        self._launch()
-        self.rollout.connect({})
-
-    def use(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
-        """Do nothing: without rollouts the contract never changes."""
-
-    def push_weights(self, version: int) -> None:
-        self.weight_version = version
-        self.push_again()
-
-    def push_again(self) -> None:
-        self._push_by(self._push_files)
-
-    def _push_files(self, engines: Sequence[Engine], version: int) -> str:
-        config = self.config
-        transport = make_transport(config.sync.weight_sync, Path(config.output.run_dir))
-        try:
-            return push_weights(self._buckets(), engines, transport, version)
-        finally:
-            transport.end()
-
-    def _buckets(self) -> Iterator[WeightBucket]:
-        config, asked = self.config, self.config.engine.rollout_weight_format
-        parts = in_buckets(self._tensors(), bucket_bytes(config))
-        return rounded(parts, format_of_push(self.contract, asked))
-
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the checkpoint's tensors as a trainer sends them: parameters are cast, buffers not."""
-        model = self.config.model
-        dtype = getattr(torch, self.contract.dtype)
-        empty = empty_causal_lm(self.hf_config, model.trust_remote_code)
-        buffers = {name for name, _ in empty.named_buffers()}
-        for name, tensor in CheckpointReader(model.hf_checkpoint).tensors():
-            yield name, tensor if name in buffers else tensor.to(dtype)
-
-
 def evaluate(config: TrainConfig, inputs: Inputs, rollouts_done: int) -> Report:
     """Sample and score every evaluation set as after `rollouts_done` rollouts; return the report."""
-    contract, engines = inputs.ladder.contract, config.engine
+    contract, engines = inputs.contract, config.engine
     tp_size, host = tensor_parallel_size(config.sglang_args), engines.rollout_host
     place = partial(placement_of_servers, engines, tp_size, host, contract)
     metrics: dict[str, float] = {}
@@ -99,3 +60,41 @@ def evaluate(config: TrainConfig, inputs: Inputs, rollouts_done: int) -> Report:
         "weights": weights,
         "versions": versions(),
     }
+
+
+class PublishedEngines(EnginePair):
+    """Servers without a trainer, which get a checkpoint's weights in the same push as from a trainer."""
+
+    def start(self) -> None:
+        self._launch()
+        self.rollout.connect({})
+
+    def use(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
+        """Do nothing: without rollouts the contract never changes."""
+
+    def push_weights(self, version: int) -> None:
+        self.weight_version = version
+        self.push_again()
+
+    def push_again(self) -> None:
+        sync, directory = self.config.sync.weight_sync, Path(self.config.output.run_dir)
+        for attempt in self._until_none_dies("pushing the checkpoint's weights"):
+            with attempt, self._memory_for_weights(), ExitStack() as on_exit:
+                transport = make_transport(sync, directory)
+                on_exit.callback(transport.end)
+                given = self._buckets(), self.rollout.clients, transport, self.weight_version
+                self.weight_digest = push_weights(*given)
+
+    def _buckets(self) -> Iterator[WeightBucket]:
+        config, asked = self.config, self.config.engine.rollout_weight_format
+        parts = in_buckets(self._tensors(), bucket_bytes(config))
+        return rounded(parts, format_of_push(self.contract, asked))
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the checkpoint's tensors as a trainer sends them: parameters are cast, buffers not."""
+        model = self.config.model
+        dtype = getattr(torch, self.contract.dtype)
+        empty = empty_causal_lm(self.hf_config, model.trust_remote_code)
+        buffers = {name for name, _ in empty.named_buffers()}
+        for name, tensor in CheckpointReader(model.hf_checkpoint).tensors():
+            yield name, tensor if name in buffers else tensor.to(dtype)

@@ -1,4 +1,4 @@
-"""The numerics contract of all engines of a command, from its flags."""
+"""The numerics contract of all engines of a command, with its adapters, from the command's flags."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from onpolicy.config import TrainConfig
-from onpolicy.config.groups.engines import ServerConfig
+from onpolicy.config.groups.engine_flags import ServerConfig
 from onpolicy.config.sglang_flags import context_length, tensor_parallel_size
-from onpolicy.config.tools import ServeConfig
-from onpolicy.contract import NumericsContract
+from onpolicy.config.tool_flags import ServeConfig
+from onpolicy.contract import AdapterShape, NumericsContract
 from onpolicy.errors import ConfigError
+from onpolicy.models.expert_layers import expert_names
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import require_alignable
 from onpolicy.models.llama4 import require_context
-from onpolicy.models.lora.adapters import with_adapters
-from onpolicy.models.operator_shapes import operator_shapes
+from onpolicy.models.lora.adapters import target_names, with_adapters
+from onpolicy.models.lora.peft_adapter import read_peft_adapter
+from onpolicy.models.lora.peft_format import FUSED_NAMES, require_adapter_fits
 from onpolicy.models.rotary_factors import choose_factors, follows_context
+from onpolicy.models.size import operator_shapes
 from onpolicy.models.stored import stored_tensors
 from onpolicy.models.tensor_parallel import require_shardable, row_parallel_linears
 from onpolicy.ops.backends import backend_of, choose_backend
 from onpolicy.ops.backends.base import FP8_BLOCK
-from onpolicy.ops.environment import require_exact, require_ours
 from onpolicy.ops.machine import Machine
-from onpolicy.run.launch.adapters import adapter_of
+from onpolicy.ops.refused_environment import require_exact, require_ours
 from onpolicy.weights.rounding import is_rounded
 
 logger = logging.getLogger(__name__)
@@ -37,10 +39,8 @@ logger = logging.getLogger(__name__)
 def contract_for(
     config: TrainConfig | ServeConfig, hf_config: PretrainedConfig, *, aligned: bool
 ) -> NumericsContract:
-    """Return the contract of a model on this machine, with aligned or stock operators.
-
-    Raises ConfigError if the model, the machine or the environment cannot keep it.
-    """
+    """Return the contract of a model on this machine, with aligned or stock operators. Raises
+    ConfigError if the model, the machine or the environment cannot keep it."""
     require_ours(os.environ)
     model, blocks = config.model, config.plan.row_parallel_blocks
     facts = ModelFacts(hf_config, model.trust_remote_code)
@@ -77,6 +77,26 @@ def contract_for(
         context=_deciding(context, hf_config),
         adapter=adapter,
     )
+
+
+def adapter_of(config: TrainConfig, facts: ModelFacts) -> AdapterShape | None:
+    """Return the shape of the adapters that a run trains, or None if all weights are trained.
+    Raises ConfigError for linears that the model does not have, or that cannot be adapted."""
+    if not config.lora.lora_rank:
+        return None
+    rank, asked = config.lora.lora_rank, config.lora.lora_target_modules
+    targets = target_names(facts.model, asked)
+    alike = FUSED_NAMES.intersection(targets)
+    experts = expert_names(facts.model)
+    if alike and experts and not experts.intersection(targets):
+        raise ConfigError(
+            f"--lora-target-modules={asked}: PEFT takes {', '.join(sorted(alike))} of a mixture for its "
+            "experts, so it could not read the adapter. Name the experts too, or none of these."
+        )
+    if given := config.lora.lora_adapter:
+        adapter = read_peft_adapter(given, "--lora-adapter")
+        require_adapter_fits(adapter, facts.model, config.model.hf_checkpoint, "--lora-adapter")
+    return AdapterShape(rank=rank, scale=config.lora.scale, targets=targets)
 
 
 def rollout_format(config: TrainConfig | ServeConfig) -> str:

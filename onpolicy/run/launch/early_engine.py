@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
+from onpolicy.cluster.placement import placement_here
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract, OperatorShapes
 from onpolicy.errors import ConfigError
 from onpolicy.rollout.early_server import begun
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.server import environment_of
-from onpolicy.run.launch.host_shares import placement_here
-from onpolicy.system.memory import num_gpus
+from onpolicy.system.free_memory import num_gpus
 
 
 def engine_begun(config: TrainConfig) -> AbstractContextManager[None]:
     """Start the process of a run's only engine on this host's cores, so that it imports SGLang
-    meanwhile.
-
-    Do nothing for any other run.
-    """
+    meanwhile. Do nothing for any other run."""
     engine = config.engine
     if engine.rollout_server_url or config.cluster.ray_address or engine.num_started != 1:
         return nullcontext()

@@ -11,15 +11,14 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from onpolicy.cluster.engine_host import make_server
-from onpolicy.cluster.engine_places import Places, RequireRoom
-from onpolicy.cluster.placement import Placement
+from onpolicy.cluster.engine_host import Places, RequireRoom, make_server
+from onpolicy.cluster.placement import Placement, placement_here, share_of_cores
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import EngineConfig, ServerConfig
-from onpolicy.config.groups.agents import has_agent
+from onpolicy.config.groups.agent_flags import has_agent
 from onpolicy.config.secrets import reveal
 from onpolicy.config.sglang_flags import max_total_tokens, tensor_parallel_size
-from onpolicy.config.tools import ServeConfig
+from onpolicy.config.tool_flags import ServeConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
 from onpolicy.models.size import ModelSize, token_bytes
@@ -28,8 +27,7 @@ from onpolicy.ops.machine import Machine
 from onpolicy.rollout.base import RolloutGroup
 from onpolicy.rollout.engine_args import CACHE_MARGIN, MAX_CONCURRENCY, EngineSpec
 from onpolicy.rollout.sglang import SglangGroup
-from onpolicy.run.launch.host_shares import placement_here, share_of_cores
-from onpolicy.run.launch.memory_model import RunMemory
+from onpolicy.run.launch.memory import RunMemory
 
 CACHE_BYTES = 2 << 30
 """The size of a CPU engine's KV cache, in bytes, unless --sglang-max-total-tokens is given."""
@@ -71,17 +69,16 @@ def rollout_spec(
     contract: NumericsContract,
     longest_sequence: int = 0,
 ) -> EngineSpec:
-    """Return the spec of the rollout's servers, before they are placed.
-
-    The cache holds at least a sequence of `longest_sequence` tokens, or of the model's context if that
-    is 0. Raises ConfigError if GPUs are to be shared and there are none, or if SGLang lacks a package.
-    """
+    """Return the spec of the rollout's servers, before they are placed. The cache holds at least a
+    sequence of `longest_sequence` tokens, or of the model's context if that is 0. Raises
+    ConfigError if GPUs are to be shared and there are none, or if SGLang lacks a package."""
     engine = config.engine
     requests = engine.rollout_max_concurrency
     spec = replace(
         _spec(config, engine, hf_config, contract, longest_sequence, requests),
         weight_format="" if contract.is_aligned else engine.rollout_weight_format,
         returns_routed_experts=replays_routing(config, contract),
+        digests_rows=config.parity.parity_check == "full" and contract.is_aligned,
         serves_text=has_agent(config.agent),  # a stop string needs a tokenizer
     )
     if not engine.colocate:
@@ -100,10 +97,8 @@ def rollout_spec(
 def serve_spec(
     config: ServeConfig, hf_config: PretrainedConfig, contract: NumericsContract
 ) -> EngineSpec:
-    """Return the spec of the server of `onpolicy serve`.
-
-    Raises ConfigError if SGLang lacks a package, or if clients would get the key of runs.
-    """
+    """Return the spec of the server of `onpolicy serve`. Raises ConfigError if SGLang lacks a
+    package, or if clients would get the key of runs."""
     spec = _spec(config, config.server, hf_config, contract)
     given = reveal("--client-api-key", config.client_api_key)
     if given and given == spec.api_key:
@@ -115,6 +110,7 @@ def serve_spec(
         spec,
         client_api_key="" if spec.admin_api_key else given or secrets.token_hex(24),
         serves_text=config.serves_text,
+        digests_rows=config.row_digests,
     )
 
 
@@ -164,11 +160,9 @@ def _cache_tokens(
 def cache_tokens(
     hf_config: PretrainedConfig, contract: NumericsContract, one: int, requests: int
 ) -> int:
-    """Return the number of tokens in the KV cache of a CPU engine.
-
-    It holds as many of `requests` sequences of `one` tokens each as fit CACHE_BYTES, and at least one.
-    There is room for one more than `requests`, since SGLang keeps some free when it admits a request.
-    """
+    """Return the number of tokens in the KV cache of a CPU engine. It holds as many of `requests`
+    sequences of `one` tokens each as fit CACHE_BYTES, and at least one. There is room for one more
+    than `requests`, since SGLang keeps some free when it admits a request."""
     fitting = CACHE_BYTES // token_bytes(hf_config, contract)
     return max(one, min((requests + 1) * one, fitting))
 

@@ -1,50 +1,71 @@
-"""The inputs of a run, checked before anything is started."""
+"""The inputs of a run, checked before anything is started.
+
+Among them are the prompts of the run and of its evaluation sets (`PromptReader`), and the rollouter
+that the run's flags select (`make_rollouter`).
+"""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from onpolicy.agents.environments.launch import environment_rows
+from onpolicy.agents.agent_workers import AgentFunction, WorkerRollouter, num_workers
+from onpolicy.agents.environments.environment_choice import environment_function, environment_rows
+from onpolicy.agents.function import FLAG, FunctionRollouter, load_agent
+from onpolicy.agents.gateway import gateway_start
+from onpolicy.agents.gateway.gateway_server import Gateway
+from onpolicy.agents.gateway.session_rollouter import AgentRollouter, acts_by, in_thread
 from onpolicy.config import TrainConfig
-from onpolicy.config.groups import DataConfig
-from onpolicy.config.groups.agents import has_agent, is_of_verifiers
+from onpolicy.config.groups import DataConfig, EvalSet, RolloutConfig
+from onpolicy.config.groups.agent_flags import (
+    AgentConfig,
+    has_agent,
+    is_of_verifiers,
+    template_options,
+)
+from onpolicy.config.groups.reward_flags import RULES, is_function, weights_of
 from onpolicy.config.secrets import control_key, reveal
+from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.size import ModelSize
 from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.outputs.directory import check_sinks
-from onpolicy.outputs.rollout_journal import RolloutJournal
+from onpolicy.outputs.recorded_order import RolloutJournal
 from onpolicy.rewards.scorer import Scorer
-from onpolicy.rollout.engine_args import CONTEXT_MARGIN
-from onpolicy.rollout.flag_check import FlagCheck
+from onpolicy.rollout.engine_args import CONTEXT_MARGIN, FlagCheck
+from onpolicy.rollout.generated_prompts import is_procedural
 from onpolicy.rollout.prompt_order import PromptSource, joined
-from onpolicy.rollout.prompts import make_prompts
+from onpolicy.rollout.prompts import Read, load_prompts, make_prompts
+from onpolicy.rollout.rollouter import Rollouter, SingleTurn
 from onpolicy.rollout.server import require_addresses
 from onpolicy.run.ladder import Ladder
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import rollout_spec
 from onpolicy.run.launch.input_checks import (
     check_layout,
+    read_replayed,
     require_context,
     require_experts,
     require_full_batch,
+    require_transport,
     require_weights,
 )
-from onpolicy.run.launch.memory_checks import require_run_fits
-from onpolicy.run.launch.prompt_inputs import EvalPrompts, PromptReader
-from onpolicy.run.launch.push_checks import require_transport
-from onpolicy.run.launch.replay_checks import read_replayed
-from onpolicy.run.launch.rollouters import make_rollouter
+from onpolicy.run.launch.memory import require_run_fits
 from onpolicy.run.launch.stop_tokens import stop_tokens_of
 from onpolicy.run.launch.teacher_checks import require_teachers
 from onpolicy.run.saving import digest_sets
+from onpolicy.system.files import read_text
 from onpolicy.token_weights import require_terms
-from onpolicy.train.correction import Corrections
 from onpolicy.train.loss import LossSettings
+from onpolicy.train.rollout_correction import Corrections
+from onpolicy.types import Prompt, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +76,7 @@ class Inputs:
 
     hf_config: PretrainedConfig
 
-    ladder: Ladder
-    """The contract and corrections of each rung, for the start and for moves of the governor."""
-
+    contract: NumericsContract
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSource
 
@@ -67,7 +86,8 @@ class Inputs:
     stop_token_ids: tuple[int, ...]
 
     replayed: RolloutJournal | None = None
-    """The journal that --replay repeats."""
+    ladder: Ladder | None = None
+    """The contract and corrections of each rung; None without a governor."""
 
     @property
     def evaluations(self) -> dict[str, str]:
@@ -79,6 +99,17 @@ class Inputs:
         """Return the limit on a sequence's tokens, given and sampled ones together."""
         room: int = self.hf_config.max_position_embeddings - CONTEXT_MARGIN
         return config.agent.rollout_max_context_len or room
+
+    def params(self, rollout: RolloutConfig, max_new_tokens: int) -> SamplingParams:
+        """Return the sampling parameters of a rollout's responses, of up to `max_new_tokens` tokens."""
+        return SamplingParams(
+            temperature=rollout.rollout_temperature,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=self.stop_token_ids,
+            top_p=rollout.rollout_top_p,
+            top_k=rollout.rollout_top_k,
+            min_p=rollout.rollout_min_p,
+        )
 
     def longest_sequence(self, config: TrainConfig) -> int:
         """Return the tokens of the longest sequence that the run may request from an engine."""
@@ -93,7 +124,8 @@ class Inputs:
 
 
 def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
-    """Read and check the checkpoint and all data. Raises ConfigError for any error in them."""
+    """Read and check the checkpoint and all data; a run of no rollouts has evaluation sets alone, and
+    no trainer. Raises ConfigError for any error in them."""
     check_layout(config)
     make_rollouter(config)
     check_sinks(config.output)
@@ -113,48 +145,157 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
         vocab_size=hf_config.vocab_size,
         longest=longest_prompt,
     )
-    ladder = make_ladder(config, hf_config)
-    with FlagCheck(rollout_spec(config, hf_config, ladder.contract)) as flags:
-        if is_of_verifiers(config.agent):
-            rows, data = environment_rows(config.agent), DataConfig(apply_chat_template=True)
-            name = f"--environment={config.agent.environment}"
-            vocab_size = hf_config.vocab_size
-            sources = [make_prompts(rows, data, tokenizer, longest_prompt, vocab_size, name)]
-        else:
-            sources = [reader.read(source, "--prompt-data") for source in config.data.prompt_data]
+    contract, ladder = make_contract(config, hf_config)
+    with FlagCheck(rollout_spec(config, hf_config, contract)) as flags:
+        sources = reader.read_sources() if config.takes_steps else []
         prompts, parts = joined(sources, config.data.prompt_data_weights)
-        require_full_batch(config, len(prompts))
-        require_terms(config, scorer.try_out(prompts[0]), config.reward.flag)
+        eval_sets = {name: reader.read_set(each) for name, each in config.eval_sets.items()}
+        if config.takes_steps:
+            require_full_batch(config, len(prompts))
+            require_terms(config, scorer.try_out(prompts[0]), config.reward.flag)
+        else:  # sets with rewards of their own were tried as they were read
+            firsts = (each.prompts[0] for each in eval_sets.values())
+            for first in [x for x in firsts if not (x.rule or x.rewards)][:1]:
+                scorer.try_out(first)
         inputs = Inputs(
             hf_config=hf_config,
+            contract=contract,
             ladder=ladder,
             tokenizer=tokenizer,
             prompts=PromptSource(prompts, config.seed, config.data.shuffle, parts),
-            eval_sets={name: reader.read_set(each) for name, each in config.eval_sets.items()},
+            eval_sets=eval_sets,
             stop_token_ids=stop_tokens_of(config, hf_config, tokenizer),
             replayed=read_replayed(config, prompts),
         )
         require_weights(config, hf_config)
-        spec = rollout_spec(config, hf_config, ladder.contract, inputs.longest_sequence(config))
-        size = ModelSize.of(hf_config, trust, ladder.contract.adapter)
-        require_run_fits(config, hf_config, spec, size)
-        require_transport(config, ladder.contract)
+        spec = rollout_spec(config, hf_config, contract, inputs.longest_sequence(config))
+        size = ModelSize.of(hf_config, trust, contract.adapter)
+        require_run_fits(
+            config, hf_config, spec, size, config.cluster.num_ranks * config.takes_steps
+        )
+        require_transport(config, contract)
         flags.require_passed()
     return inputs
 
 
-def make_ladder(config: TrainConfig, hf_config: PretrainedConfig) -> Ladder:
-    """Return the contracts that the run may move between, with their corrections.
-
-    Raises ConfigError for a contract that cannot be kept, and for invalid corrections.
-    """
+def make_contract(
+    config: TrainConfig, hf_config: PretrainedConfig
+) -> tuple[NumericsContract, Ladder | None]:
+    """Return the contract at the start, and what a governor may move between. Raises ConfigError
+    for a contract that cannot be kept, and for invalid corrections."""
     require_experts(config, hf_config)
     try:
         LossSettings.of(config)
         Corrections(config)
+        if not config.plan.is_governed:
+            return contract_for(config, hf_config, aligned=config.plan.starts_aligned), None
         aligned = contract_for(config, hf_config, aligned=True) if config.plan.may_align else None
-        return Ladder(config, contract_for(config, hf_config, aligned=False), aligned)
+        ladder = Ladder(config, contract_for(config, hf_config, aligned=False), aligned)
+        return ladder.contract, ladder
     except ConfigError:
         raise
     except ValueError as error:  # of fallback_correction, which knows no flags
         raise ConfigError(f"corrections: {error}") from error
+
+
+class EvalPrompts(NamedTuple):
+    """An evaluation set with its prompts."""
+
+    settings: EvalSet
+    prompts: list[Prompt]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptReader:
+    """A reader of prompts. Raises ConfigError for one that could not be sampled or scored."""
+
+    config: TrainConfig
+    scorer: Scorer
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int
+
+    longest: int
+    """The most tokens of a prompt."""
+
+    def read_sources(self) -> list[list[Prompt]]:
+        """Return the training prompts of each --prompt-data, or of an environment of verifiers."""
+        agent = self.config.agent
+        if not is_of_verifiers(agent):
+            return [self.read(source, "--prompt-data") for source in self.config.data.prompt_data]
+        rows, data = environment_rows(agent), DataConfig(apply_chat_template=True)
+        given = self.longest, self.vocab_size, f"--environment={agent.environment}"
+        return [make_prompts(rows, data, self.tokenizer, *given)]
+
+    def read(
+        self, file: str, flag: str, data: DataConfig | None = None, each: EvalSet | None = None
+    ) -> list[Prompt]:
+        """Return the prompts of a file. each: its evaluation set, which may name its own rewards."""
+        given = self.longest, self.vocab_size, flag, self.config.seed
+        sources = each.sources if each is not None and each.sources else self.scorer.sources
+        prompts = load_prompts(
+            file,
+            data or self.config.data,
+            self.tokenizer,
+            *given,
+            read=self._read_of_a_row(sources),
+        )
+        if each is not None and each.sources:
+            rewards = weights_of(each.rewards)
+            prompts = [replace(x, rule=each.rm_type, rewards=rewards) for x in prompts]
+        self.scorer.check_labels(prompts, f"{flag}={file}")
+        return prompts
+
+    def _read_of_a_row(self, sources: Collection[str]) -> Read:
+        """Return the fields of a row that these rewards, and the run's agent, read beside its prompt."""
+        label = any(name in RULES for name in sources)
+        if "judge" in sources:
+            file = self.config.reward.judge_prompt
+            label |= "{label}" in read_text(Path(file), f"--judge-prompt={file}")
+        fields = "remote_rm" in sources or any(map(is_function, sources))
+        run = self.config
+        return Read(
+            label=label,
+            fields=fields or has_agent(run.agent) or bool(run.distillation.teacher_key),
+        )
+
+    def read_set(self, each: EvalSet) -> EvalPrompts:
+        """Return an evaluation set with its prompts."""
+        # Problems are seeded by a flag's name, so that they do not depend on where the set is given.
+        flag = "--eval-prompt-data" if is_procedural(each.path) else each.flag
+        data = replace(self.config.data, input_key=each.input_key, label_key=each.label_key)
+        prompts = self.read(each.path, flag, data, each)
+        if each.sources:
+            self.scorer.try_out(prompts[0])
+        return EvalPrompts(settings=each, prompts=prompts)
+
+
+def make_rollouter(config: TrainConfig) -> Rollouter:
+    """Return the rollouter of a run. Raises ConfigError for a function that cannot be used."""
+    if path := config.agent.custom_generate_function_path:
+        return _calling(AgentFunction(path=path, flag=FLAG), config.agent)
+    if path := config.agent.custom_agent_function_path:
+        gateway_start.require_parsers(config.agent)
+        return AgentRollouter(partial(_gateway, config), in_thread(gateway_start.load_agent(path)))
+    if config.agent.environment:
+        gateway_start.require_parsers(config.agent)
+        acting = _calling(environment_function(config.agent), config.agent)
+        if is_of_verifiers(config.agent):
+            return acts_by(acting, partial(_gateway, config))
+        return acting
+    return SingleTurn()
+
+
+def _calling(own: AgentFunction, config: AgentConfig) -> Rollouter:
+    """Return a rollouter that calls a function in workers, or, without any, in the run's process."""
+    function = load_agent(own.path, own.flag, own.arguments)
+    if workers := num_workers(config):
+        return WorkerRollouter(own, workers, config.agent_hang_limit)
+    return FunctionRollouter(function)
+
+
+def _gateway(config: TrainConfig) -> Gateway:
+    path, trust = config.model.hf_checkpoint, config.model.trust_remote_code
+    tokenizer = load_tokenizer(path, trust)
+    stops = stop_tokens_of(config, load_config(path, trust), tokenizer)
+    options = template_options(config.data.chat_template_kwargs)
+    return gateway_start.make_gateway(config.agent, tokenizer, stops, options)

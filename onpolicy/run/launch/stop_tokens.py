@@ -12,10 +12,10 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from onpolicy.chat.turn_ends import TurnEnds, turn_ends
 from onpolicy.config import TrainConfig
-from onpolicy.config.groups.agents import has_gateway
+from onpolicy.config.groups.agent_flags import has_gateway
 from onpolicy.errors import ConfigError
 from onpolicy.models.tokenizer import load_tokenizer
-from onpolicy.system.reading import read_json_object
+from onpolicy.system.files import read_json_object
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,6 @@ def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     of_chats: bool = True,
-    at_turn_ends: bool = True,
 ) -> tuple[int, ...]:
     """Return the tokens that end a response, sorted.
 
@@ -42,9 +41,7 @@ def stop_token_ids(
     path: the checkpoint, whose tokenizer is read unless `tokenizer` is given.
     extra: the user's own tokens.
     of_chats: whether prompts go through the chat template.
-    at_turn_ends: whether a token known only from the tokenizer or its template ends a response.
-    Raises ConfigError for a token that the model does not have.
-    """
+    Raises ConfigError for a token that the model does not have."""
     name, file = f"--hf-checkpoint={path}", Path(path) / "generation_config.json"
     own = _require_tokens("--rollout-stop-token-ids", extra, hf_config)
     ids = _require_tokens(f"{name}: config.json: eos_token_id", hf_config.eos_token_id, hf_config)
@@ -55,13 +52,14 @@ def stop_token_ids(
         tokenizer = load_tokenizer(path)
     if tokenizer is not None:
         more = _ends_of_tokenizer(tokenizer, name, hf_config, of_chats)
-        ends_there = "responses end there too" if at_turn_ends else "no response ends there"
         for how, tokens in more.items():
             if unlisted := tokens - ids - own:
-                _say_unlisted(
-                    name, f"{_shown(tokenizer, unlisted)}, with which {how}: {ends_there}"
+                _warn(
+                    f"{name}: eos_token_id of config.json and generation_config.json does not list "
+                    f"{_shown(tokenizer, unlisted)}, with which {how}: responses end there too. List it "
+                    "in generation_config.json, so that other tools know it."
                 )
-        ids |= set().union(*more.values()) if at_turn_ends else set()
+        ids |= set().union(*more.values())
     if not ids | own:
         _warn(
             f"{name}: no token ends a response, so each goes on to its longest length. Put the model's "
@@ -74,16 +72,9 @@ def stop_tokens_of(
     config: TrainConfig, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, ...]:
     """Return the tokens that end a response of a run, whose prompts are chats or text."""
-    path, of_chats = config.model.hf_checkpoint, _asks_in_chats(config)
-    own = config.rollout.rollout_stop_token_ids
-    ids = stop_token_ids(
-        path,
-        hf_config,
-        own,
-        tokenizer,
-        of_chats=of_chats,
-        at_turn_ends=config.rollout.rollout_stop_at_turn_ends,
-    )
+    path, own = config.model.hf_checkpoint, config.rollout.rollout_stop_token_ids
+    of_chats = config.data.apply_chat_template or has_gateway(config.agent)
+    ids = stop_token_ids(path, hf_config, own, tokenizer, of_chats=of_chats)
     ends = turn_ends(tokenizer) or TurnEnds()
     if not of_chats and (left := {*ends.token_ids} - {*ids}):
         logger.info(
@@ -92,10 +83,6 @@ def stop_tokens_of(
             *(path, _shown(tokenizer, left), " ".join(map(str, sorted(left)))),
         )
     return ids
-
-
-def _asks_in_chats(config: TrainConfig) -> bool:
-    return config.data.apply_chat_template or has_gateway(config.agent)
 
 
 def _ends_of_tokenizer(
@@ -120,14 +107,6 @@ def _ends_of_tokenizer(
 
 def _shown(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> str:
     return ", ".join(f"{tokenizer.convert_ids_to_tokens(x)} ({x})" for x in sorted(tokens))
-
-
-def _say_unlisted(name: str, what: str) -> None:
-    _warn(
-        f"{name}: eos_token_id of config.json and generation_config.json does not list {what}. List it "
-        "in generation_config.json, so that other tools know it (--rollout-stop-at-turn-ends says what "
-        "a run does)."
-    )
 
 
 @cache

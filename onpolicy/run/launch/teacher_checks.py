@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from onpolicy.agents.environments.launch import environment_rows
+from onpolicy.agents.environments.environment_choice import environment_rows
 from onpolicy.config import TrainConfig
-from onpolicy.config.groups.agents import is_of_verifiers
+from onpolicy.config.groups.agent_flags import is_of_verifiers
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.size import ModelSize
@@ -25,11 +25,8 @@ FLAG = "--teacher-checkpoint"
 
 
 def require_teachers(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError if a teacher cannot score the policy's tokens, or if a prompt's row names no
-    teacher.
-
-    tokenizer: the policy's.
-    """
+    """Raise ConfigError if a teacher cannot score the policy's tokens, or if a prompt's row names
+    no teacher. tokenizer: the policy's."""
     for path in config.distillation.teachers.values():
         _require_teacher(path, config, tokenizer)
     require_teacher_servers(config, tokenizer)
@@ -98,8 +95,7 @@ def _rows(config: TrainConfig) -> Iterator[Row]:
 
 
 def teacher_bytes(config: TrainConfig) -> int:
-    """Return the bytes that a rank holds of all teachers: its shard of the weights, gathered layers, and
-    the loss's copies of their outputs."""
+    """Return a rank's bytes for all teachers: weights, gathered layers, and the loss's copies."""
     trust = config.model.trust_remote_code
     paths = config.distillation.teachers.values()
     sizes = [ModelSize.of(load_config(path, trust, FLAG), trust) for path in paths]
@@ -117,11 +113,8 @@ def _weight_bytes(config: TrainConfig, size: ModelSize, itemsize: int) -> int:
 
 
 def _loss_bytes(config: TrainConfig, sizes: Sequence[ModelSize], itemsize: int) -> int:
-    """Return the bytes that --opd-loss keeps: for each token of a rank's responses, and the teachers'
-    heads.
-
-    Logits and log-probabilities of a chunk take as much as the policy's.
-    """
+    """Return the bytes that --opd-loss keeps: for each token of a rank's responses, and the
+    teachers' heads. Logits and log-probabilities of a chunk take as much as the policy's."""
     flags = config.distillation
     if flags.opd_loss == "sampled" or not flags.names:
         return 0

@@ -17,11 +17,16 @@ Directories with any other name are ignored. Nothing is loaded before the digest
 checked.
 """
 
-from onpolicy.run.saving.best import better
-from onpolicy.run.saving.checkpoint import Best, Checkpoint, RunState, digest_prompts, digest_sets
+from onpolicy.run.saving.checkpoint import (
+    Best,
+    Checkpoint,
+    RunState,
+    better,
+    digest_prompts,
+    digest_sets,
+)
 from onpolicy.run.saving.resume import find, take_over
-from onpolicy.run.saving.room import require_room
-from onpolicy.run.saving.write import save
+from onpolicy.run.saving.write import require_room, save
 
 __all__ = [
     "Best", "Checkpoint", "RunState", "better", "digest_prompts", "digest_sets", "find",

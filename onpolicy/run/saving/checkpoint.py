@@ -1,69 +1,48 @@
-"""A checkpoint on disk: its name, its record, and the check that it is complete."""
+"""A checkpoint on disk: its name, its record, and the check that it is complete.
+
+The record holds a digest of every file, so `read` notices files that are not as they were written. A
+link names the best checkpoint by an evaluation (`better`).
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Any
 
 import xxhash
-from annotated_types import Ge
-from pydantic import TypeAdapter
-from typing_extensions import TypedDict
 
+from onpolicy.config.groups import OutputConfig
 from onpolicy.config.settings import DECIDE_NO_RESULT
-from onpolicy.config.sft import AnyRun
-from onpolicy.errors import CheckpointError
+from onpolicy.config.sft_flags import AnyRun
+from onpolicy.errors import CheckpointError, ConfigError
 from onpolicy.outputs.directory import versions
 from onpolicy.outputs.totals import RunTotals
-from onpolicy.run.saving import digests
-from onpolicy.system.records import checked
+from onpolicy.system import files
+from onpolicy.system.files import read_json_object
+from onpolicy.system.records import Count, Shape
 from onpolicy.system.user_functions import source_of
 from onpolicy.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+Digests = dict[str, str]
+"""The type of digests: `<bytes> <xxh3_128>` by path inside the directory."""
 
 STATE = "state.json"
 SHOWN = 10
 """The number of damaged files that an error lists before it counts the others."""
 
+LINK = "best"
+"""The name of the link to the best checkpoint, beside the checkpoints."""
+
 _NAME = re.compile("step_([0-9]+)")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Best:
-    """The best evaluation so far of saved weights; the first of equal ones."""
-
-    rollouts_done: int
-    value: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunState:
-    """The state of a run, besides its trainer."""
-
-    rollouts_done: int
-    run_hash: str
-    totals: RunTotals
-
-    governor: dict[str, Any]
-    """The result of `Ladder.state_dict`."""
-
-    learning_rate: dict[str, Any]
-    """The result of `LearningRate.state_dict`."""
-
-    prompts: str
-    """The result of `digest_prompts` for the training prompts; the position is `rollouts_done`."""
-
-    evaluations: Mapping[str, str] | None = None
-    """The result of `digest_sets` for the evaluation sets; None from a version that did not store it."""
-
-    weights: str | None = None
-    """The digest of the last push; None if there was none."""
-
-    best: Best | None = None
-    """The best by --save-best-metric; None without the flag, or before the first one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,38 +59,51 @@ class Checkpoint:
     """The result of `made_with` in that run."""
 
 
-class _Totals(TypedDict):
-    first_reward: float
-    last_reward: float
-    num_compared_tokens: int
-    num_mismatched_tokens: int
-    num_unscored: NotRequired[int]
-    num_repeats: NotRequired[int]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """The state of a run, besides its trainer."""
+
+    rollouts_done: Count
+    run_hash: str
+    totals: RunTotals
+
+    governor: dict[str, Any]
+    """The result of `Ladder.state_dict`; empty without a governor."""
+
+    learning_rate: dict[str, Any]
+    """The result of `LearningRate.state_dict`."""
+
+    prompts: str
+    """The result of `digest_prompts` for the training prompts; the position is `rollouts_done`."""
+
+    evaluations: Mapping[str, str]
+    """The result of `digest_sets` for the evaluation sets."""
+
+    weights: str | None = None
+    """The digest of the last push; None if there was none."""
+
+    best: Best | None = None
+    """The best by --save-best-metric; None without the flag, or before the first one."""
 
 
-class _Best(TypedDict):
-    rollouts_done: Annotated[int, Ge(0)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The best evaluation so far of saved weights; the first of equal ones."""
+
+    rollouts_done: Count
     value: float
 
 
-class _Record(TypedDict):
-    """The fields of `state.json`, without its digest."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Record(RunState):
+    """The content of `state.json`, without its digest."""
 
-    rollouts_done: Annotated[int, Ge(0)]
-    run_hash: str
-    totals: _Totals
-    governor: dict[str, Any]
-    learning_rate: dict[str, Any]
-    prompts: str
-    evaluations: NotRequired[dict[str, str]]
-    weights: NotRequired[str]
-    best: NotRequired[_Best]
     config: dict[str, Any]
     made_with: dict[str, Any]
-    files: digests.Digests
+    files: Digests
 
 
-_SHAPE = TypeAdapter(_Record)
+_SHAPE = Shape(_Record)
 
 
 def made_with(config: AnyRun) -> dict[str, Any]:
@@ -167,52 +159,37 @@ def checkpoints(root: Path) -> dict[int, Path]:
     return dict(sorted(numbered.items()))
 
 
-def make_record(directory: Path, state: RunState, **about: Mapping[str, Any]) -> str:
+def make_record(
+    directory: Path, state: RunState, config: dict[str, Any], made_with: dict[str, Any]
+) -> str:
     """Return the content of `state.json` for the files in the directory."""
-    known = {name: value for name, value in asdict(state).items() if value is not None}
-    record = {**known, **about, "files": digests.take(directory)}
+    known = {field.name: getattr(state, field.name) for field in fields(state)}
+    found = take(directory)
+    record = _SHAPE.values(_Record(**known, config=config, made_with=made_with, files=found))
     return json.dumps({**record, "digest": _digest(record)}, indent=2)
 
 
 def read(directory: Path) -> Checkpoint:
-    """Check every byte of a checkpoint, and read its record.
-
-    Raises a CheckpointError that lists damaged, missing and unexpected files.
-    """
+    """Check every byte of a checkpoint, and read its record. Raises CheckpointError."""
     read_record = _read_record(directory / STATE)
     try:
-        record = checked(_SHAPE, read_record)
+        record = _SHAPE.take(read_record)
     except ValueError as error:
         raise CheckpointError(
             f"{STATE}: {error}; another version wrote it, which can resume it"
         ) from error
     try:
-        problems = digests.compare(directory, record["files"], but=[STATE])
+        problems = compare(directory, record.files, but=[STATE])
     except (OSError, ValueError, IndexError) as error:
         raise CheckpointError(f"cannot be read ({error})") from error
     if problems:
         more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise CheckpointError("; ".join(problems[:SHOWN]) + more)
-    return _checkpoint(directory, record)
-
-
-def _checkpoint(directory: Path, record: _Record) -> Checkpoint:
-    state = RunState(
-        rollouts_done=record["rollouts_done"],
-        run_hash=record["run_hash"],
-        totals=RunTotals(**record["totals"]),
-        governor=record["governor"],
-        learning_rate=record["learning_rate"],
-        prompts=record["prompts"],
-        evaluations=record.get("evaluations"),
-        weights=record.get("weights"),
-        best=Best(**best) if (best := record.get("best")) else None,
-    )
-    if number_of(directory) not in (None, state.rollouts_done):
-        raise CheckpointError(f"{STATE}: is that of {name_of(state.rollouts_done)}")
-    return Checkpoint(
-        directory=directory, state=state, config=record["config"], made_with=record["made_with"]
-    )
+    if number_of(directory) not in (None, record.rollouts_done):
+        raise CheckpointError(f"{STATE}: is that of {name_of(record.rollouts_done)}")
+    state = RunState(**{field.name: getattr(record, field.name) for field in fields(RunState)})
+    given = {"config": record.config, "made_with": record.made_with}
+    return Checkpoint(directory=directory, state=state, **given)
 
 
 def _read_record(file: Path) -> dict[str, Any]:
@@ -239,3 +216,137 @@ def _read_record(file: Path) -> dict[str, Any]:
 def _digest(record: Mapping[str, Any]) -> str:
     """Return the digest of a record as its JSON is read back."""
     return xxhash.xxh3_128_hexdigest(json.dumps(record, sort_keys=True).encode())
+
+
+def better(
+    output: OutputConfig, best: Best | None, rollouts_done: int, metrics: Mapping[str, float]
+) -> Best | None:
+    """Return the best evaluation, given the `metrics` after `rollouts_done` rollouts; weights that
+    were not saved are never the best. A new best is logged, and the link is moved to it
+    atomically."""
+    metric, saved = output.save_best_metric, Path(output.save) / name_of(rollouts_done)
+    if not metric or not saved.is_dir():
+        return best
+    if (value := metrics.get(metric)) is None:
+        if any(name.rpartition("/")[0] == metric.rpartition("/")[0] for name in metrics):
+            logger.warning("--save-best-metric=%s: step %d has none", metric, rollouts_done)
+        return best
+    if best is not None and value <= best.value:
+        return best
+    link, new = saved.with_name(LINK), saved.with_name(f".partial_{LINK}")
+    new.unlink(missing_ok=True)
+    new.symlink_to(saved.name)
+    new.replace(link)
+    files.sync(link.parent)
+    logger.info("%s %.4g is the best so far: %s", metric, value, saved)
+    return Best(rollouts_done=rollouts_done, value=value)
+
+
+def take(directory: Path, but: Iterable[str] = ()) -> Digests:
+    """Return the digests of all files but those named; 3.8 GB/s from memory on one core of an AMD
+    EPYC. xxh3 is no cryptographic hash: it guards against damage, not against an attacker."""
+    names = sorted(_files(directory) - set(but))
+    with ThreadPoolExecutor() as pool:
+        return dict(
+            zip(names, pool.map(lambda name: _digest_of_file(directory / name), names), strict=True)
+        )
+
+
+def compare(directory: Path, recorded: Mapping[str, str], but: Iterable[str] = ()) -> list[str]:
+    """Return the differences between files and their recorded digests, in words."""
+    found = _files(directory) - set(but)
+    problems = [f"{name}: missing" for name in sorted(recorded.keys() - found)]
+    problems += [f"{name}: not of the checkpoint" for name in sorted(found - recorded.keys())]
+    return problems + _changed(
+        directory, {name: recorded[name] for name in found & recorded.keys()}
+    )
+
+
+def _changed(directory: Path, recorded: Mapping[str, str]) -> list[str]:
+    """Return the files that changed, in words. Sizes are compared first, since they cost nothing."""
+    problems = []
+    for name, digest in sorted(recorded.items()):
+        size, written = (directory / name).stat().st_size, int(digest.split()[0])
+        if size != written:
+            problems.append(f"{name}: {size} bytes, {written} were written")
+    if problems:
+        return problems
+    now = take(directory, but=_files(directory) - recorded.keys())
+    return [
+        f"{name}: not the bytes that were written" for name in now if now[name] != recorded[name]
+    ]
+
+
+def _files(directory: Path) -> set[str]:
+    found = (path for path in directory.rglob("*") if not path.is_dir())
+    return {path.relative_to(directory).as_posix() for path in found}
+
+
+def _digest_of_file(file: Path) -> str:
+    with file.open("rb") as content:
+        digest = hashlib.file_digest(content, xxhash.xxh3_128)
+    return f"{file.stat().st_size} {digest.hexdigest()}"
+
+
+OTHERWISE_IN_SFT = ("eval_prompt_data", "label_key")
+"""The flags of `onpolicy sft` that name answers to learn, where `onpolicy train` means prompts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """A Hugging Face checkpoint, which any program can read."""
+
+    hf_checkpoint: Path
+    rollouts_done: int = 0
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The flags of the run that wrote it, by name; empty if no run of ours did."""
+
+
+def find_published(path: str) -> Published:
+    """Return the checkpoint at `path`: a Hugging Face checkpoint, one of ours, or the latest one in
+    a directory of checkpoints or of a run. Every byte of one of ours is checked. Raises ConfigError
+    if there is none, or if it is damaged."""
+    given = Path(path)
+    directory = given.parent if given.name == "hf" and (given.parent / STATE).exists() else given
+    if not (directory / STATE).exists():
+        directory = _latest(directory) or directory
+    if not (directory / STATE).exists():
+        if not (given / "config.json").is_file():
+            raise ConfigError(
+                f"CHECKPOINT={path}: holds neither a Hugging Face checkpoint nor one of a run. Give a "
+                "directory of either, or one that --save named."
+            )
+        return Published(hf_checkpoint=given)
+    try:
+        found = read(directory)
+    except CheckpointError as error:
+        raise ConfigError(
+            f"CHECKPOINT={path}: {directory}: {error}. Give another checkpoint."
+        ) from error
+    config = found.config
+    if "save_hf" in config:
+        config = {name: x for name, x in config.items() if name not in OTHERWISE_IN_SFT}
+    return Published(
+        hf_checkpoint=directory / "hf",
+        rollouts_done=found.state.rollouts_done,
+        config=config,
+    )
+
+
+def _latest(directory: Path) -> Path | None:
+    """Return the latest checkpoint in a directory, or of the run whose directory it is. Raises
+    ConfigError for a run that saved none."""
+    if there := checkpoints(directory):
+        return there[max(there)]
+    file = directory / "config.json"
+    if not (directory / "contract.json").is_file() or not file.is_file():
+        return None
+    save = read_json_object(file, f"CHECKPOINT={directory}: config.json").get("save")
+    there = checkpoints(Path(save)) if isinstance(save, str) and save else {}
+    if not there:
+        raise ConfigError(
+            f"CHECKPOINT={directory}: the run saved no checkpoint (--save={save or ''!r}). Give "
+            "`onpolicy train` --save DIR and --save-interval N."
+        )
+    return there[max(there)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from onpolicy.config import settings
 from onpolicy.config.groups import OutputConfig
-from onpolicy.config.sft import AnyRun
+from onpolicy.config.sft_flags import AnyRun
 from onpolicy.errors import CheckpointError, ConfigError
 from onpolicy.outputs.directory import versions
 from onpolicy.run.engines import EnginePair
@@ -31,11 +31,9 @@ def find(
     config: AnyRun, prompts: Sequence[Prompt], evaluations: Mapping[str, str]
 ) -> Checkpoint | None:
     """Return the checkpoint that --load names, every byte checked; None for a run from scratch.
-
-    evaluations: `digest_sets` of the evaluation sets. Raises ConfigError if there is no checkpoint, if
-    it is damaged, if settings differ that may not change, if prompts or evaluation sets differ, or if
-    the run would write among another run's checkpoints.
-    """
+    evaluations: `digest_sets` of the evaluation sets. Raises ConfigError if there is no checkpoint,
+    if it is damaged, if settings differ that may not change, if prompts or evaluation sets differ,
+    or if the run would write among another run's checkpoints."""
     output = config.output
     directory = _asked_for(output)
     found = None if directory is None else _read_whole(directory)
@@ -51,10 +49,8 @@ def find(
 
 
 def take_over(found: Checkpoint, config: AnyRun, engines: EnginePair) -> None:
-    """Load a checkpoint into the trainer, and let the first push check the weights' digest.
-
-    The digest matters for a model with adapters, whose base weights are not in the checkpoint.
-    """
+    """Load a checkpoint into the trainer, and let the first push check the weights' digest. The
+    digest matters for a model with adapters, whose base weights are not in the checkpoint."""
     engines.trainer.load(found.directory)
     # With other versions or settings, names or digests may differ.
     is_alike = versions().items() <= found.made_with.items()
@@ -154,9 +150,6 @@ def _require_same_evaluations(
     found: Checkpoint, config: AnyRun, evaluations: Mapping[str, str]
 ) -> None:
     before = found.state.evaluations
-    if before is None:
-        logger.warning("%s does not say what its evaluation sets held", found.directory)
-        return
     names = sorted({*before, *evaluations})
     others = [name for name in names if before.get(name) != evaluations.get(name)]
     if not others:
@@ -174,8 +167,7 @@ def _require_same_evaluations(
 
 
 def _report_other_surroundings(found: Checkpoint, config: AnyRun) -> None:
-    """Warn if versions, the number of ranks or the user's own functions differ: they are no settings,
-    but may change bits."""
+    """Warn of other versions, ranks or user's functions: no settings, but they may change bits."""
     for name, now in made_with(config).items():
         if now != (before := found.made_with.get(name, now if names_code(name) else None)):
             logger.warning("%s was made with %s=%s, now %s", found.directory, name, before, now)

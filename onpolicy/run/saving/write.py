@@ -1,4 +1,7 @@
-"""The writing of a checkpoint, complete or not at all."""
+"""The writing of a checkpoint, complete or not at all.
+
+`require_room` checks that a checkpoint fits on the disk, before the first step.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from onpolicy.config.sft import AnyRun
+import torch
+from transformers import PretrainedConfig
+
+from onpolicy.config.sft_flags import AnyRun
+from onpolicy.contract import AdapterShape
 from onpolicy.errors import (
     CheckpointError,
     ConfigError,
@@ -17,6 +24,9 @@ from onpolicy.errors import (
     TrainerLostError,
     in_one_line,
 )
+from onpolicy.models.empty import empty_causal_lm
+from onpolicy.models.hf_config import load_config
+from onpolicy.models.lora.adapters import adapter_size
 from onpolicy.outputs.lock import locked
 from onpolicy.run.saving.checkpoint import (
     STATE,
@@ -27,12 +37,14 @@ from onpolicy.run.saving.checkpoint import (
     make_record,
     name_of,
 )
-from onpolicy.run.saving.room import free_bytes
 from onpolicy.system import files
-from onpolicy.system.memory import gib
+from onpolicy.system.free_memory import gib
 from onpolicy.train import Trainer
 
 logger = logging.getLogger(__name__)
+
+MASTER = 3 * 4
+"""The bytes of training state for a parameter: its float32 weight and two moments of AdamW."""
 
 _PARTIAL = ".partial_"
 """The prefix of directories that are being written or deleted."""
@@ -41,28 +53,16 @@ _PROBE_BYTES = 4 << 20
 """The number of bytes written to see whether a disk is full: more than a refused write leaves free."""
 
 
-class HasTrainer(Protocol):
-    """An owner of the trainer, such as a run's engines."""
-
-    trainer: Trainer
-
-    def room(self) -> AbstractContextManager[None]:
-        """Let the trainer use the memory that it shares with others, within the context."""
-
-
 def save(
     config: AnyRun,
     engines: HasTrainer,
     state: RunState,
     write_rollouts: Callable[[Path], None] = lambda directory: None,
 ) -> None:
-    """Write a checkpoint, then delete those too old to keep.
-
-    `write_rollouts` writes the samples that were not trained on yet.
-
-    Raises CheckpointError, and leaves earlier checkpoints as they are. After the loss of a rank or a
-    host its own error is raised instead, since a run may continue without it.
-    """
+    """Write a checkpoint, then delete those too old to keep. `write_rollouts` writes the samples
+    that were not trained on yet. Raises CheckpointError, and leaves earlier checkpoints as they
+    are. After the loss of a rank or a host its own error is raised instead, since a run may
+    continue without it."""
     root = Path(config.output.save)
     final = root / name_of(state.rollouts_done)
     partial = root / f"{_PARTIAL}{final.name}"
@@ -81,6 +81,15 @@ def save(
             raise
         raise _not_written(root, final.name, cause) from error
     _delete_old(root, config.output.keep_checkpoints, state.best)
+
+
+class HasTrainer(Protocol):
+    """An owner of the trainer, such as a run's engines."""
+
+    trainer: Trainer
+
+    def room(self) -> AbstractContextManager[None]:
+        """Let the trainer use the memory that it shares with others, within the context."""
 
 
 def _cause(partial: Path, error: Exception) -> str:
@@ -146,3 +155,45 @@ def _delete_old(root: Path, keep: int, best: Best | None) -> None:
             shutil.rmtree(doomed)
         except OSError as error:
             logger.warning("%s could not be deleted (%s)", old, error)
+
+
+def require_room(
+    config: AnyRun, hf_config: PretrainedConfig, adapter: AdapterShape | None = None
+) -> None:
+    """Raise ConfigError, with the sum, if a checkpoint (of adapters alone, if any) does not fit."""
+    trust = config.model.trust_remote_code
+    parameters = _saved_parameters(hf_config, trust, adapter)
+    if critic := config.critic_checkpoint:
+        parameters += _saved_parameters(load_config(critic, trust, "--critic-load"), trust)
+    computed = getattr(torch, config.model.dtype).itemsize
+    # Megatron saves the weights in compute dtype, too.
+    trained = MASTER + computed * (config.trainer.train_backend == "megatron")
+    needed = parameters * (trained + computed)
+    free = free_bytes(Path(config.output.save))
+    if needed > free:
+        raise ConfigError(
+            f"--save={config.output.save}: a checkpoint takes {parameters:,} parameters"
+            f"{_whose(adapter is not None, bool(critic))} x ({trained} bytes of training state + "
+            f"{computed} of exported weights) = {gib(needed)} GiB, and {gib(free)} GiB are free there. "
+            "Make room, or choose another directory."
+        )
+
+
+def _saved_parameters(
+    hf_config: PretrainedConfig, trust_remote_code: bool, adapter: AdapterShape | None = None
+) -> int:
+    """Return the number of a model's parameters that a checkpoint holds."""
+    model = empty_causal_lm(hf_config, trust_remote_code)
+    return adapter_size(model, adapter) if adapter else sum(x.numel() for x in model.parameters())
+
+
+def _whose(has_adapter: bool, has_critic: bool) -> str:
+    """Return the owners of the parameters, in words; "" if they are all of one model."""
+    policy = "adapters" if has_adapter else "policy" * has_critic
+    return f" of {policy}{' and critic' * has_critic}" if policy else ""
+
+
+def free_bytes(directory: Path) -> int:
+    """Return the bytes that an ordinary user may still write at a directory, present or planned."""
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    return shutil.disk_usage(there).free

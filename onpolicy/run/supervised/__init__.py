@@ -1,5 +1,2 @@
-"""The command `onpolicy sft`.
-
-Rows become trajectories whose answers are learnt (`answers`), everything is checked before anything
-starts (`inputs`), and a trainer without engines takes the optimizer steps (`run`).
-"""
+"""The command `onpolicy sft`: rows become trajectories whose answers are learnt (`answers`), and a
+trainer without engines takes the optimizer steps (`supervised_run`)."""

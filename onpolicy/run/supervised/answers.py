@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerBase
 from onpolicy.chat.messages import Message, read_chat
 from onpolicy.chat.template import ChatTemplate, make_template, text_ids
 from onpolicy.config.groups import template_options
-from onpolicy.config.sft import AnswersConfig
+from onpolicy.config.sft_flags import AnswersConfig
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.rollout.data_files import read_rows
 from onpolicy.rollout.prompts import field_of, tools_of
 from onpolicy.trajectory import Trajectory
-from onpolicy.types import Prompt, Sample, TrainSample
+from onpolicy.types import Prompt, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +28,8 @@ class Example:
     """The tokens before the first answer; `text` is the whole row's text, `label` all answers."""
 
     trajectories: list[Trajectory]
-    """The row's trajectories: usually one.
-
-    For a chat whose template rewrites the past (`chat/template.py`) there is one for each past, as the
-    policy would sample it. Every answer is learnt in the first trajectory that has it.
-    """
+    """The row's trajectories, usually one: if the chat template rewrites the past, one for each past, as
+    the policy would sample it. Every answer is learnt in the first that has it."""
 
     @property
     def num_tokens(self) -> int:
@@ -48,11 +45,8 @@ def load_examples(
     max_tokens: int,
     flag: str,
 ) -> list[Example]:
-    """Return all rows of a file, in order; `flag` is for messages.
-
-    Raises ConfigError, with its place, for the first row that cannot be used or is longer than
-    `max_tokens`.
-    """
+    """Return all rows of a file, in order; `flag` is for messages. Raises ConfigError, with its
+    place, for the first row that cannot be used or is longer than `max_tokens`."""
     reader = _Reader(config, tokenizer, stop_token_ids)
     examples: list[Example] = []
     for where, row in read_rows(Path(path), f"{flag}={path}"):
@@ -68,11 +62,13 @@ def load_examples(
     return examples
 
 
-def samples_of(examples: Iterable[Example]) -> list[TrainSample]:
+def samples_of(examples: Iterable[Example]) -> list[Sample]:
     """Return the training samples of these rows; each row is an episode."""
     return [
-        TrainSample(
-            sample=Sample(prompt=example.prompt, sample_index=0, trajectory=trajectory),
+        Sample(
+            prompt=example.prompt,
+            sample_index=0,
+            trajectory=trajectory,
             group=number,
             episode=number,
         )
@@ -105,7 +101,7 @@ class _Reader:
         try:
             if self._config.apply_chat_template:
                 messages = self._messages(content, row, where)
-                tools = tools_of(row, self._config.tool_key, where)
+                tools = tools_of(row, where)
                 trajectories = [*conversation(self._template, messages, tools)]
             else:
                 trajectories = [self._text(content, self._label(row, where), where)]
@@ -172,9 +168,7 @@ def conversation(
     template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
 ) -> Iterator[Trajectory]:
     """Yield a chat as the policy would sample it, with all answers of the assistant to be learnt.
-
-    Raises ValueError for messages that the template does not take.
-    """
+    Raises ValueError for messages that the template does not take."""
     numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     now = Trajectory.begin(template.encode(template.opening(messages[: numbers[0]], tools)))
     answered = numbers[0]

@@ -23,9 +23,8 @@ from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.lora.adapters import FactorValues, is_adapters
-from onpolicy.models.policy import PolicyModel, empty_policy
+from onpolicy.models.policy import PolicyModel, ValueHead, ValueModel, empty_policy
 from onpolicy.models.stored import stored_tensors
-from onpolicy.models.value_head import ValueHead, ValueModel
 from onpolicy.models.weight_files import VALUE_HEAD, CheckpointReader, matched_model
 from onpolicy.ops import Operators
 from onpolicy.train import distributed

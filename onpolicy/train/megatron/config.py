@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
 from onpolicy.contract import AdapterShape, NumericsContract
-from onpolicy.models.experts import expert_blocks, routers_of
+from onpolicy.models.expert_layers import expert_blocks, routers_of
 from onpolicy.models.facts import ModelFacts
 from onpolicy.ops.base import Operators
 from onpolicy.train.megatron.family import (
@@ -26,7 +26,7 @@ from onpolicy.train.megatron.family import (
     is_sparse,
     num_experts,
 )
-from onpolicy.train.megatron.layout import MegatronLayout
+from onpolicy.train.megatron.rank_layout import MegatronLayout
 
 
 @dataclass

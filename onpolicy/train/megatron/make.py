@@ -18,12 +18,12 @@ from onpolicy.config.groups import MegatronConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, ContractError
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.operator_shapes import head_dim
+from onpolicy.models.size import head_dim
 from onpolicy.ops.backends import backend_of
 from onpolicy.ops.backends.base import FP8_BLOCK
 from onpolicy.train import distributed
 from onpolicy.train.engine import recomputes_activations
-from onpolicy.train.megatron.layout import MegatronLayout
+from onpolicy.train.megatron.rank_layout import MegatronLayout
 
 if TYPE_CHECKING:
     from onpolicy.train.engine import TrainingEngine
@@ -83,7 +83,7 @@ def megatron_engine(config: TrainConfig, contract: NumericsContract) -> Training
         megatron_on_cpu.activate()
     from megatron.core import parallel_state
 
-    from onpolicy.train.megatron.sharded_model import MegatronModel
+    from onpolicy.train.megatron.megatron_model import MegatronModel
 
     if not parallel_state.model_parallel_is_initialized():
         initialize(layout)
@@ -99,7 +99,7 @@ def _layout(config: TrainConfig, hf_config: PretrainedConfig) -> MegatronLayout:
         context_parallel_size=flags.megatron_cp,
         expert_model_parallel_size=flags.megatron_ep,
         sequence_parallel=flags.megatron_sequence_parallel,
-        moe_token_dispatcher_type=flags.megatron_moe_dispatcher,
+        moe_token_dispatcher_type="alltoall",
         recompute_activations=recomputes_activations(config.trainer, hf_config),
     )
 

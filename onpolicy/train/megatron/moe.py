@@ -1,7 +1,8 @@
 """A layer of experts instead of Megatron's, which applies routing weights before the last linear; and
 the dispatch of tokens to the ranks of their experts.
 
-`onpolicy/ops/experts.py` computes it, as in the rollout; Megatron places experts and sums gradients.
+`onpolicy/ops/mixture_of_experts.py` computes it, as in the rollout; Megatron places experts and
+sums gradients.
 """
 
 from __future__ import annotations
@@ -25,16 +26,15 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from onpolicy.models.by_operators import ByOperators, Choice
-from onpolicy.models.lora.modules import ExpertLowRank
+from onpolicy.models.expert_layers import ByOperators, Choice, RoutingReplay
+from onpolicy.models.lora.adapters import ExpertLowRank
 from onpolicy.models.rounded_inputs import InputRounding
-from onpolicy.models.routing_replay import RoutingReplay
-from onpolicy.ops.experts import ExpertFactors, expert_outputs, gated_halves, mix_outputs
+from onpolicy.ops.mixture_of_experts import ExpertFactors, expert_outputs, gated_halves, mix_outputs
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
-from onpolicy.train.megatron.batch import LocalTokens
 from onpolicy.train.megatron.collectives import exchange_rows, gather_rows, own_rows, sum_rows
 from onpolicy.train.megatron.config import AlignedConfig
 from onpolicy.train.megatron.family import shared_expert_size
+from onpolicy.train.megatron.megatron_batch import LocalTokens
 from onpolicy.train.megatron.modules import AlignedMLP, WholeLinear, WholeMLP, row_parallel
 
 Compute = Callable[[Tensor, Tensor], Tensor]

@@ -16,11 +16,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor, nn
 
-from onpolicy.models.policy import PackedTokens
-from onpolicy.models.value_head import Values
+from onpolicy.models.policy import PackedTokens, Values
 from onpolicy.ops.log_probs import Scores
 from onpolicy.train.megatron.config import AlignedConfig
-from onpolicy.train.megatron.model import packed_forward
+from onpolicy.train.megatron.gpt_model import packed_forward
 
 T = TypeVar("T")
 
@@ -38,13 +37,17 @@ def config_of(model: nn.Module) -> AlignedConfig:
 
 
 def share_vectors(
-    vectors: Sequence[Tensor], sizes: Sequence[int], device: torch.device
+    vectors: Sequence[Tensor],
+    sizes: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
-    """Return the last stage's float32 vectors of the given sizes, on every stage."""
+    """Return the last stage's vectors of the given sizes, on every stage."""
     if num_stages() == 1:
         return list(vectors)
     is_last = parallel_state.is_pipeline_last_stage()
-    flat = torch.cat(list(vectors)) if is_last else torch.empty(sum(sizes), device=device)
+    room = torch.empty(sum(sizes), device=device, dtype=dtype)
+    flat = torch.cat(list(vectors)) if is_last else room
     dist.broadcast(flat, _last(), group=parallel_state.get_pipeline_model_parallel_group())
     return list(flat.split(list(sizes)))
 
@@ -79,13 +82,17 @@ def score(model: nn.Module, batches: Sequence[PackedTokens]) -> list[Any]:
     if num_stages() == 1:
         return results
     kind: Any = Values if get_attr_wrapped_model(model, "has_values") else Scores
-    vectors = share_vectors(
-        [vector for scores in results for vector in scores],
-        [len(batch.rows) for batch in batches for _ in kind._fields],
-        batches[0].rows.device,
-    )
-    width = len(kind._fields)
-    return [kind._make(vectors[i : i + width]) for i in range(0, len(vectors), width)]
+    sizes, device = [len(batch.rows) for batch in batches], batches[0].rows.device
+    columns = [
+        share_vectors(
+            [getattr(scores, name) for scores in results],
+            sizes,
+            device,
+            torch.int64 if name == "row_digests" else torch.float32,
+        )
+        for name in kind._fields
+    ]
+    return [kind._make(scores) for scores in zip(*columns, strict=True)]
 
 
 def accumulate_gradients(model: nn.Module, batches: Sequence[PackedTokens], loss: Loss) -> None:

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from onpolicy.contract import AdapterShape
 from onpolicy.models.lora.adapters import is_adapters
-from onpolicy.models.operator_shapes import head_dim
+from onpolicy.models.size import head_dim
 from onpolicy.models.weight_files import VALUE_HEAD
 from onpolicy.train.megatron.adapter_map import (
     adapter_parameters,
@@ -32,8 +32,8 @@ from onpolicy.train.megatron.family import (
     num_experts,
     shared_expert_size,
 )
-from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.parts import Block, Part, is_expert
+from onpolicy.train.megatron.rank_layout import MegatronLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,39 +11,20 @@ __all__ = ["Transport", "make_transport", "shares_gpus"]
 
 
 def shares_gpus(config: TrainConfig, device: str) -> bool:
-    """Return whether --weight-sync auto may use CUDA IPC for engines near the trainer.
-
-    `device` is the trainer's. Engines that the run starts see all GPUs of their host.
-    """
+    """Return whether --weight-sync auto may use CUDA IPC for engines near the trainer. `device` is
+    the trainer's. Engines that the run starts see all GPUs of their host."""
     return device == "cuda" and not config.engine.rollout_server_url
 
 
 def make_transport(way: str, directory: Path, *, on_gpus: bool = False) -> Transport:
-    """Create the transport that `--weight-sync` names; `directory` is for its own files.
+    """Create the transport that `--weight-sync` names; `directory` is for its own files. on_gpus:
+    whether auto uses CUDA IPC in the place of shared memory (`shares_gpus`)."""
+    from onpolicy.weights.transports import broadcast, disk, shared_memory
 
-    `on_gpus`: whether auto uses CUDA IPC in the place of shared memory (`shares_gpus`).
-    """
-    if way in ("auto", "tensor"):
-        from onpolicy.weights.transports.by_host import ByHostTransport
-
-        return ByHostTransport(_make_near("ipc" if way == "auto" and on_gpus else "tensor"))
-    if way == "ipc":
-        return _make_near(way)
     if way == "distributed":
-        from onpolicy.weights.transports.distributed import DistributedTransport
-
-        return DistributedTransport()
-    from onpolicy.weights.transports.disk import DiskTransport
-
-    return DiskTransport(directory)
-
-
-def _make_near(way: str) -> Transport:
-    """Create the transport to engines on the trainer's host."""
-    if way == "ipc":
-        from onpolicy.weights.transports.cuda_ipc import CudaIpcTransport
-
-        return CudaIpcTransport()
-    from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
-
-    return SharedMemoryTransport()
+        return broadcast.DistributedTransport()
+    if way == "disk":
+        return disk.DiskTransport(directory)
+    opens_gpus = way == "ipc" or (way == "auto" and on_gpus)
+    near = (shared_memory.CudaIpcTransport if opens_gpus else shared_memory.SharedMemoryTransport)()
+    return near if way == "ipc" else broadcast.ByHostTransport(near)

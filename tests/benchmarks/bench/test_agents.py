@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.bench.agents import Tool, compare, draw_freely, draw_turn_by_turn, play, tool_of
 from onpolicy.config.groups import EngineConfig
-from onpolicy.rollout.episodes import Rollouter
+from onpolicy.rollout.rollouter import Rollouter
 from onpolicy.types import Prompt
 from tests.support.engines_in_memory import Host, make_requests
 

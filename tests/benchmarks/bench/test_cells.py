@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from transformers import Qwen3Config
 
-from benchmarks.bench.cells import CONTEXT_LENS, Cell, cells, decode_work, fit_decode
-from onpolicy.config.tools import BenchConfig
+from benchmarks.bench.cells import CONTEXT_LENS, Cell, cells, fit_decode
+from onpolicy.config.tool_flags import BenchConfig
 
 DECODE = BenchConfig(what="decode", batch_sizes=(1, 4), max_new_tokens=10)
 
@@ -33,10 +33,3 @@ def test_a_batch_is_measured_if_the_cache_holds_every_token_of_it(spare, holds):
     fitting, others = cells(config, 128, needed + spare)
     assert (Cell(4, 32) in fitting) == holds
     assert [other["batch_size"] for other in others] == [4] * (not holds)
-
-
-def test_the_work_counts_every_turn_of_every_server():
-    work = decode_work(DECODE, [Cell(1, 100), Cell(4, 100)], num_measured=2)
-    turns = 2 * (1 + DECODE.repetitions)
-    assert work.scored == turns * 500 and work.decode_steps == turns * 2 * 10
-    assert work.sampled == turns * 50 and work.trained == 0

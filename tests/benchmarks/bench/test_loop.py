@@ -5,7 +5,7 @@ import pytest
 from benchmarks.bench.input_checks import check_inputs
 from benchmarks.bench.loop import started_run
 from onpolicy.config import groups
-from onpolicy.config.tools import BenchConfig
+from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
 

@@ -1,17 +1,14 @@
-"""What a benchmark does: lengths fit the model, and that is said; work is that of all repetitions."""
+"""What a benchmark does: lengths fit the model, and that is said."""
 
-import dataclasses
 import logging
 
 import pytest
 
-from benchmarks.bench.work import bench_work, fit_bench
+from benchmarks.bench.work import fit_bench
 from onpolicy.cli.parse import parse
-from onpolicy.config.groups import EngineCountConfig
-from onpolicy.config.tools import BenchConfig
+from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.models.hf_config import load_config
 from onpolicy.rollout.engine_args import CONTEXT_MARGIN
-from onpolicy.run.launch.duration import Work
 
 
 @pytest.fixture
@@ -59,33 +56,3 @@ def test_those_of_a_benchmark_fit_any_context(fitted, context):
 )
 def test_what_was_asked_for_stays_even_if_it_is_the_default(fitted, argv, expected):
     assert fitted(128, *argv) == expected
-
-
-def bench(**values):
-    return BenchConfig(repetitions=4, num_prompts=6, prompt_len=10, max_new_tokens=20, **values)
-
-
-def test_a_benchmark_of_rollouts_samples_every_prompt_once_a_repetition():
-    work = bench_work(bench(what="rollout"), 2, at_once=3)
-    assert work == Work(scored=600, trained=0, decode_steps=2 * 5 * 2 * 20, sampled=1200)
-
-
-def test_servers_share_what_is_sampled():
-    engines = EngineCountConfig(rollout_num_engines=2)
-    assert bench_work(bench(what="rollout", engines=engines), 2, at_once=6).sampled == 600
-
-
-def test_a_benchmark_of_steps_trains_on_every_size():
-    work = bench_work(bench(what="step", num_tokens=(100, 300)), 2, at_once=6)
-    assert work == Work(scored=0, trained=2 * 5 * 400, decode_steps=0, sampled=0)
-
-
-def test_a_benchmark_of_loops_trains_on_all_samples_and_scores_them_again_on_stock_operators():
-    config = bench(what="loop", n_samples_per_prompt=2)
-    work = bench_work(config, 2, at_once=12)
-    samples = 12
-    assert work.trained == 2 * 5 * samples * 30
-    assert work.sampled == 2 * 5 * samples * 20
-    assert work.scored == 2 * 5 * 6 * 10 + 5 * samples * 30
-    aligned_alone = bench_work(dataclasses.replace(config, longest_response=40), 2, at_once=12)
-    assert aligned_alone.scored == 2 * 5 * 6 * 10

@@ -6,16 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallback_correction.tokens import alone
-from onpolicy.algorithm.aggregation import token_shares
+from onpolicy.algorithm.objectives import token_shares
 from tests.support.token_batches import batches, by_log_ratios, on_ranks, spread_batches
 
 BATCH = by_log_ratios([[1, 2, 3], [4], [5]], [[1, 0, 1], [1], [0]])
 AGGREGATIONS = {
-    "token-mean": None,
-    "seq-mean-token-mean": None,
-    "seq-mean-token-sum": None,
+    "token-mean": None, "seq-mean-token-mean": None, "seq-mean-token-sum": None,
     "seq-mean-token-sum-norm": 7.0,
-}
+}  # fmt: skip
 
 
 def shares_of(batch, aggregation, *gather):
@@ -43,11 +41,9 @@ def test_shares_sum_to_what_they_must(batch):
     tokens, sequences = batch.counts.sum().item(), (batch.counts > 0).sum().item()
     per_sequence = tokens / max(sequences, 1)
     expected = {
-        "token-mean": 1.0 if tokens else 0.0,
-        "seq-mean-token-mean": 1.0 if tokens else 0.0,
-        "seq-mean-token-sum": per_sequence,
-        "seq-mean-token-sum-norm": per_sequence / 7,
-    }
+        "token-mean": 1.0 if tokens else 0.0, "seq-mean-token-mean": 1.0 if tokens else 0.0,
+        "seq-mean-token-sum": per_sequence, "seq-mean-token-sum-norm": per_sequence / 7,
+    }  # fmt: skip
     for aggregation, total in expected.items():
         shares = shares_of(batch, aggregation)
         assert shares.double().sum().item() == pytest.approx(total)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onpolicy.algorithm.advantages import whitening
-from onpolicy.algorithm.critic import generalized_advantages, value_loss
+from onpolicy.algorithm.estimators import generalized_advantages, value_loss, whitening
 
 PEERS = json.loads((Path(__file__).parents[2] / "data" / "gae.json").read_text())
 

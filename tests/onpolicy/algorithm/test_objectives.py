@@ -5,13 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fallback_correction.config import CorrectionConfig
-from fallback_correction.correction import correct
 from fallback_correction.tokens import TokenBatch
-from onpolicy.algorithm.aggregation import token_shares
-from onpolicy.algorithm.objectives import ObjectiveConfig, opsm_mask, token_loss
-from onpolicy.algorithm.registry import OBJECTIVES
-from tests.support.token_batches import batches, by_log_ratios, select, spread_batches
+from onpolicy.algorithm.catalogue import OBJECTIVES
+from onpolicy.algorithm.objectives import ObjectiveConfig, token_loss
+from tests.support.token_batches import by_log_ratios, spread_batches
 
 KINDS = list(OBJECTIVES)
 HIGHER = {"eps_clip": 0.2, "eps_clip_high": 0.3}
@@ -35,16 +32,11 @@ def objective(log_ratios, advantages, lengths=None, mask=None, old=0.0, **config
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "clipped"),
     [
-        (1.0, 2.0, -2.0, False),
-        (1.25, 1.0, -1.25, False),
-        (1.5, 1.0, -1.3, True),
-        (0.5, 1.0, -0.5, False),
-        (0.5, -1.0, 0.8, True),
-        (0.9, -1.0, 0.9, False),
-        (1.5, -1.0, 1.5, False),
-        (1.5, 0.0, 0.0, False),
+        (1.0, 2.0, -2.0, False), (1.25, 1.0, -1.25, False), (1.5, 1.0, -1.3, True),
+        (0.5, 1.0, -0.5, False), (0.5, -1.0, 0.8, True), (0.9, -1.0, 0.9, False),
+        (1.5, -1.0, 1.5, False), (1.5, 0.0, 0.0, False),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("kind", ["ppo", "gspo"])
 def test_the_clipped_objective_exactly(kind, ratio, advantage, loss, clipped):
     got, gradient, was_clipped = objective([math.log(ratio)], [advantage], kind=kind, **HIGHER)
@@ -188,61 +180,19 @@ def test_the_loss_of_a_token_does_not_depend_on_other_sequences(case, kind):
         assert torch.equal(losses(part), whole[index])
 
 
-def test_three_policies_the_loss_is_weights_times_ppo():
-    # Current, proximal (the trainer's, recomputed) and behaviour (the rollout's) log-probabilities.
-    current = torch.tensor([-1.0, -0.5, -2.0, -1.0], requires_grad=True)
-    proximal = torch.tensor([-1.1, -1.0, -1.9, -1.0])
-    behaviour = torch.tensor([-1.3, -0.8, -3.9, -9.0])
-    advantages = torch.tensor([1.0, 1.0, -0.5, -0.5])
-    mask = torch.tensor([1, 1, 1, 0])
-    batch = TokenBatch.packed(proximal, behaviour, [2, 2], mask)
-    correction = correct(batch, CorrectionConfig(level="token", upper=2.0))
-    loss = token_loss(current, proximal, advantages, batch, ObjectiveConfig()).loss
-    total = (loss * correction.weights * token_shares(batch, "token-mean")).sum()
-    total.backward()
-
-    weights = [math.exp(0.2), math.exp(-0.2), 2.0]  # the third is e^2, truncated
-    ratios = [math.exp(0.1), math.exp(0.5), math.exp(-0.1)]  # the second is clipped at 1.2
-    hand = -weights[0] * ratios[0] - weights[1] * 1.2 + weights[2] * ratios[2] * 0.5
-    assert total.item() == pytest.approx(hand / 3)
-    gradient = [-weights[0] * ratios[0] / 3, 0, weights[2] * ratios[2] * 0.5 / 3, 0]
-    assert current.grad.tolist() == pytest.approx(gradient)
+def icepop(log_probs, old_log_probs, advantages, batch):
+    """IcePop (arXiv 2510.18855): tokens whose ratio is outside of [0.5, 2] have no loss."""
+    ratio = (log_probs - old_log_probs).exp()
+    return torch.where((ratio > 0.5) & (ratio < 2), -ratio * advantages, 0)
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_a_rejected_nonfinite_token_leaves_loss_and_gradient_finite(value):
-    proximal = torch.tensor([-1.0, value])
-    current = proximal.clone().requires_grad_()
-    batch = TokenBatch.packed(proximal, torch.tensor([-1.0, -1.0]), [2])
-    correction = correct(batch, CorrectionConfig(level="token", nonfinite="reject"))
-    left = TokenBatch.packed(proximal, batch.rollout_log_probs, [2], correction.mask)
-    loss = token_loss(current, proximal, torch.ones(2), left, ObjectiveConfig()).loss
-    (loss * correction.weights * token_shares(left, "token-mean")).sum().backward()
-    assert current.grad.tolist() == [-1, 0]
+def test_an_own_objective_has_its_loss_and_gradient_where_tokens_count():
+    log_ratios, advantages = [0.1, 3.0, math.nan], [1.0, 1.0, 1.0]
+    loss, gradient, clipped = objective(log_ratios, advantages, [3], [1, 1, 0], custom=icepop)
+    assert loss.tolist() == gradient.tolist() == [pytest.approx(-math.exp(0.1)), 0, 0]
+    assert not clipped.any()
 
 
-def test_opsm_drops_sequences_of_negative_advantage_that_have_drifted():
-    # The mean of log pi_old - log pi is 0.5, and 2.5 at a masked token, in both sequences.
-    old = torch.tensor([0.25, 0.75, 2.5, 0.25, 0.75, 2.5])
-    new = torch.zeros(6)
-    batch = TokenBatch.packed(new, old, [3, 3], torch.tensor([1, 1, 0, 1, 1, 0]))
-    advantages = torch.tensor([-1.0] * 3 + [1.0] * 3)
-    dropped = [False, False, False, True, True, False]
-    assert opsm_mask(new, old, advantages, batch, 0.4).tolist() == dropped
-    assert torch.equal(opsm_mask(new, old, advantages, batch, 0.5), batch.mask)  # at delta: kept
-    assert torch.equal(opsm_mask(old, new, advantages, batch, 0.4), batch.mask)
-    assert torch.equal(opsm_mask(new, old, advantages * 0, batch, 0.4), batch.mask)
-
-
-@given(batches())
-def test_opsm_does_not_depend_on_other_sequences_nor_on_masked_tokens(batch):
-    def kept(part, junk):
-        new = torch.where(part.mask, part.train_log_probs, junk)
-        advantages = torch.full_like(new, -1.0)
-        return opsm_mask(new, part.rollout_log_probs, advantages, part, 0.1)
-
-    whole = kept(batch, 0.0)
-    assert not (whole & ~batch.mask).any()
-    for i in range(len(batch.lengths)):
-        part, index = select(batch, [i])
-        assert torch.equal(kept(part, math.nan), whole[index])
+def test_an_own_objective_that_is_no_loss_of_tokens_is_refused():
+    with pytest.raises(ValueError, match=r"--custom-loss-path: shape=\(\) is the loss of 2 tokens"):
+        objective([0.1, 0.2], [1.0, 1.0], custom=lambda *given: icepop(*given).sum())

@@ -86,10 +86,8 @@ def test_a_rendering_may_take_as_many_steps_more_as_it_has_messages_and_each_its
 
 def chats():
     call = {
-        "id": "call00001",
-        "type": "function",
-        "function": {"name": "add", "arguments": {"a": 3}},
-    }
+        "id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"a": 3}},
+    }  # fmt: skip
     yield [USER], None
     yield [USER, {"role": "assistant", "content": "7"}, USER], None
     yield [USER, {"role": "assistant", "content": "", "tool_calls": [call]}], [TOOL]

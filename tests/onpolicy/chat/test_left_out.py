@@ -2,7 +2,7 @@
 
 import pytest
 
-from onpolicy.chat.left_out import left_out
+from onpolicy.chat.rendering import left_out
 from tests.support.chat_tokenizers import TEMPLATES, byte_tokenizer
 
 FOUR_ROLES = (
@@ -51,11 +51,9 @@ def test_of_a_message_without_words_nothing_is_left_out(content):
 
 
 CHANGED = {
-    "trimmed": "{{ m.content | trim }}",
-    "in capitals": "{{ m.content | upper }}",
-    "in small letters": "{{ m.content | lower }}",
-    "as JSON": "{{ m.content | tojson }}",
-}
+    "trimmed": "{{ m.content | trim }}", "in capitals": "{{ m.content | upper }}",
+    "in small letters": "{{ m.content | lower }}", "as JSON": "{{ m.content | tojson }}",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("written", CHANGED.values(), ids=CHANGED)

@@ -7,10 +7,10 @@ import pytest
 from onpolicy.cli import eval as command
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig
-from onpolicy.config.evaluate import EvaluateConfig
 from onpolicy.config.rules import require_ranges, require_sense
+from onpolicy.config.tool_flags import EvaluateConfig
 from onpolicy.errors import ConfigError
-from onpolicy.run.saving.published import find_published
+from onpolicy.run.saving.checkpoint import find_published
 
 RUN = [
     "--hf-checkpoint", "origin", "--prompt-data", "p.jsonl", "--custom-rm-path", "mine.score",
@@ -42,7 +42,7 @@ def evaluated(record, *argv):
 def test_what_decides_an_evaluation_is_taken_from_the_run_and_nothing_else():
     run, own = parse(TrainConfig, RUN, "x"), evaluated(recorded())
     for name in (
-        "n_samples_per_eval_prompt", "eval_temperature", "eval_top_p", "eval_prompt_data",
+        "n_samples_per_eval_prompt", "eval_temperature", "eval_prompt_data",
     ):  # fmt: skip
         assert getattr(own.eval, name) == getattr(run.eval, name), name
     assert own.reward == run.reward and own.seed == 7 and own.sglang_args == run.sglang_args

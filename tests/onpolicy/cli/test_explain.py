@@ -4,7 +4,7 @@ import pytest
 
 from onpolicy.cli.parse import parse
 from onpolicy.config import validate
-from onpolicy.config.explain import ExplainConfig
+from onpolicy.config.tool_flags import ExplainConfig
 
 TWO_RANKS = ("--actor-num-ranks-per-node", "2")
 

@@ -5,9 +5,8 @@ from onpolicy.cli.gone_flags import GONE
 from onpolicy.cli.main import COMMANDS, main
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig
-from onpolicy.config.explain import ExplainConfig
 from onpolicy.config.flags import flag_types, spelled
-from onpolicy.config.tools import BenchConfig, ServeConfig, VerifyConfig
+from onpolicy.config.tool_flags import BenchConfig, ExplainConfig, ServeConfig, VerifyConfig
 from onpolicy.errors import ConfigError
 
 

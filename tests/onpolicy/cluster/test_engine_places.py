@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from onpolicy.cluster.engine_places import Places
-from onpolicy.cluster.hosts import Host
-from onpolicy.cluster.placement import place
+from onpolicy.cluster.engine_host import Places
+from onpolicy.cluster.placement import Host, place
 from onpolicy.config.groups import ClusterConfig, EngineConfig
 from onpolicy.errors import ConfigError, EngineError, HostLostError
 from onpolicy.rollout.engine_args import EngineSpec
@@ -40,10 +39,8 @@ def where(spec):
 def test_an_engine_is_what_its_slot_makes_of_it():
     places, _ = places_of(2, 3)
     assert [*map(where, places.specs(SPEC))] == [
-        (0, "id-b", "10.0.0.1", 4),
-        (1, "", "10.0.0.0", 8),
-        (2, "id-b", "10.0.0.1", 4),
-    ]
+        (0, "id-b", "10.0.0.1", 4), (1, "", "10.0.0.0", 8), (2, "id-b", "10.0.0.1", 4),
+    ]  # fmt: skip
     places, _ = places_of(1, 2, cpu_threads=3)
     assert [*map(where, places.specs(SPEC))] == [(i, "", "127.0.0.1", 3) for i in range(2)]
     on_gpus = Places(place(ClusterConfig(), EngineConfig(), 1, "cuda", hosts(2)))

@@ -8,7 +8,7 @@ import threading
 import psutil
 import pytest
 
-from onpolicy.cluster import head_watch
+from onpolicy.cluster import ray_session
 from tests.support.forked_processes import forked_processes
 from tests.support.raylets import raylets
 
@@ -19,10 +19,8 @@ class Head:
     def __init__(self, port=0):
         self._listener = socket.create_server(("127.0.0.1", port))
         self.port, self.connections, self.came = (
-            self._listener.getsockname()[1],
-            [],
-            threading.Event(),
-        )
+            self._listener.getsockname()[1], [], threading.Event(),
+        )  # fmt: skip
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self):
@@ -48,8 +46,8 @@ class Head:
 @pytest.fixture
 def told(monkeypatch):
     """Begins to watch a head: (errors that were told, event of the first)."""
-    monkeypatch.setattr(head_watch, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(head_watch, "PATIENCE", 0.4)
+    monkeypatch.setattr(ray_session, "_SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr(ray_session, "PATIENCE", 0.4)
     errors, is_told = [], threading.Event()
 
     def on_loss(error):
@@ -63,7 +61,7 @@ def test_a_head_that_ends_is_told_once_with_its_address_and_what_to_do(told):
     errors, is_told, on_loss = told
     head = Head()
     address = f"127.0.0.1:{head.port}"
-    with head_watch.watching(address, on_loss):
+    with ray_session.watching(address, on_loss):
         assert head.came.wait(10)
         head.end()
         assert is_told.wait(10)
@@ -75,7 +73,7 @@ def test_a_head_that_ends_is_told_once_with_its_address_and_what_to_do(told):
 def test_a_head_that_closes_a_silent_connection_is_there_still(told):
     _, is_told, on_loss = told
     head = Head()
-    with head_watch.watching(f"127.0.0.1:{head.port}", on_loss):
+    with ray_session.watching(f"127.0.0.1:{head.port}", on_loss):
         for _ in range(3):
             assert head.came.wait(10)
             head.drop()
@@ -86,9 +84,9 @@ def test_a_head_that_closes_a_silent_connection_is_there_still(told):
 
 def test_a_head_that_is_started_again_in_time_is_there_still(told, monkeypatch):
     errors, _, on_loss = told
-    monkeypatch.setattr(head_watch, "PATIENCE", 60.0)
+    monkeypatch.setattr(ray_session, "PATIENCE", 60.0)
     head = Head()
-    with head_watch.watching(f"127.0.0.1:{head.port}", on_loss):
+    with ray_session.watching(f"127.0.0.1:{head.port}", on_loss):
         assert head.came.wait(10)
         head.end()
         again = Head(head.port)
@@ -100,7 +98,7 @@ def test_a_head_that_is_started_again_in_time_is_there_still(told, monkeypatch):
 def test_after_a_session_nothing_is_told(told):
     errors, is_told, on_loss = told
     head = Head()
-    with head_watch.watching(f"127.0.0.1:{head.port}", on_loss):
+    with ray_session.watching(f"127.0.0.1:{head.port}", on_loss):
         assert head.came.wait(10)
     head.end()
     assert not is_told.wait(0.8) and not errors
@@ -109,7 +107,7 @@ def test_after_a_session_nothing_is_told(told):
 MEMBER = """
 import sys, time
 from onpolicy.compat.process import prepare_process
-from onpolicy.cluster.session import session
+from onpolicy.cluster.ray_session import session
 from onpolicy.config.groups import ClusterConfig
 from onpolicy.system import ending
 

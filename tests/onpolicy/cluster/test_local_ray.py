@@ -113,7 +113,7 @@ from pathlib import Path
 import psutil
 
 from onpolicy.compat.process import prepare_process
-from onpolicy.cluster.session import session
+from onpolicy.cluster.ray_session import session
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import ClusterConfig
 from onpolicy.errors import EngineError

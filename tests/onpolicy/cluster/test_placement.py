@@ -2,8 +2,7 @@
 
 import pytest
 
-from onpolicy.cluster.hosts import Host
-from onpolicy.cluster.placement import place, place_again, place_engines
+from onpolicy.cluster.placement import Host, place, place_again, place_engines
 from onpolicy.config.groups import ClusterConfig, EngineConfig
 from onpolicy.errors import ConfigError
 
@@ -62,12 +61,10 @@ def test_ranks_take_the_first_gpus_and_engines_those_after_them_each_on_one_host
 @pytest.mark.parametrize(
     ("num_hosts", "nodes", "ranks", "engines", "trainer", "expected"),
     [
-        (1, 1, 1, 2, "a", "aa"),
-        (3, 1, 1, 2, "a", "bc"),
-        (3, 2, 1, 2, "ab", "ca"),
+        (1, 1, 1, 2, "a", "aa"), (3, 1, 1, 2, "a", "bc"), (3, 2, 1, 2, "ab", "ca"),
         (3, 1, 2, 4, "aa", "bcbc"),
     ],
-)
+)  # fmt: skip
 def test_on_cpus_an_engine_goes_where_the_fewest_processes_are(
     num_hosts, nodes, ranks, engines, trainer, expected
 ):
@@ -166,13 +163,10 @@ def test_engines_of_a_lost_host_take_gpus_that_are_free_and_the_others_stay(
 @pytest.mark.parametrize(
     ("engines", "left", "before", "after"),
     [
-        (1, "a", "b", "a"),
-        (2, "ac", "bc", "ac"),
-        (4, "ac", "bcab", "ccaa"),
-        (2, "abcd", "bc", "bc"),
-        (1, "acd", "b", "c"),
+        (1, "a", "b", "a"), (2, "ac", "bc", "ac"), (4, "ac", "bcab", "ccaa"),
+        (2, "abcd", "bc", "bc"), (1, "acd", "b", "c"),
     ],
-)
+)  # fmt: skip
 def test_engines_of_a_lost_host_share_the_cores_that_are_left(engines, left, before, after):
     everywhere = hosts(0, 0, 0, 0)
     servers = EngineConfig(rollout_num_engines=engines)

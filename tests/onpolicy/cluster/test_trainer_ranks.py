@@ -13,10 +13,9 @@ import torch
 
 from onpolicy.config.groups import ClusterConfig
 from onpolicy.errors import CheckpointError, ParityError, TrainerLostError
+from onpolicy.explain.microscope import recorded_log_probs, recordings
 from onpolicy.explain.source import count_sites
-from onpolicy.explain.taps.recorder import Recorder
-from onpolicy.explain.taps.recording import Recording
-from onpolicy.explain.trainer import recorded_log_probs, recordings
+from onpolicy.explain.taps.recorder import Recorder, Recording
 from onpolicy.models.hf_config import load_config
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.train import make_trainer
@@ -48,7 +47,7 @@ def parts(checkpoint, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hosts():
-    from onpolicy.cluster.session import session
+    from onpolicy.cluster.ray_session import session
 
     with forked_processes(), session(ClusterConfig()) as hosts:
         yield hosts

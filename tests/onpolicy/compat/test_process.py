@@ -19,7 +19,7 @@ from onpolicy.compat.process import (
 )
 from onpolicy.contract import PORTABLE_KERNELS
 from onpolicy.errors import ConfigError, ContractError
-from onpolicy.ops.checks.probe import require_equal
+from onpolicy.ops.checks.fixed_numbers import require_equal
 
 pytestmark = pytest.mark.long
 
@@ -40,7 +40,7 @@ with contextlib.suppress(SystemExit):
     main(["report", "--help"])
 """,
     "a server": """
-from sglang_patches import serve
+from sglang_patches import server_process as serve
 serve.serve = lambda argv: None
 serve.main([])
 """,
@@ -271,3 +271,23 @@ def test_transformers_models_can_be_imported_without_onpolicy(tmp_path):
         check=True,
     )
     assert done.stdout == "[]\n"
+
+
+IN_A_CYCLE = """
+from onpolicy.compat.process import collect_rarely
+
+class InACycle:
+    def __init__(self):
+        self.own = self
+
+    def __del__(self):
+        print("found")
+
+InACycle()
+"""
+
+
+@pytest.mark.parametrize(("call", "said"), [("", "found\n"), ("collect_rarely()", "")])
+def test_no_garbage_is_looked_for_at_the_end(call, said):
+    command = [sys.executable, "-c", IN_A_CYCLE + call]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == said

@@ -1,21 +1,13 @@
 """What a run is, whichever flags say so."""
 
-import ast
-from pathlib import Path
-
 import pytest
 
-import onpolicy
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig
 
 MODE = ["--true-on-policy-mode"]
 GOVERNOR = ["--mismatch-governor"]
 LAG = ["--rollout-lag", "1"]
-SWITCHES = {
-    "true_on_policy_mode", "parity_policy", "mismatch_governor", "rank_invariant", "use_tis", "use_rs",
-    "rs_veto_threshold", "custom_tis_function_path", "correct_lag", "use_rollout_logprobs",
-}  # fmt: skip
 
 
 def plan(*argv):
@@ -72,7 +64,6 @@ def test_corrections_are_known_by_their_switches(argv, corrections):
         (MODE, "bypasses"), ([], "weighs"), ([*MODE, *GOVERNOR], "weighs"),
         ([*MODE, "--global-batch-size", "128"], "weighs"),
         ([*MODE, "--policy-loss", "reinforce"], "weighs"),
-        ([*MODE, "--force-on-policy-ratio"], "weighs"),
         ([*MODE, "--no-correct-lag"], ""), ([*MODE, "--use-rollout-logprobs"], ""),
         ([*MODE, "--use-tis"], ""),
     ],
@@ -80,33 +71,3 @@ def test_corrections_are_known_by_their_switches(argv, corrections):
 def test_stale_samples_are_bypassed_where_engines_are_aligned_and_one_step_is_taken(argv, what):
     found = plan(*LAG, *argv)
     assert (found.bypasses_lag, found.weighs_lag) == (what == "bypasses", what == "weighs")
-
-
-def test_stale_samples_are_weighed_unless_asked_not_to_be():
-    assert plan(*LAG).weighs_lag and not plan(*LAG, "--no-correct-lag").weighs_lag
-    assert not plan().weighs_lag
-    for argv in (["--rollout-segment-tokens", "4"], ["--rollout-schedule", "free"]):
-        assert plan(*argv).may_lag
-
-
-def questions(file):
-    """Where a module reads one of these flags, or names it."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            yield from [node.attr] if node.attr in SWITCHES else []
-        if isinstance(node, ast.Constant) and node.value in SWITCHES:
-            yield node.value
-
-
-def test_the_flags_that_say_what_a_run_is_are_asked_in_few_places():
-    """Beside the fields and their rules: most where the plan is made."""
-    root = Path(onpolicy.__file__).parent
-    files = [file for file in root.rglob("*.py") if "groups" not in file.parts]
-    asked = {str(f.relative_to(root)): len([*questions(f)]) for f in files}
-    asking = {name: number for name, number in asked.items() if number}
-    assert sum(asking.values()) <= 21, asking
-    assert asking.keys() <= {
-        "config/evaluate.py", "config/explain.py", "config/sft.py", "config/train.py", "config/tools.py",
-        "run/ladder.py", "train/correction.py", "train/loss.py",
-    }, asking  # fmt: skip
-    assert asking["config/train.py"] > 5  # the search finds what is there

@@ -8,9 +8,9 @@ import pytest
 
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig
-from onpolicy.config.flags import flag_defaults, flag_types, spelled, with_flags
+from onpolicy.config.flags import flag_types, spelled, with_flags
 from onpolicy.config.rules import require_ranges
-from onpolicy.config.tools import BenchConfig, ServeConfig, VerifyConfig
+from onpolicy.config.tool_flags import BenchConfig, ServeConfig, VerifyConfig
 from onpolicy.errors import ConfigError
 
 COMMANDS = {TrainConfig: [], VerifyConfig: [], BenchConfig: ["step"], ServeConfig: []}
@@ -21,7 +21,7 @@ def numbers(kind):
     for config_class in COMMANDS:
         for name, hint in flag_types(config_class).items():
             if hint is kind or kind in typing.get_args(hint):
-                yield pytest.param(config_class, name, id=f"{config_class.__name__}-{name}")
+                yield config_class, name
 
 
 def check_argument(config_class, name, value):
@@ -41,26 +41,20 @@ def check_field(config_class, name, value):
     require_ranges(with_flags(defaults(config_class), values))
 
 
-@pytest.mark.parametrize(("config_class", "name"), numbers(float))
-def test_no_flag_takes_what_is_no_finite_float32(config_class, name):
-    with pytest.raises(ConfigError, match=f"{spelled(name)}="):
-        check_argument(config_class, name, "nan")
-    for value in (-math.inf, 1e39):
-        with pytest.raises(ConfigError, match=f"{spelled(name)}="):
-            check_field(config_class, name, value)
+FLOATS = (check_argument, "nan"), (check_field, -math.inf), (check_field, 1e39)
+INTEGERS = (check_argument, 10**30), (check_field, -(10**30))
 
 
-@pytest.mark.parametrize(("config_class", "name"), numbers(int))
-def test_no_flag_takes_an_integer_beyond_32_bits(config_class, name):
-    for check, value in ((check_argument, 10**30), (check_field, -(10**30))):
-        with pytest.raises(ConfigError, match=f"{spelled(name)}=.*Give a (smaller|larger) value"):
-            check(config_class, name, value)
-
-
-@pytest.mark.parametrize("config_class", [TrainConfig, VerifyConfig, ServeConfig])
-def test_the_defaults_are_within_their_ranges(config_class):
-    require_ranges(config_class())
-    assert flag_defaults(config_class).keys() == flag_types(config_class).keys()
+@pytest.mark.parametrize(
+    ("kind", "beyond", "says"),
+    [(float, FLOATS, ""), (int, INTEGERS, ".*Give a (smaller|larger) value")],
+)
+def test_no_flag_takes_what_is_no_finite_float32_or_beyond_32_bits(subtests, kind, beyond, says):
+    for config_class, name in numbers(kind):
+        for check, value in beyond:
+            refused = pytest.raises(ConfigError, match=f"{spelled(name)}={says}")
+            with subtests.test(f"{config_class.__name__} {name}={value}"), refused:
+                check(config_class, name, value)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from onpolicy.config import TrainConfig
 from onpolicy.config.settings import BY_CONTENT, DECIDE_NO_RESULT, changes, same_run
-from onpolicy.report.runs import NOT_THE_EXPERIMENT
+from onpolicy.report.page import NOT_THE_EXPERIMENT
 from tests.support.unstarted_run import changed
 
 CONFIG = TrainConfig()
@@ -30,20 +30,20 @@ def test_the_table_names_flags_and_the_report_shares_it():
     assert {"seed"} == NOT_THE_EXPERIMENT - DECIDE_NO_RESULT
 
 
-@pytest.mark.parametrize("name", sorted(CONFIG.to_dict()))
-def test_every_flag_decides_results_unless_the_table_says_that_it_does_not(name):
-    value = {**CONFIG.to_dict(), "rollout_api_key": ""}[name]
-    recorded = {**CONFIG.to_dict(), name: another(value)}
-    is_free = name in DECIDE_NO_RESULT or name == "num_rollout"
-    assert names(CONFIG, recorded) == ([] if is_free or name in BY_CONTENT else [name])
-    assert same_run(recorded, CONFIG.to_dict()) == is_free
+def test_every_flag_decides_results_unless_the_table_says_that_it_does_not(subtests):
+    for name, value in {**CONFIG.to_dict(), "rollout_api_key": ""}.items():
+        recorded = {**CONFIG.to_dict(), name: another(value)}
+        is_free = name in DECIDE_NO_RESULT or name == "num_rollout"
+        with subtests.test(name):
+            assert names(CONFIG, recorded) == ([] if is_free or name in BY_CONTENT else [name])
+            assert same_run(recorded, CONFIG.to_dict()) == is_free
 
 
 def test_what_json_makes_of_a_value_is_the_value():
     config = changed(CONFIG, rollout_stop_token_ids=(5,), lr=1e-7)
     recorded = {**config.to_dict(), "rollout_stop_token_ids": [5], "lr": float("1e-07")}
     assert names(config, recorded) == []
-    not_a_number = changed(CONFIG, opsm_delta=float("nan"))
+    not_a_number = changed(CONFIG, kl_loss_coef=float("nan"))
     assert names(not_a_number, not_a_number.to_dict()) == []
 
 

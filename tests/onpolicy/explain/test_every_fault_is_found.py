@@ -11,9 +11,8 @@ import torch
 
 from onpolicy.contract import AdapterShape
 from onpolicy.explain.source import count_sites, first_source
-from onpolicy.explain.taps.recorder import CHOSEN_EXPERTS, HEAD_ADAPTER
-from onpolicy.explain.taps.recording import Recording
-from onpolicy.explain.taps.rows import prefix_keys
+from onpolicy.explain.taps.recorder import CHOSEN_EXPERTS, HEAD_ADAPTER, Recording
+from onpolicy.explain.taps.row_keys import prefix_keys
 from onpolicy.models.lora.adapters import adapters, add_adapters
 from onpolicy.ops.cpu import CpuOperators
 from tests.onpolicy.models.test_policy import load_policy, random_sequences
@@ -27,29 +26,22 @@ SEQUENCES = random_sequences([66, 9, 3])
 SIDES = ("trainer", "rollout")
 
 DENSE = [
-    ("layers.0.input_layernorm", "rms_norm"),
-    ("layers.1.self_attn.q_norm", "rms_norm"),
+    ("layers.0.input_layernorm", "rms_norm"), ("layers.1.self_attn.q_norm", "rms_norm"),
     ("layers.1.self_attn.k_proj", "row_parallel_linear"),
     ("layers.0.self_attn.o_proj", "row_parallel_linear"),
-    ("layers.1.mlp.down_proj", "row_parallel_linear"),
-    ("layers.1.self_attn", "rotary"),
-    ("layers.0.mlp", "gated"),
-    ("norm", "rms_norm"),
-]
+    ("layers.1.mlp.down_proj", "row_parallel_linear"), ("layers.1.self_attn", "rotary"),
+    ("layers.0.mlp", "gated"), ("norm", "rms_norm"),
+]  # fmt: skip
 EXPERTS = [
-    ("layers.1.mlp.gate", "linear"),
-    ("layers.0.mlp.gate", "softmax"),
-    ("layers.1.mlp.gate", "topk"),
-    ("layers.1.mlp.experts", "grouped_linear"),
-    ("layers.0.mlp.experts", "gated"),
-    ("layers.1.mlp.experts", "grouped_partial_linear"),
-]
+    ("layers.1.mlp.gate", "linear"), ("layers.0.mlp.gate", "softmax"),
+    ("layers.1.mlp.gate", "topk"), ("layers.1.mlp.experts", "grouped_linear"),
+    ("layers.0.mlp.experts", "gated"), ("layers.1.mlp.experts", "grouped_partial_linear"),
+]  # fmt: skip
 ADAPTED = [
     ("layers.1.mlp.down_proj.lora", "row_parallel_linear"),
     ("layers.0.self_attn.q_proj.lora", "linear"),
     ("layers.1.self_attn.k_proj.lora", "add_scaled"),
 ]
-OF_A_BLOCK = {"softmax", "topk"}
 
 LORA = AdapterShape(
     rank=4, scale=0.3, targets=("down_proj", "k_proj", "lm_head", "q_proj", "up_proj")
@@ -167,11 +159,9 @@ def faults_of(operator):
 
 
 SITES = [
-    ("qwen3", DENSE),
-    ("qwen3-moe", EXPERTS),
-    ("olmo", [("norm", "layer_norm")]),
+    ("qwen3", DENSE), ("qwen3-moe", EXPERTS), ("olmo", [("norm", "layer_norm")]),
     ("adapters", ADAPTED),
-]
+]  # fmt: skip
 CASES = [
     pytest.param(*case, fault, side, id="-".join([*case[1:], fault.__name__, side]))
     for case in [(architecture, *site) for architecture, sites in SITES for site in sites]

@@ -2,10 +2,9 @@
 
 import pytest
 
+from onpolicy.explain.microscope import recording
 from onpolicy.explain.proof import prove
-from onpolicy.explain.taps.recorder import CHOSEN_EXPERTS, Recorder
-from onpolicy.explain.taps.recording import Recording
-from onpolicy.explain.trainer import recording
+from onpolicy.explain.taps.recorder import CHOSEN_EXPERTS, Recorder, Recording
 from onpolicy.ops import make_operators
 from onpolicy.train import make_trainer
 from tests.onpolicy.models.test_policy import random_sequences

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from onpolicy.explain.megatron import ADDED, OverTensorRanks
 from onpolicy.explain.proof import prove
 from onpolicy.explain.source import count_sites, first_source
 from onpolicy.explain.taps.recorder import CHOSEN_EXPERTS, HEAD, Recorder
-from onpolicy.explain.taps.rows import prefix_keys
+from onpolicy.explain.taps.row_keys import prefix_keys
 from onpolicy.ops.cpu import CpuOperators
+from onpolicy.train import distributed
 from tests.onpolicy.models.test_policy import random_sequences
 from tests.support import faults
 from tests.support.recorded_policies import record_trainer, replace_in
@@ -200,3 +203,26 @@ def test_a_ranks_part_of_a_weight_that_was_not_pushed_is_proven(
 def test_choices_of_experts_are_compared_on_every_rank(engines):
     train = engines["qwen3-moe"].train
     assert [*train["layers.1.mlp.gate", CHOSEN_EXPERTS, 0]] == [0, 1]
+
+
+VOCABULARY, PADDED = 5, 8
+
+
+@pytest.fixture
+def head():
+    distributed.init_process_group()
+    return OverTensorRanks(ADDED, dist.group.WORLD, columns=VOCABULARY)
+
+
+def test_nothing_of_the_padding_of_a_vocabulary_is_left(head):
+    """Not in logits, nor in what an adapter adds to them, nor in what is held for either."""
+    hidden, logits = torch.randn(1, 3, 4), torch.randn(1, 3, PADDED)
+    weight, bias = torch.randn(PADDED, 4), torch.randn(PADDED)
+    assert torch.equal(head.given("linear", (hidden, weight))[0], hidden)
+    assert torch.equal(head.made("linear", logits), logits[..., :VOCABULARY])
+    _, *held = head.held("linear", (hidden, weight, bias))
+    assert [len(each) for each in held] == [VOCABULARY, VOCABULARY]
+    added = (logits, logits + 1, 0.5)
+    given = head.given("add_scaled", added)
+    assert all(torch.equal(a, b[..., :VOCABULARY]) for a, b in zip(given[:2], added, strict=False))
+    assert torch.equal(head.made("add_scaled", logits), logits[..., :VOCABULARY])

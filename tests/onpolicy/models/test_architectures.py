@@ -8,15 +8,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from onpolicy.errors import ConfigError
 from onpolicy.models.align import replace_operators
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import require_alignable
-from onpolicy.models.policy import PackedTokens, empty_policy
+from onpolicy.models.policy import PackedTokens
 from onpolicy.models.shared_prefixes import share_prefixes
 from onpolicy.ops.cpu import CpuOperators
+from tests.onpolicy.models.test_policy import load_policy
+from tests.support.architecture_table import CELLS, PAGE, page, read
 from tests.support.decode_loop import decode_log_probs
 from tests.support.tiny import ALL_ARCHITECTURES, REFUSED, make_checkpoint
 from tests.support.violations import break_operator
@@ -28,26 +30,11 @@ TEMPERATURE = 0.7
 LENS = (113, 20, 9, 2)
 
 CONTROLS = {
-    "linear": "qwen3",
-    "paged_attention": "qwen3",
-    "rms_norm": "gemma",
-    "layer_norm": "starcoder2",
-    "elementwise": "starcoder2",
-    "rotary": "qwen3",
-    "gated": "qwen3",
-    "log_softmax": "qwen3",
-    "grouped_linear": "qwen3-moe",
-    "softmax": "qwen3-moe",
-}
+    "linear": "qwen3", "paged_attention": "qwen3", "rms_norm": "gemma", "layer_norm": "starcoder2",
+    "elementwise": "starcoder2", "rotary": "qwen3", "gated": "qwen3", "log_softmax": "qwen3",
+    "grouped_linear": "qwen3-moe", "softmax": "qwen3-moe",
+}  # fmt: skip
 """Kinds of operators, and an architecture that calls each."""
-
-
-def load(path, dtype):
-    policy = empty_policy(AutoConfig.from_pretrained(path), CpuOperators(1))
-    weights = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).state_dict()
-    policy.causal_lm.load_state_dict(weights, strict=False, assign=True)
-    policy.causal_lm.tie_weights()
-    return policy
 
 
 def sequences():
@@ -95,7 +82,7 @@ def take_a_step(policy):
 def test_training_and_decoding_agree_before_and_after_a_step(architecture, dtype, tmp_path):
     path = make_checkpoint(tmp_path, architecture)
     require_alignable(ModelFacts(AutoConfig.from_pretrained(path)), CONTEXT)
-    policy = load(path, dtype)
+    policy = load_policy(path, dtype=dtype)
     packed, decoded = both(policy)
     assert packed.isfinite().all() and torch.equal(packed, decoded)
     take_a_step(policy)
@@ -115,7 +102,7 @@ def test_what_has_no_aligned_operators_is_refused_by_name(architecture, tmp_path
 @pytest.mark.parametrize(("operator", "architecture"), CONTROLS.items())
 def test_an_operator_that_depends_on_the_batch_is_found(operator, architecture, tmp_path):
     broken = break_operator(CpuOperators(1), operator)
-    packed, decoded = both(load(make_checkpoint(tmp_path, architecture), torch.float32), broken)
+    packed, decoded = both(load_policy(make_checkpoint(tmp_path, architecture)), broken)
     assert not torch.equal(packed, decoded)
 
 
@@ -139,6 +126,38 @@ def engine_with(change):
     ids=["a window longer by one key", "no soft cap", "no sinks"],
 )
 def test_an_engine_that_scores_keys_in_another_way_is_found(architecture, change, tmp_path):
-    policy = load(make_checkpoint(tmp_path, architecture), torch.float32)
+    policy = load_policy(make_checkpoint(tmp_path, architecture))
     packed, decoded = both(policy, engine_with(change))
     assert not torch.equal(packed, decoded)
+
+
+def test_the_page_is_what_the_record_renders():
+    assert PAGE.read_text() == page(read())
+
+
+def test_every_cell_of_the_page_was_run_and_no_other_is_in_the_record():
+    written = {(architecture, column) for architecture, cells in read().items() for column in cells}
+    assert written == set(CELLS)
+
+
+OPEN: set[tuple[str, str]] = set()
+"""Faults of the record, all of them."""
+
+
+def test_no_token_of_the_record_differs_but_where_a_fault_is_open():
+    faults = {
+        (architecture, column)
+        for architecture, cells in read().items()
+        for column, cell in cells.items()
+        if cell.get("mismatched", 0) or "failed" in cell
+    }
+    assert faults == OPEN
+
+
+def test_what_differs_or_fails_is_shown_as_such():
+    shown = page({"qwen3": {
+        "float32": {"compared": 144, "mismatched": 3}, "bfloat16": {"failed": "why"},
+        "Megatron": {"refused": "because"},
+    }})  # fmt: skip
+    assert "| Qwen3 (`qwen3`) | **3 of 144** | **fails** | not run | refused |" in shown
+    assert "- `qwen3` in Megatron: because" in shown

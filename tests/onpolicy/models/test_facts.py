@@ -1,21 +1,19 @@
-"""What is learnt about a model from its configuration alone."""
+"""What is learnt about a model from its configuration alone, built without weights."""
 
 import dataclasses
 
 import pytest
 from transformers import BloomConfig
+from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel, Qwen3RotaryEmbedding
 
 from onpolicy.errors import ContractError
-from onpolicy.models import facts as facts_module
 from onpolicy.models import norms
+from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.facts import ModelFacts
-from onpolicy.models.hf_config import require_alignable
-from onpolicy.models.operator_shapes import operator_shapes
-from onpolicy.models.routing_replay import can_be_replayed
-from onpolicy.models.tensor_parallel import require_shardable
+from onpolicy.models.size import operator_shapes
 from onpolicy.ops.checks.rowwise_check import check_rowwise
 from onpolicy.ops.cpu import CpuOperators
-from tests.support.tiny import ALL_ARCHITECTURES, SIZES
+from tests.support.tiny import ALL_ARCHITECTURES, ARCHITECTURES, SIZES
 from tests.support.tiny_contract import CONTRACT
 from tests.support.violations import few, next_up
 
@@ -24,21 +22,6 @@ def facts_of(architecture):
     config_class, sizes = ALL_ARCHITECTURES[architecture]
     name = config_class.__name__.replace("Config", "ForCausalLM")
     return ModelFacts(config_class(**{**SIZES, **sizes}, architectures=[name]))
-
-
-def test_all_checks_of_a_model_build_it_once_and_probe_every_norm_once(monkeypatch):
-    built, probed = [], []
-    build, kind = facts_module.empty_causal_lm, norms.norm_kind
-    monkeypatch.setattr(
-        facts_module, "empty_causal_lm", lambda *args: built.append(args) or build(*args)
-    )
-    monkeypatch.setattr(norms, "norm_kind", lambda norm: probed.append(norm) or kind(norm))
-    facts = facts_of("qwen3-moe")
-    require_alignable(facts, 256)
-    shapes = operator_shapes(facts, row_parallel_blocks=2)
-    require_shardable(facts, shapes, tp_size=2, blocks=2)
-    assert can_be_replayed(facts)
-    assert len(built) == 1 and len(probed) == len(set(probed)) > len(facts.norms) > 0
 
 
 def test_norms_are_themselves_again_after_the_model_was_run():
@@ -77,3 +60,27 @@ def test_an_operator_that_breaks_at_the_size_of_a_norm_without_weight_alone_is_f
     list(check_rowwise(BrokenAt(24), contract))  # no norm of the model has this size
     with pytest.raises(ContractError, match=r"operator=rms_norm, shape=\(16,\).*not row-invariant"):
         list(check_rowwise(BrokenAt(16), contract))
+
+
+@pytest.fixture
+def config():
+    config_class, sizes = ARCHITECTURES["qwen3"]
+    return config_class(**{**SIZES, **sizes})
+
+
+def test_buffers_are_initialised_by_the_models_own_code(config, monkeypatch):
+    def fill(self, module):
+        if isinstance(module, Qwen3RotaryEmbedding):
+            module.inv_freq.fill_(7.0)
+
+    monkeypatch.setattr(Qwen3PreTrainedModel, "_init_weights", fill)
+    model = empty_causal_lm(config, False)
+    assert set(model.base_model.rotary_emb.inv_freq.tolist()) == {7.0}
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+def test_the_configuration_stays_as_it_is(config):
+    before = config.to_dict(), config._attn_implementation
+    model = empty_causal_lm(config, False, attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
+    assert (config.to_dict(), config._attn_implementation) == before

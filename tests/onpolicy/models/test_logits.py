@@ -18,12 +18,9 @@ from tests.support.tiny import ALL_ARCHITECTURES, SIZES
 
 OPERATORS = CpuOperators(1)
 RULES = {
-    "qwen3": LogitsRule(),
-    "qwen3-moe": LogitsRule(),
-    "cohere": LogitsRule(factor=0.3),
-    "granite": LogitsRule(divisor=3.0),
-    "gemma2": LogitsRule(softcap=30.0),
-}
+    "qwen3": LogitsRule(), "qwen3-moe": LogitsRule(), "cohere": LogitsRule(factor=0.3),
+    "granite": LogitsRule(divisor=3.0), "gemma2": LogitsRule(softcap=30.0),
+}  # fmt: skip
 
 
 def config_of(architecture):

@@ -1,18 +1,22 @@
-"""The aligned model against transformers' own, and its batch invariance."""
+"""The aligned model against transformers' own, its batch invariance, and long sequences."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed._composable import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from onpolicy.models.align import AlignedActivation, AlignedLinear
-from onpolicy.models.experts import AlignedExperts
+from onpolicy.models.expert_layers import AlignedExperts
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.norms import AlignedRMSNorm
-from onpolicy.models.operator_shapes import operator_shapes
 from onpolicy.models.policy import PackedTokens, empty_policy
+from onpolicy.models.size import operator_shapes
 from onpolicy.ops.cpu import CpuOperators
+from tests.support.decode_loop import decode_log_probs
 from tests.support.tiny import ARCHITECTURES, EXPERT_ARCHITECTURES, make_checkpoint
 
 ALIGNED = {AlignedLinear, AlignedRMSNorm, AlignedActivation, AlignedExperts}
@@ -83,21 +87,6 @@ def test_every_module_that_has_an_aligned_counterpart_is_replaced(path, architec
     assert not any(kind.__name__.endswith(("RMSNorm", "Experts")) for kind in kinds - ALIGNED)
 
 
-def test_every_gated_mlp_is_one_operator(path):
-    class Counted(CpuOperators):
-        calls = 0
-
-        def gated(self, activation, gate, up):
-            self.calls += 1
-            return super().gated(activation, gate, up)
-
-    operators = Counted(1)
-    got = log_probs(load_policy(path, operators), [[5, 9, 3]], [1])
-    # At least: there may be shared experts beside the others.
-    assert operators.calls >= AutoConfig.from_pretrained(path).num_hidden_layers
-    assert torch.equal(got[0], log_probs(load_policy(path), [[5, 9, 3]], [1])[0])
-
-
 def test_operator_shapes_are_the_models(path):
     shapes = operator_shapes(ModelFacts(AutoConfig.from_pretrained(path)))
     assert (137, 96, False) in shapes.linear
@@ -124,3 +113,63 @@ def test_tokens_are_asked_for_by_their_mask_and_have_the_bits_of_all(path):
             PackedTokens.pack(sequences, shifted, [[1.0] * sum(mask) for mask in shifted])
         )
     assert not torch.equal(found, other[: len(found)])
+
+
+SHORT, LONG = 384, 768
+
+
+class Allocations(TorchDispatchMode):
+    """The memory of all tensors that are alive at once, and of the largest, in bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.peak, self.largest = {}, 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.alive[storage._cdata] = torch.multiprocessing.reductions.StorageWeakRef(
+                    storage
+                )
+                self.largest = max(self.largest, storage.nbytes())
+        self.alive = {key: ref for key, ref in self.alive.items() if not ref.expired()}
+        sizes = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self.alive.values())
+        self.peak = max(
+            self.peak, sum(storage.nbytes() for storage in sizes if storage is not None)
+        )
+        return result
+
+
+def step(long_path, operators, tokens):
+    """Allocations of a forward and backward pass over one sequence, its layers checkpointed."""
+    policy = load_policy(long_path, operators)
+    for layer in policy.layers:
+        checkpoint(layer)
+    sequence = [2 + i % 130 for i in range(tokens)]
+    with Allocations() as allocations:
+        log_probs, *_ = policy(PackedTokens.after_prompts([sequence], [1], 1.0))
+        log_probs.sum().backward()
+    return allocations
+
+
+@pytest.fixture(scope="module")
+def long_path(tmp_path_factory):
+    changes = {"max_position_embeddings": 8192}
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", **changes)
+
+
+def test_twice_the_tokens_take_at_most_twice_the_memory(long_path):
+    short, long = (step(long_path, CpuOperators(1), tokens) for tokens in (SHORT, LONG))
+    assert long.largest <= 2.1 * short.largest
+    assert long.peak <= 2.1 * short.peak
+
+
+def test_of_4096_tokens_none_differs_from_a_decode_loop_over_a_paged_store(long_path):
+    policy, operators = load_policy(long_path), CpuOperators(1)
+    sequences = [[2 + i * i % 131 for i in range(n)] for n in (4096, 40)]
+    with torch.no_grad():
+        log_probs, *_ = policy(PackedTokens.after_prompts(sequences, [1, 1], 0.7))
+    decoded = decode_log_probs(load_policy(long_path), operators, sequences, 0.7)
+    assert torch.equal(log_probs, torch.cat(decoded))

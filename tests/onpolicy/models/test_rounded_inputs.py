@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from onpolicy.models import rounded_inputs
 from onpolicy.models.align import AlignedLinear
+from onpolicy.models.fused_layers import join_linears
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.joint_linears import join_linears
 from onpolicy.models.policy import PackedTokens, empty_policy
 from onpolicy.models.rounded_inputs import InputRounding, round_inputs
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.ops.hopper import fp8
+from onpolicy.ops.hopper import gemm
 from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.weights.rounding import is_rounded, round_weight
 from tests.support.bytes_on_cpu import SIZES, BytesOnCpu, stand_in
@@ -163,12 +163,12 @@ def test_products_of_bytes_are_recorded_as_linears(monkeypatch):
 def test_an_input_scale_that_the_batch_decides_is_a_mismatch(monkeypatch):
     """The negative control of the above."""
     stand_in(monkeypatch)
-    policy, right = model_of_bytes(), fp8.input_in_bytes
+    policy, right = model_of_bytes(), gemm.input_in_bytes
 
     def shared(x):
         made = right(x)
         return made._replace(scales=made.scales.fill_(float(made.scales.max())))
 
-    monkeypatch.setattr(fp8, "input_in_bytes", shared)
+    monkeypatch.setattr(gemm, "input_in_bytes", shared)
     together = scored(policy)
     assert not torch.equal(torch.cat([scored(policy, [tokens]) for tokens in TOKENS]), together)

@@ -5,9 +5,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from onpolicy.models.expert_layers import RoutingReplay, can_be_replayed
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.policy import PackedTokens, empty_policy
-from onpolicy.models.routing_replay import RoutingReplay, can_be_replayed
 from onpolicy.ops.cpu import CpuOperators
 from tests.support.tiny import make_checkpoint
 

@@ -1,7 +1,5 @@
 """Prefixes computed once: the same log-probabilities, and gradients that are the same sum."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -11,10 +9,8 @@ from transformers import AutoModelForCausalLM
 from onpolicy.contract import AdapterShape
 from onpolicy.models.lora.adapters import adapters, add_adapters
 from onpolicy.models.policy import PackedTokens
-from onpolicy.models.scoring import rows_asked
 from onpolicy.models.shared_prefixes import share_prefixes
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.ops.layouts import attention_gradients
 from onpolicy.ops.shared_rows import SharedRows
 from onpolicy.weights.rounding import is_rounded, round_weight
 from tests.onpolicy.models.test_policy import load_policy, random_sequences
@@ -143,45 +139,11 @@ def test_threads_change_no_bit_of_a_gradient(policy, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(of_three, ours, strict=True))
 
 
-def test_a_token_that_sees_a_siblings_is_found(policy):
-    apart, shared = packed(GROUPS), share_prefixes(packed(GROUPS))
-    rows = shared.layout.key_rows.clone()
-    rows[1, len(PROMPT)] = rows[0, len(PROMPT)]  # B's first token is A's
-    wrong = replace(shared, layout=replace(shared.layout, key_rows=rows))
-    with torch.no_grad():
-        assert not torch.equal(policy(wrong)[0], policy(apart)[0])
-
-
-def counted_once(self, grad, count):
-    total = grad.new_zeros(count, *grad.shape[1:])
-    total[self.rows] = grad
-    return total
-
-
-def as_they_arrive(self, grad, count):
-    total = grad.new_zeros(count, *grad.shape[1:])
-    for read, lie in reversed(self.runs):
-        total[lie] += grad[read]
-    return total
-
-
 def rounded_as_it_grows(self, grad, count):
     total = grad.new_zeros(count, *grad.shape[1:])
     for read, lie in self.runs:
         total[lie] = (total[lie] + grad[read]).bfloat16().float()
     return total
-
-
-def test_rows_that_are_counted_once_or_summed_in_another_order_are_found(policy, monkeypatch):
-    shared = share_prefixes(packed(GROUPS))
-    _, ours = scores_and_gradients(policy, shared)
-    monkeypatch.setattr(SharedRows, "add_up", counted_once)
-    _, once = scores_and_gradients(policy, shared)
-    assert distance(once, ours) > 1e-2
-    monkeypatch.setattr(SharedRows, "add_up", as_they_arrive)
-    _, arrived = scores_and_gradients(policy, shared)
-    assert distance(arrived, ours) < 1e-6
-    assert not all(torch.equal(a, b) for a, b in zip(arrived, ours, strict=True))
 
 
 def experts_of(sequence, seed):
@@ -207,20 +169,6 @@ def test_tokens_are_shared_that_take_the_same_experts(tmp_path):
         own = policy(apart.with_own_routing())[0]
         assert torch.equal(policy(shared.with_own_routing())[0], own)
         assert not torch.equal(own, want)
-
-
-def test_nothing_is_read_back_from_a_device():
-    """From one without memory, of which nothing can be read."""
-    shared = share_prefixes(packed(GROUPS)).on("meta")
-    rows = torch.empty(len(shared.tokens), 2, 4, device="meta", requires_grad=True)
-    rows_asked(rows, shared).sum().backward()
-
-    def of_packed(k, v, layout):
-        assert layout.key_rows.is_meta and len(k) == len(v) == sum(layout.key_lens)
-        return rows, k, v
-
-    of_all = attention_gradients(of_packed, rows, rows, shared.layout)
-    assert all(x.is_meta and x.shape == rows.shape for x in (rows.grad, *of_all))
 
 
 def test_sequences_that_share_nothing_stay_as_they_are():

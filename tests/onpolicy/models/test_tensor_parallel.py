@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from onpolicy.errors import ConfigError
 from onpolicy.models.align import AlignedLinear, align_modules
 from onpolicy.models.facts import ModelFacts
-from onpolicy.models.operator_shapes import operator_shapes
+from onpolicy.models.size import operator_shapes
 from onpolicy.models.tensor_parallel import require_shardable, row_parallel_linears
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.row_parallel import WHOLE, RowParallel

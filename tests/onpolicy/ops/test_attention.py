@@ -6,11 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onpolicy.ops import AttentionLayout, ScoreRule
-from onpolicy.ops.cpu import CpuOperators, attention
-from onpolicy.ops.cpu import attention_batches as module
+from onpolicy.ops.cpu import CpuOperators
+from onpolicy.ops.cpu import attention_tiles as module
 from onpolicy.ops.cpu.attention_tiles import Shape
 from onpolicy.ops.stock import StockOperators
-from tests.support.violations import break_gradient
 
 OPERATORS = CpuOperators(1)
 
@@ -23,14 +22,10 @@ lens = st.lists(st.integers(1, 300), min_size=1, max_size=6)
 PLAIN = (None, None, False)
 kinds = st.sampled_from(
     [
-        PLAIN,
-        (1, None, False),
-        (50, 2.0, True),
-        (64, None, True),
-        (65, 3.0, False),
+        PLAIN, (1, None, False), (50, 2.0, True), (64, None, True), (65, 3.0, False),
         (500, None, True),
     ]
-)
+)  # fmt: skip
 
 
 def packed_inputs(lens, shape, dtype):
@@ -126,9 +121,9 @@ def test_decode_prefill_and_training_put_chunks_of_keys_together_alike(
     require_parts_equal_the_whole(lens, counts, packed_inputs(lens, shape, dtype), kind, seed)
 
 
-@settings(max_examples=5)
-@given(st.sampled_from([[700], [1100, 90], [513, 1, 512]]), small_heads, long_kinds)
-def test_threads_that_share_out_heads_change_no_bit_and_no_gradient(lens, shape, kind):
+@settings(max_examples=25)
+@given(lens | st.sampled_from([[700], [1100, 90], [513, 1, 512]]), heads, kinds)
+def test_threads_that_share_out_sequences_or_heads_change_no_bit_and_no_gradient(lens, shape, kind):
     inputs = packed_inputs(lens, shape, torch.float32)
     layout = AttentionLayout.packed(tuple(lens))
     grad = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
@@ -145,29 +140,6 @@ def test_a_long_sequence_is_shared_out_by_its_heads():
     layout = AttentionLayout(query_lens=(1,), key_lens=(5000,), key_rows=torch.arange(5000)[None])
     batches = module.batches_of(layout, Shape(8, 4, 32, 32, None), 2)
     assert [batch.query_heads for batch in batches] == [slice(0, 4), slice(4, 8)]
-
-
-def test_chunks_counted_from_the_window_are_found():
-    lens, kind = [1300], (700, None, False)
-    inputs = packed_inputs(lens, (4, 2, 16), torch.float32)
-    require_parts_equal_the_whole(lens, [1], inputs, kind)
-    with pytest.MonkeyPatch.context() as patch:
-        first_seen = module.first_seen
-        patch.setattr(module, "first_seen", lambda x, window, _: first_seen(x, window, 64))
-        with pytest.raises(AssertionError):
-            require_parts_equal_the_whole(lens, [1], inputs, kind)
-
-
-def test_chunks_put_together_in_another_order_are_found():
-    """Those of a decode step, which are multiplied together and so could be added in any order."""
-    lens = [1700]
-    inputs = packed_inputs(lens, (4, 2, 16), torch.float32)
-    require_parts_equal_the_whole(lens, [1], inputs)
-    with pytest.MonkeyPatch.context() as patch:
-        in_order = attention.attend
-        patch.setattr(attention, "attend", lambda *args: in_order(*args)[::-1])
-        with pytest.raises(AssertionError):
-            require_parts_equal_the_whole(lens, [1], inputs)
 
 
 @pytest.mark.parametrize("length", [512, 900])
@@ -200,16 +172,6 @@ def test_heads_do_not_depend_on_the_others(lens, shape, dtype):
         ):
             keys, values = (x.chunk(key_ranks, 1)[rank * key_ranks // ranks] for x in (k, v))
             assert torch.equal(attend(queries, keys, values, layout), want)
-
-
-@given(lens, heads)
-def test_threads_do_not_change_bits(lens, shape):
-    q, k, v = packed_inputs(lens, shape, torch.float32)
-    layout = AttentionLayout.packed(tuple(lens))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("onpolicy.ops.cpu.threads.MIN_PARALLEL_FLOPS", 0)
-        three = attend(q, k, v, layout, CpuOperators(3))
-    assert torch.equal(attend(q, k, v, layout), three)
 
 
 @given(lens, heads)
@@ -264,17 +226,6 @@ def test_results_and_gradients_are_close_to_float64(operators, lens, shape, kind
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "other", [(49, 2.0, True), (51, 2.0, True), (50, 2.1, True), (50, 2.0, False), PLAIN]
-)
-def test_another_window_soft_cap_or_no_sinks_is_another_result(other):
-    q, k, v = packed_inputs([120], (4, 2, 16), torch.float32)
-    layout = AttentionLayout.packed((120,))
-    whole, changed = (attend(q, k, v, layout, kind=kind) for kind in ((50, 2.0, True), other))
-    seen = 120 if other[1:] != (2.0, True) else 120 - min(other[0], 50)
-    assert (whole != changed).any(-1).any(-1).sum() == seen
-
-
 def test_keys_before_the_window_are_not_read():
     """What a cache has forgotten may be anything, and work grows with the window alone."""
     q, k, v = packed_inputs([1000], (4, 2, 16), torch.float32)
@@ -308,37 +259,6 @@ def test_gradients_of_a_sequence_do_not_depend_on_the_others(lens, shape, kind, 
     grad = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
     alone = data.draw(st.integers(0, len(lens) - 1))
     require_same_gradients(inputs, grad, lens, alone, kind=kind)
-
-
-def test_gradients_that_depend_on_the_batch_are_found():
-    inputs, lens = packed_inputs([40, 9], (4, 2, 16), torch.float32), [40, 9]
-    grad = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
-    require_same_gradients(inputs, grad, lens, 1)
-    with pytest.raises(AssertionError, match="gradient of q"):
-        broken = break_gradient(CpuOperators(), "attention")
-        require_same_gradients(inputs, grad, lens, 1, broken)
-
-
-@given(lens, heads)
-def test_threads_do_not_change_gradients(lens, shape):
-    """They share out sequences, and what shares a piece of work must not matter."""
-    inputs = packed_inputs(lens, shape, torch.float32)
-    grad = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("onpolicy.ops.cpu.threads.MIN_PARALLEL_FLOPS", 0)
-        three = gradients(inputs, grad, lens, CpuOperators(3))
-    for got, want in zip(three, gradients(inputs, grad, lens), strict=True):
-        assert torch.equal(got, want)
-
-
-def test_queries_see_no_later_key():
-    q, k, v = packed_inputs([100], (4, 2, 16), torch.float32)
-    layout = AttentionLayout.packed((100,))
-    before = attend(q, k, v, layout)
-    k[60:], v[60:] = 1e4, -1e30
-    after = attend(q, k, v, layout)
-    assert torch.equal(after[:60], before[:60])
-    assert not torch.equal(after[60:], before[60:])
 
 
 def test_a_sequence_that_is_not_finite_spoils_no_other():

@@ -28,8 +28,7 @@ from onpolicy.ops.backends import (
     choose_backend,
     require_servable,
 )
-from onpolicy.ops.cuda_toolkit import CudaToolkit
-from onpolicy.ops.machine import ONEDNN_LIMITS, Machine
+from onpolicy.ops.machine import ONEDNN_LIMITS, CudaToolkit, Machine
 
 PACKAGES = {"triton": "3.6.0", "sgl_kernel": "0.4.5", "deep_gemm": "0.1.5.post1"}
 CPU = Machine(capability=None, packages={"triton": "3.6.0"})
@@ -88,13 +87,11 @@ def test_the_choice(operators, dtype, head_dim, machine, backend):
 @pytest.mark.parametrize(
     ("operators", "dtype", "machine", "is_told"),
     [
-        ("auto", "bfloat16", CPU_BFLOAT16, True),
-        ("auto", "bfloat16", CPU, False),
-        ("auto", "float32", CPU_BFLOAT16, False),
-        ("cpu", "bfloat16", CPU_BFLOAT16, False),
+        ("auto", "bfloat16", CPU_BFLOAT16, True), ("auto", "bfloat16", CPU, False),
+        ("auto", "float32", CPU_BFLOAT16, False), ("cpu", "bfloat16", CPU_BFLOAT16, False),
         ("auto", "bfloat16", H200, False),
     ],
-)
+)  # fmt: skip
 def test_auto_tells_of_faster_operators_that_only_some_cpus_have(
     operators, dtype, machine, is_told, caplog
 ):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from onpolicy.ops import cuda_toolkit
-from onpolicy.ops.cuda_toolkit import CudaToolkit, find_cuda_toolkit
+from onpolicy.ops import machine
+from onpolicy.ops.machine import CudaToolkit, find_cuda_toolkit
 
 RELEASE = "Cuda compilation tools, release {}, V{}.88"
 
@@ -13,7 +13,7 @@ def no_toolkit(monkeypatch, tmp_path):
     """A PATH with g++ and nothing else."""
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cuda_toolkit, "USUAL", tmp_path / "nowhere")
+    monkeypatch.setattr(machine, "USUAL", tmp_path / "nowhere")
     executable(tmp_path / "path" / "g++")
     monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/bin")
 
@@ -84,5 +84,5 @@ def test_a_compiler_without_its_host_compiler_is_refused(monkeypatch, tmp_path):
 
 
 def test_where_nothing_is_found_the_places_are_said(monkeypatch):
-    monkeypatch.setattr(cuda_toolkit, "_homes", lambda: iter(()))
+    monkeypatch.setattr(machine, "_homes", lambda: iter(()))
     assert "CUDA_HOME, the packages of the extra gpu, PATH" in find_cuda_toolkit().problem

@@ -3,10 +3,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from onpolicy.ops.cpu import CpuOperators
+from onpolicy.ops.kept_tokens import ALL, OUTSIDE, Cut, KeptTokens, packed, unpacked, within
+from onpolicy.ops.linears import Factors
 from onpolicy.ops.log_probs import token_log_probs
-from onpolicy.ops.low_rank import Factors
 
 OPERATORS = CpuOperators(1)
 
@@ -32,7 +34,7 @@ def reference(hidden, weight, bias, targets, temperature):
 def test_values_and_gradients_are_close_to_autograd(tokens, vocabulary, has_bias):
     hidden, weight, bias, targets, temperature = inputs(tokens, vocabulary, has_bias=has_bias)
     leaves = [t.requires_grad_() for t in (hidden, weight, bias) if t is not None]
-    got, entropy, _ = token_log_probs(OPERATORS, hidden, weight, bias, targets, temperature)
+    got, entropy, *_ = token_log_probs(OPERATORS, hidden, weight, bias, targets, temperature)
     want, want_entropy = reference(hidden, weight, bias, targets, temperature)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(entropy, want_entropy, rtol=1e-4, atol=1e-5)
@@ -140,3 +142,145 @@ def test_a_chunk_adds_the_very_gradients_of_its_linear(dtype, tokens, vocabulary
     with torch.no_grad():
         got = OPERATORS.linear_gradients(grad, x, head, grad, sums)
     assert torch.equal(got, of_x) and all(map(torch.equal, sums, want))
+
+
+SETTINGS = {
+    "top_k": st.sampled_from([-1, 2, 5, 40]),
+    "top_p": st.sampled_from([1.0, 0.05, 0.6, 0.95]),
+    "min_p": st.sampled_from([0.0, 0.03, 0.3, 1.0]),
+}
+
+
+def rows(seed, count, size, spread=3.0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.log_softmax(spread * torch.randn(count, size, generator=generator), -1)
+
+
+def kept(log_probs, top_k=-1, top_p=1.0, min_p=0.0):
+    return Cut.of(top_k, top_p, min_p).kept(OPERATORS, log_probs)
+
+
+@given(st.integers(0, 999), st.integers(1, 9), st.integers(2, 200), st.fixed_dictionaries(SETTINGS))
+def test_it_is_the_one_of_transformers_in_its_order(seed, count, size, settings):
+    if set(settings.values()) == {-1, 1.0, 0.0}:
+        assert Cut.of(**settings) is None
+        return
+    log_probs = rows(seed, count, size)
+    want = log_probs.clone()
+    if settings["top_k"] > 0:
+        want = TopKLogitsWarper(settings["top_k"])(None, want)
+    if settings["top_p"] < 1:
+        want = TopPLogitsWarper(settings["top_p"])(None, want)
+    if settings["min_p"] > 0:
+        want = MinPLogitsWarper(settings["min_p"])(None, want)
+    differ = kept(log_probs, **settings) != (want > -torch.inf)
+    # Where float32 sums round, theirs may stop a token earlier or later.
+    assert differ.sum() <= 1 and differ[log_probs > log_probs.max() - 20].sum() <= 1
+
+
+def test_top_p_is_of_what_top_k_left():
+    log_probs = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    assert kept(log_probs, top_k=2, top_p=0.55).tolist() == [[True, False, False, False]]
+    assert kept(log_probs, top_p=0.55).tolist() == [[True, True, False, False]]
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 3}, {"top_p": 0.5}])
+def test_of_equally_likely_tokens_the_first_are_kept(settings):
+    log_probs = torch.full((1, 6), 1 / 6).log()
+    assert kept(log_probs, **settings).tolist() == [[True] * 3 + [False] * 3]
+    assert kept(log_probs, min_p=1.0).all()
+
+
+@given(st.integers(0, 99), st.integers(2, 70), st.fixed_dictionaries(SETTINGS))
+def test_a_row_is_cut_alone_as_among_others(seed, count, settings):
+    log_probs = rows(seed, count, 137, spread=0.2).round(decimals=1)  # many ties
+    cut = Cut.of(**settings)
+    if cut is not None:
+        together = cut.kept(OPERATORS, log_probs)
+        order = torch.randperm(count)
+        assert torch.equal(cut.kept(OPERATORS, log_probs[order]), together[order])
+        assert torch.equal(cut.kept(OPERATORS, log_probs[-1:]), together[-1:])
+
+
+def test_every_row_has_its_own_settings():
+    log_probs = rows(0, 3, 50)
+    cut = Cut(
+        torch.tensor([[ALL], [4], [9]]),
+        torch.tensor([[0.5], [1.0], [0.9]]),
+        torch.tensor([[0.0], [0.0], [0.1]]),
+    )
+    want = [{"top_p": 0.5}, {"top_k": 4}, {"top_k": 9, "top_p": 0.9, "min_p": 0.1}]
+    for got, row, settings in zip(cut.kept(OPERATORS, log_probs), log_probs, want, strict=True):
+        assert torch.equal(got, kept(row[None], **settings)[0])
+
+
+@given(st.integers(0, 99), st.integers(1, 400), st.floats(0.001, 1))
+def test_sets_come_back_from_bytes_and_are_as_short_as_ids_or_a_mask(seed, size, share):
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(7, size, generator=generator) < share
+    mask[:, 0] = True
+    sets = packed(mask)
+    assert torch.equal(unpacked(sets, size), mask)
+    for row, each in zip(mask, sets, strict=True):
+        assert len(each) == (0 if row.all() else min(4 * int(row.sum()), -(-size // 8)))
+
+
+def test_a_set_of_another_vocabulary_is_refused():
+    with pytest.raises(ValueError, match="ids of a vocabulary of 300 are from 0 to 299"):
+        unpacked(packed(torch.arange(5000)[None] >= 4998), 300)
+
+
+def head(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(9, 24, generator=generator, dtype=dtype)
+    weight = torch.randn(70, 24, generator=generator, dtype=dtype)
+    temperature = torch.rand(9, generator=generator) + 0.5
+    logits = hidden.float() @ weight.float().T / temperature[:, None]
+    mask = kept(torch.log_softmax(logits, -1), top_k=30, top_p=0.9)
+    targets = torch.multinomial(mask.float(), 1, generator=generator)[:, 0]
+    return hidden, weight, targets, temperature, mask
+
+
+def scores(hidden, weight, targets, temperature, mask, operators=OPERATORS):
+    sets = KeptTokens(tuple(packed(mask)))
+    return token_log_probs(operators, hidden, weight, None, targets, temperature, kept=sets)
+
+
+def test_log_probabilities_and_entropy_are_of_what_is_kept():
+    hidden, weight, targets, temperature, mask = head()
+    got = scores(hidden, weight, targets, temperature, mask)
+    logits = (hidden @ weight.T / temperature[:, None]).masked_fill(~mask, -torch.inf)
+    want = torch.log_softmax(logits, -1)
+    torch.testing.assert_close(got.log_probs, want.gather(1, targets[:, None])[:, 0])
+    terms = torch.where(mask, want.exp() * want, torch.zeros(()))
+    torch.testing.assert_close(got.entropy, -terms.sum(-1))
+
+
+def test_both_sides_have_the_same_bits():
+    hidden, weight, targets, temperature, mask = head(torch.bfloat16)
+    got = scores(hidden, weight, targets, temperature, mask).log_probs
+    logits = within(OPERATORS.linear(hidden, weight), mask)
+    engine = OPERATORS.log_softmax(logits, temperature[:, None])
+    assert torch.equal(got, engine.gather(1, targets[:, None])[:, 0])
+    assert (engine[~mask].exp() == 0).all() and torch.finfo(torch.float32).min < OUTSIDE / 1e-6
+
+
+def test_gradients_are_those_of_finite_differences():
+    hidden, weight, targets, temperature, mask = head()
+    weight.requires_grad_()
+    scores(hidden, weight, targets, temperature, mask).log_probs.sum().backward()
+
+    def total(values):
+        logits = (hidden.double() @ values.T / temperature.double()[:, None]).masked_fill(
+            ~mask, -torch.inf
+        )
+        return torch.log_softmax(logits, -1).gather(1, targets[:, None]).sum()
+
+    exact, step = weight.detach().double(), 1e-6
+    for row, column in ((0, 0), (int(targets[0]), 3), (41, 7), (69, 23)):
+        change = torch.zeros_like(exact)
+        change[row, column] = step
+        slope = (total(exact + change) - total(exact - change)) / (2 * step)
+        torch.testing.assert_close(weight.grad[row, column].double(), slope, rtol=1e-4, atol=1e-5)
+    nowhere_kept = ~mask.any(0)
+    assert (weight.grad[nowhere_kept] == 0).all()

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from onpolicy.config.groups import TrainerConfig
 from onpolicy.errors import ContractError
 from onpolicy.ops import portable
-from onpolicy.ops.checks.probe import probe
+from onpolicy.ops.checks.fixed_numbers import probe
 from onpolicy.ops.cpu.gemms import Gemms
 from onpolicy.ops.cpu.linear import tiled_linear
 from onpolicy.ops.cpu.threads import PiecePool
-from onpolicy.train.fsdp.optimizer import make_optimizer
+from onpolicy.train.fsdp.fsdp_optimizer import make_optimizer
 from tests.support.golden import DIGESTS, bare_environment, digests_elsewhere, expected
 from tests.support.instruction_sets import intel_kernels
 

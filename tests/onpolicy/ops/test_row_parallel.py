@@ -12,6 +12,7 @@ from onpolicy.errors import ContractError
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.row_parallel import RowParallel, tree_sum
 from onpolicy.ops.stock import StockOperators
+from tests.onpolicy.ops.test_linear import operands
 from tests.support.forked_ranks import run_on_ranks
 from tests.support.invariance import require_row_invariance
 
@@ -20,14 +21,6 @@ OPERATORS = CpuOperators(1)
 DTYPES = (torch.float32, torch.bfloat16)
 # (rows, N, K): odd sizes, blocks of one element, and a K that MKL cuts.
 SHAPES = ((1, 96, 8), (5, 48, 208), (33, 137, 96), (300, 96, 1504), (17, 300, 2304))
-
-
-def operands(rows, columns, inner, dtype, has_bias):
-    generator = torch.Generator().manual_seed(rows * 7 + columns * 3 + inner)
-    x = torch.randn(rows, inner, generator=generator).to(dtype)
-    weight = (torch.randn(columns, inner, generator=generator) / inner**0.5).to(dtype)
-    bias = torch.randn(columns, generator=generator).to(dtype) if has_bias else None
-    return x, weight, bias
 
 
 def result_and_gradients(x, weight, bias, row_parallel):
@@ -83,39 +76,6 @@ def test_a_rank_that_adds_up_its_own_blocks_holds_a_subtree(log_ranks, log_more,
     parts = [tree_sum(terms[rank * each : (rank + 1) * each]) for rank in range(ranks)]
     assert torch.equal(tree_sum(parts), tree_sum(terms))
     assert torch.equal(tree_sum(torch.stack(terms)), tree_sum(terms))
-
-
-TINY = 2.0**-24
-"""1 + TINY rounds to 1, the even neighbour; 1 + 2 TINY is a float32."""
-
-
-def test_terms_in_a_row_are_another_sum_than_the_tree():
-    terms = torch.tensor([1, TINY, TINY, TINY]).unbind()
-    assert sum(terms[1:], terms[0]) == 1
-    assert tree_sum(terms) == 1 + 2 * TINY
-
-
-class InOrder(CpuOperators):
-    """Adds one product after another: an order that is known, as a library's is not."""
-
-    def blockwise_linear(self, x, weight, blocks):
-        pairs = zip(x.chunk(blocks, -1), weight.chunk(blocks, -1), strict=True)
-        return tree_sum([self._one_after_another(*pair) for pair in pairs])
-
-    def linear(self, x, weight, bias=None):
-        return self._one_after_another(x, weight)
-
-    def _one_after_another(self, x, weight):
-        products = (x[:, None] * weight).unbind(-1)
-        return sum(products[1:], products[0])
-
-
-@pytest.mark.parametrize(("blocks", "total"), [(1, 1), (2, 1 + 2 * TINY), (4, 1 + 2 * TINY)])
-def test_the_number_of_blocks_decides_the_order(blocks, total):
-    """A trainer that does not know of the rollout's tensor parallelism would mismatch."""
-    x, weight = torch.ones(1, 4), torch.tensor([[1, TINY, TINY, TINY]])
-    got = InOrder().row_parallel_linear(x, weight, None, RowParallel(blocks))
-    assert got.item() == total
 
 
 @given(st.sampled_from(SHAPES), st.sampled_from(DTYPES), st.booleans())

@@ -17,15 +17,8 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 rows = st.integers(2, 70)
 columns = st.integers(1, 1100)
 ACTIVATIONS = (
-    "silu",
-    "gelu",
-    "gelu_pytorch_tanh",
-    "gelu_new",
-    "quick_gelu",
-    "sigmoid",
-    "relu2",
-    "mish",
-)
+    "silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "sigmoid", "relu2", "mish",
+)  # fmt: skip
 
 
 def values(rows, columns, dtype):

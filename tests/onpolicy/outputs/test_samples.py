@@ -190,10 +190,8 @@ def test_an_attempt_that_failed_says_what_was_said_and_why_it_failed(log, files)
     ((name, (one, two)),) = files().items()
     assert name == "failed_eval_aime_000007.jsonl"
     assert one["reward"] is None and (one["prompt_index"], one["sample"], one["attempt"]) == (
-        12,
-        3,
-        1,
-    )
+        12, 3, 1,
+    )  # fmt: skip
     assert (one["failed"], one["message"]) == ("raised", "raised KeyError: 'x'")
     assert (one["prompt"], one["response"], two["response"]) == ("1+1=", "12", "4")
     assert (one["trajectory"], two["trajectory"], two["forks"]) == (0, 1, [["again", 6]])

@@ -37,18 +37,11 @@ class NoNumber:
 
 
 MISDEEDS = {
-    "raises": lambda: 1 / 0,
-    "exits": lambda: sys.exit(3),
-    "dies": lambda: os._exit(3),
-    "crashes": lambda: ctypes.string_at(0),
-    "none": lambda: None,
-    "text": lambda: "1.0",
-    "nan": lambda: float("nan"),
-    "huge": lambda: 10**400,
-    "no score": lambda: {"other": 1.0},
-    "number as a name": lambda: {"score": 1.0, 2: 3.0},
-    "no scalar": NoNumber,
-}
+    "raises": lambda: 1 / 0, "exits": lambda: sys.exit(3), "dies": lambda: os._exit(3),
+    "crashes": lambda: ctypes.string_at(0), "none": lambda: None, "text": lambda: "1.0",
+    "nan": lambda: float("nan"), "huge": lambda: 10**400, "no score": lambda: {"other": 1.0},
+    "number as a name": lambda: {"score": 1.0, 2: 3.0}, "no scalar": NoNumber,
+}  # fmt: skip
 
 
 def misbehaves(sample):
@@ -71,13 +64,10 @@ def ranks(samples):
     lengths = [len(sample.response) for sample in samples]
     places = [float(sum(other < length for other in lengths)) for length in lengths]
     misdeeds = {
-        "raises": lambda: 1 / 0,
-        "number": lambda: 1.0,
-        "none": lambda: None,
-        "short": lambda: places[1:],
-        "dict": lambda: dict.fromkeys("ab", 1.0),
+        "raises": lambda: 1 / 0, "number": lambda: 1.0, "none": lambda: None,
+        "short": lambda: places[1:], "dict": lambda: dict.fromkeys("ab", 1.0),
         "nan": lambda: [float("nan"), *places[1:]],
-    }
+    }  # fmt: skip
     says = misdeeds.get(
         samples[0].response, lambda: [{"score": x, "of": len(samples)} for x in places]
     )
@@ -108,17 +98,11 @@ def by_place(samples):
 
 
 MISFITS = {
-    "short": [1.0, 1.0],
-    "below 0": [1.0, -0.5, 1.0],
-    "nan": [1.0, math.nan, 1.0],
-    "infinite": [1.0, math.inf, 1.0],
-    "text": "111",
-    "texts": ["1", "1", "1"],
-    "number": 1.0,
-    "nothing": {"kl_loss": None},
-    "no term": {"kl": [1.0] * 3},
+    "short": [1.0, 1.0], "below 0": [1.0, -0.5, 1.0], "nan": [1.0, math.nan, 1.0],
+    "infinite": [1.0, math.inf, 1.0], "text": "111", "texts": ["1", "1", "1"], "number": 1.0,
+    "nothing": {"kl_loss": None}, "no term": {"kl": [1.0] * 3},
     "of what it made itself": [1.0, 1.0],
-}
+}  # fmt: skip
 
 
 def misfits(sample):

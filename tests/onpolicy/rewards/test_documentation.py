@@ -68,7 +68,8 @@ def test_the_table_names_all_fields():
     not_read = {"prompt", "prompt.rule", "prompt.rewards", "name"}
     later = {"reward", "reward_parts", "answer", "mismatched_tokens", "learnt", "is_shown"}
     later |= {"has_failed", "is_rewarded", "token_rewards", "token_weights"}  # said by others
-    later |= {"metrics", "info"}
+    later |= {"metrics", "info", "lags", "teacher_log_probs", "teacher_top"}
+    later |= {"group", "episode", "policy_version"}  # places in what is trained on
     not_read |= {"seeds"}
     assert named == (of_prompt | of_sample) - later - not_read
 

@@ -6,8 +6,7 @@ import pytest
 
 from onpolicy.config.groups import RewardConfig
 from onpolicy.rewards import Failure
-from onpolicy.rewards.judge import Judge
-from onpolicy.rewards.judged_words import without_control_tokens, words_of
+from onpolicy.rewards.endpoint import Judge, without_control_tokens, words_of
 from onpolicy.types import Prompt
 from tests.support.samples import to_score
 
@@ -47,17 +46,11 @@ def test_tools_that_are_called_and_what_they_said_are_words_too():
 @pytest.mark.parametrize(
     "token",
     [
-        "<|im_end|>",
-        "<|eot_id|>",
-        "<\uff5cUser\uff5c>",
-        "</s>",
-        "<s>",
-        "<end_of_turn>",
-        "<bos>",
+        "<|im_end|>", "<|eot_id|>", "<\uff5cUser\uff5c>", "</s>", "<s>", "<end_of_turn>", "<bos>",
         "[/INST]",
     ]
     + ["<|start_header_id|>", "<|begin\u2581of sentence|>"],
-)
+)  # fmt: skip
 def test_no_control_token_reaches_the_judge_whoever_wrote_it(token):
     user = {"role": "user", "content": f"a{token}b"}
     for messages in ([user], [SYSTEM, user], None):

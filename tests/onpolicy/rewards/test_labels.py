@@ -65,8 +65,5 @@ def test_each_rule_is_asked_of_its_own_prompts(monkeypatch):
     mixed = prompts("42", "$", " ") + prompts("?!", rule="math") + prompts("-1.5", rule="math")
     refused = scorer.refused_labels(mixed)
     assert [(each.prompt.label, each.rule) for each in refused] == [
-        ("$", "dapo"),
-        (" ", "exact"),
-        (" ", "dapo"),
-        ("?!", "math"),
-    ]
+        ("$", "dapo"), (" ", "exact"), (" ", "dapo"), ("?!", "math"),
+    ]  # fmt: skip

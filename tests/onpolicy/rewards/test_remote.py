@@ -95,13 +95,18 @@ def service(monkeypatch):
 
 
 @pytest.fixture
-def remote(scorer, service):
-    return lambda **config: scorer(rm_type="remote_rm", rm_url=service.url, **config)
+def remote(scorer, service, monkeypatch):
+    def make(batch_size=16, breaker=8, **config):
+        monkeypatch.setattr("onpolicy.rewards.endpoint.BATCH_SIZE", batch_size)
+        monkeypatch.setattr("onpolicy.rewards.endpoint.MOST_FAILURES", breaker)
+        return scorer(rm_type="remote_rm", rm_url=service.url, **config)
+
+    return make
 
 
 def test_samples_are_sent_in_batches_and_scored_in_their_order(remote, service):
     samples = [sample("x" * n, "7", hint="a") for n in range(1, 6)]
-    metrics = remote(rm_batch_size=2, rm_api_key="K").score([samples[:3], samples[3:]])
+    metrics = remote(batch_size=2, rm_api_key="K").score([samples[:3], samples[3:]])
     assert [s.reward for s in samples] == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert samples[0].reward_parts == {"is_short": 1.0}
     assert not any(metrics.values())
@@ -139,7 +144,7 @@ def test_a_column_that_no_strict_service_takes_is_refused_by_name_before_the_sta
 
 def test_what_may_pass_is_asked_again(remote, service):
     samples = [sample(word) for word in ("drops", "busy", "restarts")]
-    remote(rm_batch_size=1, rm_retries=2, rm_max_error_rate=0.0).score([samples])
+    remote(batch_size=1, rm_retries=2, rm_max_error_rate=0.0).score([samples])
     assert [s.reward for s in samples] == [5.0, 4.0, 8.0]
     assert len(service.asked) == 9
     with pytest.raises(
@@ -150,7 +155,7 @@ def test_what_may_pass_is_asked_again(remote, service):
 
 def test_what_fails_has_no_reward_and_is_counted(remote, service, caplog):
     samples = [sample(word) for word in MISDEEDS] + [sample("good")]
-    rule = remote(rm_batch_size=1, rm_retries=1, rm_breaker=99, rm_max_error_rate=0.9)
+    rule = remote(batch_size=1, rm_retries=1, breaker=99, rm_max_error_rate=0.9)
     metrics = rule.score([samples])
     assert rewards_of(samples) == [None] * len(MISDEEDS) + [4.0]
     assert metrics["rollout/reward_errors"] == len(MISDEEDS)
@@ -160,7 +165,7 @@ def test_what_fails_has_no_reward_and_is_counted(remote, service, caplog):
     twice = {"breaks", "babbles"}
     assert counts == {s.response: 1 + (s.response in twice) for s in samples}
     with pytest.raises(RewardError, match=r"9 of 10 .* more than --rm-max-error-rate=0\.8"):
-        remote(rm_batch_size=1, rm_retries=0, rm_breaker=99, rm_max_error_rate=0.8).score([samples])
+        remote(batch_size=1, rm_retries=0, breaker=99, rm_max_error_rate=0.8).score([samples])
 
 
 def test_a_request_without_an_answer_is_given_up(remote):
@@ -173,8 +178,8 @@ def test_a_request_without_an_answer_is_given_up(remote):
 def test_a_service_that_fails_again_and_again_is_left_alone_until_one_request_succeeds(
     remote, service, caplog
 ):
-    flags = {"rm_batch_size": 1, "rm_concurrency": 1, "rm_retries": 0, "rm_max_error_rate": 1.0}
-    rule = remote(rm_breaker=2, **flags)
+    flags = {"batch_size": 1, "rm_concurrency": 1, "rm_retries": 0, "rm_max_error_rate": 1.0}
+    rule = remote(breaker=2, **flags)
     broken, good = [sample("breaks") for _ in range(5)], [sample("good") for _ in range(5)]
     assert rule.score([broken])["rollout/reward_errors"] == 5
     assert len(service.asked) == 2
@@ -299,20 +304,14 @@ def test_a_service_of_this_host_takes_no_proxy(remote, proxied):
 @pytest.mark.parametrize(
     ("url", "is_direct"),
     [
-        ("http://127.0.0.5:1/x", True),
-        ("http://[::1]:1/x", True),
-        ("http://localhost:1/x", True),
-        ("http://10.1.2.3:1/x", True),
-        ("http://192.168.0.9/x", True),
-        ("http://[fd00::7]/x", True),
-        ("http://reward-server:8000/x", True),
-        ("http://rm.cluster.example/x", True),
-        ("http://8.8.8.8/x", False),
-        ("https://api.example.com/v1", False),
-        ("wss://env.example.com/ws", False),
+        ("http://127.0.0.5:1/x", True), ("http://[::1]:1/x", True), ("http://localhost:1/x", True),
+        ("http://10.1.2.3:1/x", True), ("http://192.168.0.9/x", True),
+        ("http://[fd00::7]/x", True), ("http://reward-server:8000/x", True),
+        ("http://rm.cluster.example/x", True), ("http://8.8.8.8/x", False),
+        ("https://api.example.com/v1", False), ("wss://env.example.com/ws", False),
         ("http://cluster.example.com/x", False),
     ],
-)
+)  # fmt: skip
 def test_which_services_are_asked_directly(proxied, url, is_direct):
     """aio-libs/aiohttp#4431: a service that no_proxy names went through the proxy."""
     proxied(no_proxy="elsewhere.example,.cluster.example", NO_PROXY="")

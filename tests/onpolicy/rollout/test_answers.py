@@ -1,4 +1,4 @@
-"""Answers of a server that training cannot use."""
+"""Answers of a server: those that training cannot use, and those that texts end."""
 
 import base64
 import math
@@ -6,12 +6,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from onpolicy.errors import ContractError, EngineError
-from onpolicy.rollout.answers import completion_of
-from onpolicy.rollout.sampling import require_version
+from onpolicy.rollout.client import completion_of
+from onpolicy.rollout.open_episode import until_stop_string
+from onpolicy.rollout.sample_requests import require_version
+from onpolicy.rollout.turns import EpisodeRules
 from onpolicy.trajectory import UNPUSHED, FinishReason, Span
 from onpolicy.types import Request, SamplingParams
+from tests.support.samples import make_completion
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=2, stop_token_ids=())
 REQUEST = Request(prompt_ids=[7], sampling_seed=1, params=PARAMS)
@@ -74,6 +79,19 @@ def test_a_response_without_usable_log_probabilities_is_an_error(pairs, message)
         completion_of(answer(pairs), 200, REQUEST, "http://e")
 
 
+def test_digests_of_rows_come_one_for_each_token_or_none_at_all():
+    said = [-(1 << 63), (1 << 63) - 1]
+    completion = completion_of(answer(PAIRS, row_digests=said), 200, REQUEST, "http://e")
+    assert completion.row_digests == said
+    assert completion_of(answer(PAIRS), 200, REQUEST, "http://e").row_digests == []
+
+
+@pytest.mark.parametrize("said", [[5], [5, 6, 7], [5, None], [5, 1.5], ["5", 6], [True, 6]])
+def test_digests_that_are_not_of_the_tokens_are_an_error(said):
+    with pytest.raises(EngineError, match=rf"2 tokens, and digests of {len(said)} rows"):
+        completion_of(answer(PAIRS, row_digests=said), 200, REQUEST, "http://e")
+
+
 def test_a_refused_request_says_the_servers_reason():
     with pytest.raises(ContractError, match=r"HTTP 400.*top_p"):
         completion_of({"error": {"message": "top_p=0.9: not available"}}, 400, REQUEST, "http://e")
@@ -93,21 +111,6 @@ def test_experts_come_for_every_token_but_the_last_if_they_were_asked_for():
 def test_experts_of_a_retracted_request_are_not_those_it_was_sampled_with():
     meta = {**ROUTED, "num_retractions": 1}
     assert completion_of(answer(PAIRS, **meta), 200, REPLAYED, "http://e").routed_experts is None
-
-
-TELLING = replace(REQUEST, params=replace(PARAMS, return_entropy=True))
-
-
-def test_entropies_come_for_every_token_if_they_were_asked_for():
-    said = answer(PAIRS, entropy=[0.25, 1.5])
-    assert completion_of(said, 200, TELLING, "http://e").entropy == [0.25, 1.5]
-    assert completion_of(said, 200, REQUEST, "http://e").entropy == []
-
-
-@pytest.mark.parametrize("meta", [{}, {"entropy": [0.25]}, {"entropy": [None, 0.25]}])
-def test_entropies_that_do_not_come_are_an_error(meta):
-    with pytest.raises(EngineError, match=r"entropies of . of them, which --top-entropy"):
-        completion_of(answer(PAIRS, **meta), 200, TELLING, "http://e")
 
 
 def test_experts_that_do_not_come_are_an_error():
@@ -138,3 +141,46 @@ def test_an_abort_may_leave_nothing(tokens):
         given["meta_info"] |= {**ROUTED, "prompt_tokens": 2, "completion_tokens": 1}
     part = completion_of(given, 200, REPLAYED, "http://e")
     assert (part.response_ids, part.rollout_log_probs, part.spans) == ([], [], ())
+
+
+LETTERS = "ab<>/"
+RULES = EpisodeRules(
+    decode=lambda token_ids: "".join(LETTERS[i] for i in token_ids),
+    tokens_of=lambda text, so_far: [LETTERS.index(letter) for letter in text],
+)
+STOP = ("</a>", "bb")
+
+
+def part(token_ids):
+    log_probs = [-float(i) for i in range(len(token_ids))]
+    return make_completion(token_ids, log_probs, finish_reason=FinishReason.LENGTH)
+
+
+def engine(token_ids):
+    """As many of the tokens as an engine samples for one request."""
+    for end in range(1, len(token_ids) + 1):
+        if any(text in RULES.decode(token_ids[:end]) for text in STOP):
+            return token_ids[:end]
+    return token_ids
+
+
+@given(st.lists(st.integers(0, len(LETTERS) - 1), max_size=30), st.integers(1, 7))
+def test_an_answer_ends_where_it_would_in_one_request(token_ids, size):
+    found, stopped = [], False
+    for start in range(0, len(token_ids), size):
+        sampled = engine(token_ids[start : start + size])
+        more = until_stop_string(found, part(sampled), STOP, RULES)
+        assert more.rollout_log_probs == part(sampled).rollout_log_probs[: len(more.response_ids)]
+        found += more.response_ids
+        stopped = (
+            more.finish_reason == FinishReason.STOP or sampled != token_ids[start : start + size]
+        )
+        if stopped:
+            break
+    assert found == engine(token_ids) or (not stopped and found == token_ids)
+
+
+def test_nothing_is_cut_from_an_answer_that_no_text_ends():
+    whole = part([0, 1, 0])
+    assert until_stop_string([2], whole, STOP, RULES) is whole
+    assert until_stop_string([], part([1, 1]), STOP, RULES).finish_reason == FinishReason.LENGTH

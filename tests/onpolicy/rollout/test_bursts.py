@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 
-from onpolicy.rollout import bursts
-from onpolicy.rollout.bursts import Burst
-from onpolicy.rollout.client import EngineClient, EngineLostError
+from onpolicy.rollout import client as bursts
+from onpolicy.rollout.client import Burst, EngineClient, EngineLostError
 from tests.support.engines_in_memory import make_requests
 
 

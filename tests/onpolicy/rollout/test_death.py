@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from onpolicy.rollout import death
-from onpolicy.rollout.death import cause_of_death, oom_kills
+from onpolicy.rollout import server
+from onpolicy.rollout.server import cause_of_death, oom_kills
 
 SGLANG = (
     "    raise_if_dead()\n[2026-11-23 05:44:43] kill_process_tree called: parent_pid=9, pid=9\n"
@@ -85,7 +85,7 @@ def test_a_signal_is_named_with_who_can_have_sent_it(code, says):
 def test_the_kernels_word_comes_first(monkeypatch, tmp_path):
     file = tmp_path / "vmstat"
     file.write_text("pgfault 12\noom_kill 3\nnr 1\n")
-    monkeypatch.setattr(death, "VMSTAT", file)
+    monkeypatch.setattr(server, "VMSTAT", file)
     assert oom_kills() == 3
     assert re.match("the kernel ended 2 processes .*want of memory", cause_of_death(137, "", 2))
     file.unlink()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 
 import pytest
@@ -59,9 +60,12 @@ def test_one_that_has_ended_is_not_taken_over(waiting):
         assert taken_over() is None
 
 
-def test_nobody_needs_it_and_it_is_gone(waiting):
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_nobody_needs_it_and_it_is_gone(waiting, is_stopped):
     waiting("sys.stdin.readline()".join(["import sys; ", ""]))
     with begun_with():
         process = early_server._waiting[0]
         assert process.poll() is None
+        if is_stopped:
+            process.send_signal(signal.SIGSTOP)
     assert process.poll() is not None and early_server._waiting is None

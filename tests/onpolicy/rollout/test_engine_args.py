@@ -6,6 +6,7 @@ import pytest
 
 from onpolicy.contract import (
     CONTRACT_VARIABLE,
+    DIGESTS_VARIABLE,
     PORTABLE_KERNELS,
     NumericsContract,
     OperatorShapes,
@@ -43,6 +44,11 @@ def test_the_contract_travels_in_the_environment(contract):
     environment = engine_environment(spec_of(contract))
     assert NumericsContract.from_json(environment[CONTRACT_VARIABLE]) == contract
     assert ("SGLANG_PLATFORM" in environment) == (contract.device == "cpu")
+
+
+def test_an_engine_digests_rows_if_it_is_to_whatever_our_own_environment_says():
+    assert engine_environment(spec_of(ALIGNED, digests_rows=True))[DIGESTS_VARIABLE]
+    assert engine_environment(spec_of(ALIGNED))[DIGESTS_VARIABLE] == ""
 
 
 def test_an_engine_of_portable_operators_starts_on_their_kernels():
@@ -137,13 +143,10 @@ def bound_cores(monkeypatch, cores, tp_size):
 @pytest.mark.parametrize(
     ("cores", "tp_size", "bound"),
     [
-        (range(8), 1, None),
-        (range(8), 2, "0,1,2,3|4,5,6,7"),
-        ((3, 5, 7), 2, "3|5"),
-        ((0, 1), 4, "0|1|0|1"),
-        ((6,), 2, "6|6"),
+        (range(8), 1, None), (range(8), 2, "0,1,2,3|4,5,6,7"), ((3, 5, 7), 2, "3|5"),
+        ((0, 1), 4, "0|1|0|1"), ((6,), 2, "6|6"),
     ],
-)
+)  # fmt: skip
 def test_tensor_parallel_ranks_share_the_cores(monkeypatch, cores, tp_size, bound):
     monkeypatch.delenv(CORES_VARIABLE, raising=False)
     assert bound_cores(monkeypatch, cores, tp_size) == bound

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onpolicy.rollout.episodes import Episode
 from onpolicy.rollout.open_episode import OpenEpisode
-from onpolicy.rollout.open_groups import FreeGroups, Staleness
+from onpolicy.rollout.open_groups import FreeGroups, Staleness, unfinished
 from onpolicy.trajectory import Span
 from tests.support.groups import open_group
 from tests.support.samples import make_completion
@@ -24,7 +23,7 @@ def grown(episode, version, tokens):
 
 def ended(groups, episode, version, tokens):
     grown(episode, version, tokens)
-    episode.finish(Episode())
+    episode.samples = []
     return groups.end(episode)
 
 
@@ -59,26 +58,26 @@ class Clock:
     def let_one_end(self):
         if self.drawn:
             episode = self.chance.choice(self.drawn)
-            group = group_of(episode, self.groups)
+            group = self.groups.groups[episode.number]
             self.drawn.remove(episode)
             tokens = self.chance.randrange(1, episode.turns.num_left + 1)
             self.drawn += ended(self.groups, episode, self.version, tokens)
-            if not group.unfinished:
-                self.complete.append(group.number)
+            if not unfinished(group):
+                self.complete.append(episode.number)
 
 
-def group_of(episode, groups):
-    return next(group for group in groups.groups if episode in group.episodes)
-
-
-def places(episodes, groups):
+def places(episodes):
     """(number of the group, place in it) of each."""
-    of = [(group_of(episode, groups), episode) for episode in episodes]
-    return [(group.number, group.episodes.index(episode)) for group, episode in of]
+    return [(episode.number, episode.index) for episode in episodes]
+
+
+def number_of(group):
+    (number,) = {episode.number for episode in group}
+    return number
 
 
 def oldest(group):
-    return min(int(e.turns.trajectory.spans[0].version) for e in group.episodes)
+    return min(int(e.turns.trajectory.spans[0].version) for e in group)
 
 
 runs = st.tuples(
@@ -94,12 +93,12 @@ def test_every_group_is_trained_on_once_whole_and_in_time(run):
     clock = Clock(groups, chance)
     batches = clock.run(steps)
     assert [len(batch) for batch in batches] == [size] * steps
-    numbers = [group.number for batch in batches for group in batch]
+    numbers = [number_of(group) for batch in batches for group in batch]
     assert sorted(numbers) == list(range(steps * size)) and not groups.groups
     for step, batch in enumerate(batches):
-        assert all(group.unfinished == [] for group in batch)
+        assert all(unfinished(group) == [] for group in batch)
         assert all(step - oldest(group) <= most for group in batch)
-        order = [clock.complete.index(group.number) for group in batch]
+        order = [clock.complete.index(number_of(group)) for group in batch]
         assert order == sorted(order)
 
 
@@ -120,12 +119,12 @@ def test_no_more_responses_are_drawn_at_a_time_than_asked_for(run):
 def test_an_episode_that_was_complete_when_a_version_began_counts_once():
     groups = FreeGroups(open_group, 2, Staleness(most=3, batch=1), 10)
     first = groups.begin(0)[0]
-    group = group_of(first, groups)
-    for episode in group.episodes:
+    group = groups.groups[first.number]
+    for episode in group:
         grown(episode, 0, 1)
-        episode.finish(Episode())
+        episode.samples = []
     groups.begin(1)
-    assert [groups.end(episode) for episode in group.episodes] == [[] for _ in group.episodes]
+    assert [groups.end(episode) for episode in group] == [[] for _ in group]
     assert groups.batch() == [group]
     assert groups.batch() is None
 
@@ -135,22 +134,22 @@ def test_an_episode_that_ends_while_a_version_begins_is_counted(monkeypatch, loo
     """After so many looks at whether it is complete."""
     groups = FreeGroups(open_group, 4, Staleness(most=3, batch=1), 10)
     drawn = groups.begin(0)
-    group, last = groups.groups[0], groups.groups[0].episodes[-1]
+    group, last = groups.groups[0], groups.groups[0][-1]
     for episode in drawn:
         grown(episode, 0, 1)
         if episode is not last:
-            episode.finish(Episode())
+            episode.samples = []
     seen, is_complete = iter(range(99)), OpenEpisode.is_complete
 
     def ends_meanwhile(episode):
         if episode is last and next(seen) == looks:
-            last.finish(Episode())
+            last.samples = []
         return is_complete.fget(episode)
 
     with monkeypatch.context() as patch:
         patch.setattr(OpenEpisode, "is_complete", property(ends_meanwhile))
         groups.begin(1)
-    last.finish(Episode())
+    last.samples = []
     groups.end(last)
     found = [groups.batch(), groups.batch()]
     assert group in [batch[0] for batch in found if batch]
@@ -173,22 +172,22 @@ def test_groups_are_late_if_no_order_of_training_is_in_time():
 def test_what_is_complete_first_is_trained_on_first_unless_another_would_be_late():
     groups = FreeGroups(open_group, 8, Staleness(most=1, batch=1), 9)
     drawn = groups.begin(0)
-    assert places(drawn, groups) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert places(drawn) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for episode in drawn[2:]:
         ended(groups, episode, 0, 3)
-    assert [group.number for group in groups.batch()] == [1]
+    assert [number_of(group) for group in groups.batch()] == [1]
     for episode in drawn[:2]:
         grown(episode, 0, 2)
     drawn = groups.begin(1)
-    assert places(drawn, groups) == [(0, 0), (0, 1), (2, 0), (2, 1)]
+    assert places(drawn) == [(0, 0), (0, 1), (2, 0), (2, 1)]
     for episode in drawn[2:]:
         ended(groups, episode, 1, 3)
     assert groups.batch() is None  # 0 began under version 0, and is to be trained on now
     for episode in drawn[:2]:
         ended(groups, episode, 1, 1)
     (batch,) = groups.batch()
-    assert batch.number == 0
-    assert [(span.version, span.end) for span in batch.episodes[0].turns.trajectory.spans] == [
+    assert number_of(batch) == 0
+    assert [(span.version, span.end) for span in batch[0].turns.trajectory.spans] == [
         (0, 2),
         (1, 3),
     ]

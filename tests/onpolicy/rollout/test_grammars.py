@@ -5,21 +5,18 @@ import json
 
 import pytest
 
-from onpolicy.grammar import Grammar
-from onpolicy.rollout.episode_rules import EpisodeRules
-from onpolicy.rollout.episodes import Episode, Rollouter
 from onpolicy.rollout.failures import OtherTokensError
-from onpolicy.rollout.grammars import grammar_of
 from onpolicy.rollout.open_episode import OpenEpisode
-from onpolicy.rollout.rounds import Round
-from onpolicy.trajectory import FinishReason
+from onpolicy.rollout.rollouter import Episode, Rollouter
+from onpolicy.rollout.turns import EpisodeRules
+from onpolicy.trajectory import FinishReason, Grammar
 from onpolicy.types import Prompt, Request, SamplingParams
-from tests.support.episodes import drive
+from tests.support.episodes import Part, drive
 from tests.support.samples import make_completion
 
 PROMPT = Prompt(index=0, prompt_ids=[7, 8], label="", text="")
 WORD = Grammar(kind="regex", text="a+", stop_token_ids=(1, 3))
-RULES = EpisodeRules(require_grammar=lambda grammar: None)
+RULES = EpisodeRules(holds_grammars=lambda: True)
 
 
 class Asks(Rollouter):
@@ -48,21 +45,21 @@ def answer(request):
     return make_completion([5] * count, [-1.0] * count, finish_reason=FinishReason.LENGTH)
 
 
-def rounds(episode, most, number=100):
+def parts(episode, most, number=100):
     asked = []
     for _ in range(number):
         if episode.is_complete:
             break
-        job = Round([episode], most, 0)
+        job = Part([episode], most, 0)
         drive(job, answer)
         asked += job.requests
     return asked
 
 
 @pytest.mark.parametrize("most", [None, 1, 2])
-def test_an_answer_goes_on_in_its_grammar_by_call_and_by_segment(most):
+def test_an_answer_goes_on_in_its_grammar_by_call_and_by_part(most):
     episode = open_episode(Asks())
-    asked = rounds(episode, most)
+    asked = parts(episode, most)
     places = {len(r.prompt_ids): (r.params.grammar, r.num_begun) for r in asked}
     assert places[2] == (WORD, 0) and places[5] == (WORD, 3)
     schema, begun = places[8]
@@ -79,15 +76,15 @@ def test_an_answer_goes_on_in_its_grammar_by_call_and_by_segment(most):
 
 def test_a_function_that_asks_within_another_grammar_than_before_ends_the_run():
     before = open_episode(Asks())
-    rounds(before, 2, number=1)
+    parts(before, 2, number=1)
     again = open_episode(Asks())
     again.resume(before.record())
-    rounds(again, 2)
+    parts(again, 2)
     assert again.trajectories[0].grammars[0].end == 7
     other = open_episode(Asks(first="b+"))
     other.resume(before.record())
     with pytest.raises(OtherTokensError, match="gives other tokens than before"):
-        rounds(other, 2)
+        parts(other, 2)
 
 
 @pytest.mark.parametrize(
@@ -95,22 +92,24 @@ def test_a_function_that_asks_within_another_grammar_than_before_ends_the_run():
     [
         ({"regex": "a", "json_schema": {}}, ValueError, "held to one of them"),
         ({"regex": 5, "json_schema": None}, TypeError, "regex=5: must be a text"),
+        ({"regex": "("}, ValueError, "regex='\\('.*parenthesis"),
     ],
 )
 def test_what_is_no_grammar_is_refused(asked, error, message):
     with pytest.raises(error, match=message):
-        grammar_of(**asked, stop_token_ids=(1,))
+        open_episode(Asks()).turns.grammar(**asked)
 
 
 def test_a_schema_keeps_the_order_of_its_properties():
     schema = {"properties": {"b": {}, "a": {}}}
-    (grammar,) = {grammar_of(None, x, (3, 1)) for x in (schema, json.dumps(schema))}
+    turns = open_episode(Asks()).turns
+    (grammar,) = {turns.grammar(json_schema=x) for x in (schema, json.dumps(schema))}
     assert list(json.loads(grammar.text)["properties"]) == ["b", "a"]
     assert grammar.stop_token_ids == (1, 3)
 
 
 def test_an_episode_that_nothing_holds_to_a_grammar_says_so():
     episode = open_episode(Asks(), dataclasses.replace(EpisodeRules(), on_failure="drop"))
-    assert rounds(episode, None) == []
+    assert parts(episode, None) == []
     (failure,) = episode.failures
-    assert "nothing holds the answers of this episode to it" in failure.message
+    assert "regex: needs --true-on-policy-mode" in failure.message

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from onpolicy.chat.template import ChatTemplate
 from onpolicy.config.groups import DataConfig
-from onpolicy.config.sft import AnswersConfig
+from onpolicy.config.sft_flags import AnswersConfig
 from onpolicy.errors import ConfigError
 from onpolicy.rollout.data_files import read_rows
 from onpolicy.rollout.prompts import Read, load_prompts
@@ -261,16 +261,10 @@ def test_rows_that_differ_in_what_policy_or_reward_are_given_are_all_kept(tmp_pa
 @pytest.mark.parametrize(
     ("label", "text"),
     [
-        (42.0, "42"),
-        (1e22, "10000000000000000000000"),
-        (-3.0, "-3"),
-        (0.5, "0.5"),
-        (Decimal("42.00"), "42"),
-        (Decimal("0.50"), "0.50"),
-        (42, "42"),
-        ("042.0", "042.0"),
+        (42.0, "42"), (1e22, "10000000000000000000000"), (-3.0, "-3"), (0.5, "0.5"),
+        (Decimal("42.00"), "42"), (Decimal("0.50"), "0.50"), (42, "42"), ("042.0", "042.0"),
     ],
-)
+)  # fmt: skip
 def test_a_label_that_is_a_whole_number_has_no_fraction(tmp_path, label, text):
     WRITERS["a.parquet"](tmp_path / "a.parquet", [{"prompt": "6*7=", "label": label}])
     assert prompts_of(tmp_path / "a.parquet")[0].label == text

@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 
 import pyarrow
 import pyarrow.parquet
@@ -6,6 +9,7 @@ import pytest
 
 from onpolicy.config.groups import DataConfig
 from onpolicy.errors import ConfigError
+from onpolicy.rollout import generated_prompts
 from onpolicy.rollout.prompts import load_prompts
 from tests.support.tiny import make_tokenizer
 
@@ -71,12 +75,6 @@ def test_a_string_becomes_a_chat_of_one_message(jsonl):
 @pytest.mark.parametrize(
     ("rows", "config", "message"),
     [
-        (["{"], {}, r"data.jsonl:1: not valid JSON"),
-        ([{"prompt": "a", "label": 1}, ""], {}, r"data.jsonl:2: an empty line"),
-        (["[1]"], {}, r"data.jsonl:1: list. Every line must be an object"),
-        ([{"prompt": "a"}], {}, r"data.jsonl:1: no field 'label'; the row has prompt"),
-        ([{"prompt": "a", "label": None}], {}, "label=None. A label must be"),
-        ([{"prompt": "", "label": 1}], {}, "prompt=''"),
         ([{"prompt": "a" * 21, "label": 1}], {}, "data.jsonl:1: the prompt has 21 tokens.* 20"),
         ([{"prompt": VERL_ROW["prompt"], "label": 1}], {}, "Add --apply-chat-template"),
         ([{"prompt": "a", "label": 1}], {"apply_chat_template": True}, "no chat template"),
@@ -85,20 +83,6 @@ def test_a_string_becomes_a_chat_of_one_message(jsonl):
 def test_a_row_that_cannot_be_used_is_named_by_file_and_line(jsonl, rows, config, message):
     with pytest.raises(ConfigError, match=message):
         load(jsonl(*rows), **config)
-
-
-def test_files_that_are_missing_empty_or_of_another_kind_are_refused(tmp_path):
-    (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "data.txt").touch()
-    (tmp_path / "bad.parquet").write_text("no")
-    for name, message in [
-        ("none.jsonl", "No such file"),
-        ("empty.jsonl", "no rows"),
-        ("data.txt", "unknown kind '.txt'"),
-        ("bad.parquet", "bad.parquet: cannot be read"),
-    ]:
-        with pytest.raises(ConfigError, match=message):
-            load(str(tmp_path / name))
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"x": {}}}}}]
@@ -146,3 +130,60 @@ def test_what_is_no_list_of_tools_is_refused(jsonl, tools):
 def test_a_template_without_tools_is_refused(jsonl):
     with pytest.raises(ConfigError, match="template writes none of them"):
         load(jsonl({"prompt": "a", "label": 1, "tools": TOOLS}), CHAT, apply_chat_template=True)
+
+
+NAMES = "reasoning-gym:chain_sum,leg_counting"
+
+
+def questions(source=NAMES, size=3, seed=0, flag="--prompt-data"):
+    return [row["prompt"] for _, row in generated_prompts.rows_of(source, size, seed, flag)]
+
+
+def test_a_problem_is_a_function_of_seed_name_and_number():
+    three = questions()
+    assert len(three) == 6
+    assert questions(size=5)[:3] == three[:3]
+    assert questions("reasoning-gym:leg_counting") == three[3:]
+    assert questions(seed=1) != three
+    assert questions(flag="--eval-prompt-data") != three
+
+
+def test_problems_become_prompts_that_name_their_rule_whatever_the_keys_of_files():
+    config = DataConfig(reasoning_gym_size=3, input_key="question", label_key="answer")
+    prompts = load_prompts(NAMES, config, make_tokenizer(), 9999)
+    assert [prompt.text for prompt in prompts] == questions()
+    assert {prompt.rule for prompt in prompts} == {"reasoning_gym"}
+    assert json.loads(prompts[0].label)["name"] == "chain_sum"
+
+
+ANOTHER_PROCESS = """
+import sys
+from onpolicy.rollout.generated_prompts import rows_of
+print([row for _, row in rows_of(sys.argv[1], 3, 0, "--prompt-data")])
+"""
+
+
+@pytest.mark.parametrize(("name", "is_same"), [(NAMES, True), ("reasoning-gym:ransom_note", False)])
+def test_another_process_makes_the_same(name, is_same):
+    """Or, by its hashes, others: those are refused."""
+    command = [sys.executable, "-c", ANOTHER_PROCESS, name]
+    made = [
+        subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True)
+        for seed in ("1", "2")
+    ]
+    assert (made[0].stdout == made[1].stdout) is is_same
+    assert made[0].stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", "no dataset 'nothing'. Known: ab, "),
+        ("arc_agi", "compares what JSON does not hold"),
+        ("ransom_note", "are others in every process.* Set PYTHONHASHSEED=0"),
+    ],
+)
+def test_datasets_that_cannot_be_used_are_refused(name, message, monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(ConfigError, match=message):
+        questions(f"reasoning-gym:chain_sum,{name}")

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from onpolicy.errors import AgentError
-from onpolicy.rollout.branches import learnt_once
-from onpolicy.rollout.episodes import Episode
-from onpolicy.rollout.results import sample_of, with_learnt
+from onpolicy.rollout.results import rewarded
+from onpolicy.rollout.rollouter import Episode
 from onpolicy.trajectory import Trajectory
 from onpolicy.types import Prompt
 from tests.support.samples import make_completion
@@ -27,16 +26,13 @@ def branches():
 
 def samples(**more):
     whole = branches()
-    episode = with_learnt(Episode(trajectories=whole, **more), whole, learnt_once(whole))
-    kept = list(episode.trajectories)
-    return [sample_of(PROMPT, 2, episode, kept, i, f"text {i}") for i in range(len(kept))]
+    return rewarded(Episode(trajectories=whole, **more), PROMPT, 2, whole)
 
 
 def test_the_trajectories_of_an_episode_are_samples_with_its_place_metrics_and_info():
     found = samples(metrics={"num_calls": 2}, info={"calls": [["add", (1, 2)]]})
     assert [s.sample_index for s in found] == [2, 2]
     assert [s.name for s in found] == ["prompt 4, sample 2", "prompt 4, sample 2, trajectory 1"]
-    assert [s.response for s in found] == ["text 0", "text 1"]
     assert [s.response_ids for s in found] == [[5, 6, 8], [2, 3]]
     assert all(s.metrics == {"num_calls": 2.0} for s in found)
     assert all(s.info == {"calls": [["add", [1, 2]]]} for s in found)

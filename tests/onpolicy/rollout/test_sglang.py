@@ -200,16 +200,6 @@ def test_engines_of_someone_else_are_not_started_again():
     assert host.num_restarts == 0
 
 
-def test_an_error_that_no_engine_died_of_is_raised_and_restarts_none():
-    host = Host()
-    group = started(host)
-    bad = dataclasses.replace(REQUESTS[0], prompt_ids=[10**6])
-    with pytest.raises(ContractError, match="refused a request"):
-        group.generate(SamplingJob([*REQUESTS, bad]))
-    assert host.num_restarts == 0
-    assert sampled(group) == EXPECTED
-
-
 def test_revive_starts_the_dead_alone_and_says_whether_there_were_any():
     host = Host()
     group = started(host, rollout_num_engines=3)

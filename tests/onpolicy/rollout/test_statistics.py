@@ -1,17 +1,23 @@
-"""What is said of a rollout, in which an episode counts once."""
+"""What is said of a rollout and of an evaluation, in which an episode counts once."""
+
+from fractions import Fraction
+from itertools import combinations
 
 import pytest
 
-from onpolicy.rollout.evaluation import eval_metrics
+from onpolicy.outputs.meanings import meaning
 from onpolicy.rollout.statistics import (
+    eval_metrics,
     idle_shares,
+    majority_passes,
     mean_response_length,
+    pass_at_k,
     rollout_metrics,
     truncated_ratio,
 )
 from onpolicy.trajectory import FinishReason, Trajectory
 from onpolicy.types import Prompt, Sample, SampleGroup
-from tests.support.samples import make_completion
+from tests.support.samples import answered, make_completion
 
 PROMPT = Prompt(index=0, prompt_ids=[3], label="", text="")
 
@@ -49,13 +55,10 @@ def test_an_episode_counts_once_however_often_it_branched():
     assert metrics["rollout/truncated_ratio"] == truncated_ratio(branched()) == 0.5
     assert metrics["rollout/reward/format"] == 1.5
     assert {name: x for name, x in metrics.items() if name.startswith("episodes/")} == {
-        "episodes/num_turns": 2.5,
-        "episodes/num_trajectories": 2.0,
-        "episodes/num_rewarded": 1.0,
-        "episodes/num_token_rewarded": 1.0,
-        "episodes/num_empty_groups": 1.0,
+        "episodes/num_turns": 2.5, "episodes/num_trajectories": 2.0, "episodes/num_rewarded": 1.0,
+        "episodes/num_token_rewarded": 1.0, "episodes/num_empty_groups": 1.0,
         "episodes/num_calls": 3.0,
-    }
+    }  # fmt: skip
 
 
 def test_a_prompt_without_an_episode_is_not_one_that_failed():
@@ -87,3 +90,102 @@ def test_a_side_is_idle_while_it_neither_computes_nor_takes_part_in_a_push(
         "perf/rollout_idle_share": pytest.approx(rollout),
         "perf/trainer_idle_share": pytest.approx(trainer),
     }
+
+
+def group(*episodes):
+    """A group of episodes, each a reward and an answer."""
+    samples = [
+        Sample(
+            prompt=PROMPT,
+            sample_index=i,
+            trajectory=answered(PROMPT, make_completion([5], [-1.0])),
+            reward=float(reward),
+            answer=answer,
+        )
+        for i, (reward, answer) in enumerate(episodes)
+    ]
+    return SampleGroup(prompt=PROMPT, samples=samples)
+
+
+@pytest.mark.parametrize("n", range(1, 8))
+def test_pass_at_k_is_the_share_of_all_draws_that_hold_one_that_passed(n):
+    for c in range(n + 1):
+        for k in range(1, n + 1):
+            draws = [*combinations(range(n), k)]
+            hold = sum(min(draw) < c for draw in draws)
+            assert pass_at_k(n, c, k) == float(Fraction(hold, len(draws)))
+
+
+def test_pass_at_k_keeps_its_digits_where_products_of_floats_would_not():
+    assert pass_at_k(2000, 1, 1) == 1 / 2000
+    assert pass_at_k(2000, 1, 2000) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answers", "passed", "chance"),
+    [
+        (["7", "8", "7"], [1, 0, 1], 1.0),
+        (["8", "7", "8"], [0, 1, 0], 0.0),
+        (["7", "8"], [1, 0], 0.5),
+        (["8", "7"], [0, 1], 0.5),  # whichever comes first
+        (["7", "8", "9", "7", "8", "9"], [1, 0, 0, 1, 0, 0], 2 / 6),
+        (["7", "7", "7"], [1, 1, 0], 2 / 3),  # equal answers, of which one did not pass
+        (["7", "", "", "", None], [1, 0, 0, 0, 0], 1.0),  # those without an answer do not vote
+        (["", "", None], [0, 0, 1], 0.0),
+    ],
+)
+def test_the_majority_and_how_ties_are_decided(answers, passed, chance):
+    assert majority_passes(answers, [bool(each) for each in passed]) == chance
+
+
+def test_a_set_has_pass_at_every_power_of_two_and_at_n():
+    groups = [
+        group((1, "7"), (-1, "8"), (-1, "8"), (-1, "9"), (-1, "8"), (1, "7")),
+        group((-1, "1"), (-1, "2"), (-1, "3"), (-1, "4"), (-1, "5"), (-1, "")),
+    ]
+    metrics = eval_metrics(groups, 6)
+    assert {name: x for name, x in metrics.items() if "@" in name} == {
+        "eval/avg@6": pytest.approx(-2 / 3),
+        "eval/pass@1": 1 / 6,
+        "eval/pass@2": 3 / 10,  # (1 - 6 / 15) / 2
+        "eval/pass@4": 7 / 15,  # (1 - 1 / 15) / 2
+        "eval/pass@6": 1 / 2,
+        "eval/maj@6": 0.0,
+    }
+    named = eval_metrics(groups, 6, "aime")
+    assert named == {f"eval/aime/{name[5:]}": value for name, value in metrics.items()}
+    assert all(meaning(name) for name in [*metrics, *named])
+
+
+def test_without_answers_there_is_no_majority_and_one_sample_has_none_either():
+    assert not any("maj" in name for name in eval_metrics([group((1, None), (0, None))], 2))
+    metrics = eval_metrics([group((1, "7"))], 1)
+    assert [name for name in metrics if "@" in name] == ["eval/avg@1", "eval/pass@1"]
+
+
+def test_attempts_that_failed_are_counted_also_where_nothing_else_is():
+    assert eval_metrics([group()], 2, "aime", 3.0) == {"eval/aime/num_failed_episodes": 3.0}
+    assert eval_metrics([group((1, None))], 1, num_failed=0.0)["eval/num_failed_episodes"] == 0.0
+
+
+def test_a_prompt_with_fewer_than_k_episodes_counts_in_no_pass_at_k():
+    lost = group((0, None))
+    metrics = eval_metrics([lost, group((1, None), (0, None))], 2)
+    assert metrics["eval/pass@1"] == 0.25
+    assert metrics["eval/pass@2"] == 1.0
+    assert "eval/pass@2" not in eval_metrics([lost], 2)
+
+
+def test_the_parts_of_a_sets_rewards_are_its_metrics_too():
+    """Means over episodes, as in a rollout."""
+    one, other = group((1, "7"), (0.5, "8")), group((0, "9"))
+    for sample, parts in zip(
+        one.samples, ({"math": 1.0, "brief": 0.0}, {"math": 0.0, "brief": 0.5}), strict=True
+    ):
+        sample.reward_parts = parts
+    other.samples[0].reward_parts = {"math": 0.5, "brief": 1.0}
+    metrics = eval_metrics([one, other], 2, "aime")
+    assert metrics["eval/aime/reward/math"] == 0.5 == metrics["eval/aime/reward/brief"]
+    assert eval_metrics([other], 1)["eval/reward/math"] == 0.5
+    assert not any("reward" in name for name in eval_metrics([group((1, "7"))], 1))
+    assert meaning("eval/aime/reward/math") == "", "a name of the user's own"

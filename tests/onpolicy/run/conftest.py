@@ -6,9 +6,6 @@ from onpolicy.train import distributed
 
 
 @pytest.fixture(scope="module")
-def undrawn():
-    """Whole runs in this process, without the plot, which would take most of their time."""
+def one_process():
+    """Whole runs in this process."""
     distributed.init_process_group()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("onpolicy.run.journal.plot_run", lambda metrics_file, image: None)
-        yield

@@ -8,7 +8,7 @@ import pytest
 
 from onpolicy.errors import AgentError, ConfigError
 from onpolicy.rollout.failures import OtherTokensError
-from onpolicy.run.launch.rollouters import make_rollouter
+from onpolicy.run.launch.inputs import make_rollouter
 from onpolicy.run.run import Run
 from tests.onpolicy.run.test_drawing import Clock, journal_of, steps_of
 from tests.support.agents import ToldWatch
@@ -23,12 +23,11 @@ from tests.support.run_in_memory import (
     run_in_memory,
 )
 
-pytestmark = pytest.mark.usefixtures("undrawn")
+pytestmark = pytest.mark.usefixtures("one_process")
 
 MODES = {
     "lag 0": {},
     "lag 1": {"rollout_lag": 1},
-    "segments": {"rollout_segment_tokens": 3},
     # What `acts` observes differs from run to run: groups are to tie by chance, not by what was learnt.
     "dynamic": {
         "dynamic_sampling": True,
@@ -121,7 +120,7 @@ def test_what_the_clock_had_fail_in_a_free_run_fails_in_its_replay(tmp_path, mon
         journal = journal_of(tmp_path / name)
 
 
-@pytest.mark.parametrize("mode", ["lag 0", "lag 1", "segments"])
+@pytest.mark.parametrize("mode", ["lag 0", "lag 1"])
 def test_what_the_clock_had_fail_fails_again_in_a_run_that_was_killed(tmp_path, monkeypatch, mode):
     save = tmp_path / "save"
     values = {
@@ -242,7 +241,7 @@ def test_an_evaluation_counts_the_attempts_that_failed_in_it(tmp_path):
     assert evaluated and all(record["eval/num_failed_episodes"] == 0 for record in evaluated)
 
 
-@pytest.mark.parametrize("mode", ["lag 1", "segments"])
+@pytest.mark.parametrize("mode", ["lag 0", "lag 1"])
 def test_weights_of_tokens_reach_training_from_workers_and_through_checkpoints(tmp_path, mode):
     seen = []
 
@@ -265,7 +264,7 @@ def test_weights_of_tokens_reach_training_from_workers_and_through_checkpoints(t
     assert resumed.run_hash == straight.run_hash
 
 
-@pytest.mark.parametrize("mode", ["lag 1", "segments"])
+@pytest.mark.parametrize("mode", ["lag 0", "lag 1"])
 def test_weights_that_a_reward_function_says_are_hashed_and_outlive_a_checkpoint(tmp_path, mode):
     def weighed(sample):
         weights = [float(i % 2) for i in range(sample.trajectory.num_sampled)]
@@ -281,3 +280,17 @@ def test_weights_that_a_reward_function_says_are_hashed_and_outlive_a_checkpoint
         run_in_memory(tmp_path / "part", make_run=interrupted_at(2), **values, **saves)
     resumed = run_in_memory(tmp_path / "part", **values, **saves)
     assert resumed.run_hash == straight.run_hash
+
+
+FUNCTION = "tests/support/agent_functions.py:forks"
+
+
+@pytest.mark.parametrize("mode", [{}, {"rollout_lag": 1}])
+def test_a_run_has_the_same_hash_with_any_number_of_workers(tmp_path, mode):
+    values = {"custom_generate_function_path": FUNCTION, "rollout_max_response_len": 9, **mode}
+    ran = {
+        workers: run_in_memory(tmp_path / str(workers), agent_workers=workers, **values)
+        for workers in (0, 1, 2)
+    }
+    assert len({each.run_hash for each in ran.values()}) == 1
+    assert all(each.totals.num_mismatched_tokens == 0 for each in ran.values())

@@ -7,8 +7,6 @@ import pytest
 from onpolicy.run.cases import asked_at, first_apart
 from tests.support.acting import PARAMS, PROMPT, Draws, roll_out
 
-SEED = 3
-
 
 class Remembers(Draws):
     """Keeps what was asked for, and what was answered."""
@@ -40,7 +38,7 @@ async def act(prompt, turns):
 @pytest.mark.parametrize("seed", range(9))
 def test_every_token_belongs_to_the_request_that_it_answered(seed):
     draws = Remembers()
-    episode = roll_out(act, draws, seed=seed, require_grammar=lambda grammar: None)
+    episode = roll_out(act, draws, seed=seed, holds_grammars=lambda: True)
     branches = {(len(request.prompt_ids), key): request for key, request in draws.asked_for}
     found = set()
     for trajectory in episode.trajectories:

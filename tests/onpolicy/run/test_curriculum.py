@@ -4,12 +4,11 @@ import pytest
 
 from tests.support.run_in_memory import Interrupted, interrupted_at, run_in_memory
 
-pytestmark = pytest.mark.usefixtures("undrawn")
+pytestmark = pytest.mark.usefixtures("one_process")
 
 SCHEDULES = {
     "in step": {},
     "with a lag": {"rollout_lag": 2},
-    "in segments, with a lag": {"rollout_lag": 1, "rollout_segment_tokens": 2},
     "of two sources": {"prompt_data_weights": (2.0, 1.0)},
     "with others drawn": {"dynamic_sampling": True, "over_sampling_batch_size": 4},
 }

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from onpolicy.errors import ConfigError, EngineError, ParityError
-from onpolicy.rollout.episodes import Episode
+from onpolicy.rollout.episode_jobs import FreeJob
 from onpolicy.rollout.open_groups import FreeGroups, Staleness
-from onpolicy.rollout.rounds import FreeJob
 from onpolicy.run.drawing import FreeRollouts
 from onpolicy.run.run import Run
 from tests.support.engines_in_memory import Host
 from tests.support.groups import open_group
+from tests.support.kept_runs import Keeps, require_weights_of_spans
 from tests.support.run_in_memory import (
     Interrupted,
     even_tokens,
@@ -22,9 +22,9 @@ from tests.support.run_in_memory import (
     records_of,
     run_in_memory,
 )
-from tests.support.tiny_policy import log_probs_of, make_weights
+from tests.support.tiny_policy import make_weights
 
-pytestmark = pytest.mark.usefixtures("undrawn")
+pytestmark = pytest.mark.usefixtures("one_process")
 
 ROLLOUTS = 5
 FREE = {
@@ -128,32 +128,9 @@ def test_the_clock_decides_the_order_and_where_pushes_interrupt(free):
     assert any(found != sorted(found) for found in numbers)
 
 
-class Keeps(Run):
-    """Keeps the weights that each step was trained from, and its samples."""
-
-    def __init__(self, *args, **more):
-        super().__init__(*args, **more)
-        self.trained, self.policies = [], []
-        Keeps.last = self
-
-    def train(self, groups, step):
-        self.trained += [s for group in groups for s in group.samples]
-        weights = self.engines.trainer.weights
-        self.policies.append({name: table.clone() for name, table in weights.items()})
-        return super().train(groups, step)
-
-
 def test_every_token_is_of_the_weights_that_its_span_says(tmp_path):
     Clock(3, Keeps).run(tmp_path, max_staleness=3)
-    kept = Keeps.last
-    for sample in kept.trained:
-        spans, prompt = sample.trajectory.spans, sample.prompt.prompt_ids
-        assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
-        assert spans[-1].end == len(sample.response_ids)
-        for span in spans:
-            policy = kept.policies[int(span.version)]
-            scores = log_probs_of(policy, prompt, sample.response_ids, 1.0).tolist()
-            assert sample.rollout_log_probs[span.start : span.end] == scores[span.start : span.end]
+    require_weights_of_spans(Keeps.last)
 
 
 def run_and_resume(directory, **more):
@@ -216,14 +193,6 @@ def test_engines_that_die_on_the_way_cost_no_token(tmp_path):
     assert again.run_hash == ran.run_hash
 
 
-def test_a_free_run_that_fails_says_why_and_ends_its_engines(tmp_path):
-    clock = Clock(13)
-    clock.host._dies_at = [range(40, 999)]
-    with pytest.raises(EngineError, match="used up"):
-        clock.run(tmp_path)
-    assert not any(engine.is_running for engine in clock.host.engines)
-
-
 def test_what_is_being_drawn_ends_with_the_run(tmp_path):
     clock = Clock(14, interrupted_at(1))
     with pytest.raises(Interrupted):
@@ -244,7 +213,7 @@ def between_jobs():
 def test_what_begins_is_drawn_by_the_present_job_though_an_earlier_one_was_told():
     rollouts, told, episode = between_jobs()
     present = rollouts._job = FreeJob(1, rollouts._on_end)
-    episode.finish(Episode())
+    episode.samples = []
     assert present.is_done
     told.ended(episode)
     assert told.is_done and not present.is_done
@@ -271,7 +240,7 @@ def test_what_begins_in_an_episodes_place_begins_before_its_job_is_interrupted()
     groups = FreeGroups(open_group, 1, Staleness(most=3, batch=1), 10)
     rollouts = FreeRollouts(None, groups, None)
     ended, job = groups.begin(0)[0], rollouts._job
-    ended.finish(Episode())
+    ended.samples = []
     begin, begun, settling = job.begin, [], threading.Thread(target=rollouts.settle)
 
     def begin_slowly(episodes):
@@ -336,12 +305,10 @@ IS_REFUSED = (ConfigError, "versions that grow up to")
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (later_version, *IS_FOUND),
-        (another_cut, *IS_FOUND),
-        (from_the_future, *IS_REFUSED),
+        (later_version, *IS_FOUND), (another_cut, *IS_FOUND), (from_the_future, *IS_REFUSED),
         (backwards, *IS_REFUSED),
     ],
-)
+)  # fmt: skip
 def test_a_changed_span_is_found_and_one_that_no_run_has_is_refused(
     tmp_path, change, error, message
 ):

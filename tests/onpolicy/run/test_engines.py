@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -66,21 +65,6 @@ def test_any_deaths_within_the_limit_cost_no_bit(directory, expected, dies_at):
     assert two_rounds(pair) == expected
     for engine in host.engines:
         assert engine.memory.report()["weights"] == pair.weight_digest
-
-
-def test_an_engine_that_dies_in_a_rollout_gets_the_current_weights_not_the_checkpoints(
-    directory, expected
-):
-    host = Host()
-    pair = make_pair(host, directory)
-    pair.start()
-    pair.trainer.weights = make_weights(seed=1)
-    pair.push_weights(1)
-    (engine,) = host.engines
-    engine.dies_at = {engine.calls + 3}
-    assert sampled(pair) == expected[3]
-    assert engine.starts == 2 and pair.weight_version == 1
-    assert torch.equal(engine.memory.weights["before.weight"], make_weights(1)["before.weight"])
 
 
 @settings(settings.get_profile("few"))
@@ -252,12 +236,3 @@ def test_other_corrections_under_the_same_contract_restart_nothing(directory):
     pair.use(ALIGNED, fallback)
     assert pair.trainer.fallback == fallback
     assert len(host.engines) == 1 and host.num_restarts == 0
-
-
-def test_stop_ends_every_engine_and_may_come_twice(directory):
-    host = Host()
-    pair = make_pair(host, directory, rollout_num_engines=2)
-    pair.start()
-    for _ in range(2):
-        pair.stop()
-        assert not any(engine.is_running for engine in host.engines)

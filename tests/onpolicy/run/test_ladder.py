@@ -9,7 +9,7 @@ from onpolicy.config import TrainConfig, groups
 from onpolicy.contract import NumericsContract, OperatorShapes
 from onpolicy.errors import ConfigError
 from onpolicy.run.ladder import Ladder, first_rung
-from onpolicy.train.correction import Corrections
+from onpolicy.train.rollout_correction import Corrections, with_stale_samples
 
 SHAPES = OperatorShapes(linear=(), attention=(), norm=(), vocab_size=1)
 ALIGNED = NumericsContract(backend="cpu", device="cpu", dtype="float32", shapes=SHAPES)
@@ -17,8 +17,8 @@ STOCK = dataclasses.replace(ALIGNED, backend="stock")
 BAD = {"parity/num_compared_tokens": 9, "train/k3_kl": 1.0}
 
 
-def make(governed=True, aligned=False, lag=0, **fallback):
-    config = TrainConfig(
+def config_of(governed=True, aligned=False, lag=0, **fallback):
+    return TrainConfig(
         rollout=groups.RolloutConfig(rollout_lag=lag),
         parity=groups.ParityConfig(true_on_policy_mode=aligned),
         fallback=groups.FallbackConfig(**fallback),
@@ -26,7 +26,10 @@ def make(governed=True, aligned=False, lag=0, **fallback):
             mismatch_governor=governed, limits=GovernorConfig(rise_after=1)
         ),
     )
-    return Ladder(config, STOCK, ALIGNED)
+
+
+def make(**values):
+    return Ladder(config_of(**values), STOCK, ALIGNED)
 
 
 def standing(ladder):
@@ -36,7 +39,7 @@ def standing(ladder):
 
 EVERYTHING = {
     "use_tis": True, "use_rs": True, "rs_veto_threshold": 1e-4, "dc": DiscrepancyConfig(mode="fixed"),
-    "custom_tis_function_path": "a.b", "rs_statistic": "k3", "rs_upper_bound": 0.01,
+    "custom_tis_function_path": "a.b", "rs_rules": ("seq_mean_k3=0.01",),
 }  # fmt: skip
 
 
@@ -61,7 +64,7 @@ def test_what_each_rung_has_of_a_run_that_asks_for_everything(rung, corrections,
     ) == corrections  # fmt: skip
     assert ladder.lr_scale == lr_scale
     assert flags.get_mismatch_metrics
-    assert (flags.rs_statistic, flags.rs_upper_bound) == ("k3", 0.01)
+    assert flags.rs_rules == ("seq_mean_k3=0.01",)
 
 
 def test_on_the_lowest_rung_nothing_is_corrected_and_lambda_waits():
@@ -86,12 +89,9 @@ def test_every_rung_adds_to_the_one_below_up_to_aligned_operators():
     while ladder.update(BAD) is not None:
         seen.append(standing(ladder))
     assert seen == [
-        ("stock", False, False, 1.0),
-        ("stock", True, False, 1.0),
-        ("stock", True, True, 1.0),
-        ("stock", True, True, 0.5),
-        ("cpu", True, True, 1.0),
-    ]
+        ("stock", False, False, 1.0), ("stock", True, False, 1.0), ("stock", True, True, 1.0),
+        ("stock", True, True, 0.5), ("cpu", True, True, 1.0),
+    ]  # fmt: skip
     assert ladder.metrics() == {"governor/rung": 4.0}
     assert ladder.fallback.get_mismatch_metrics
 
@@ -99,54 +99,28 @@ def test_every_rung_adds_to_the_one_below_up_to_aligned_operators():
 @pytest.mark.parametrize(
     ("flags", "rung"),
     [
-        ({}, "stock"),
-        ({"use_tis": True}, "tis"),
-        ({"use_tis": True, "use_rs": True}, "mis"),
+        ({}, "stock"), ({"use_tis": True}, "tis"), ({"use_tis": True, "use_rs": True}, "mis"),
         ({"dc": DiscrepancyConfig(mode="fixed")}, "tis"),
-        ({"custom_tis_function_path": "a.b"}, "tis"),
-        ({"rs_veto_threshold": 1e-4}, "mis"),
+        ({"custom_tis_function_path": "a.b"}, "tis"), ({"rs_veto_threshold": 1e-4}, "mis"),
         ({"aligned": True, "use_tis": True}, "aligned"),
     ],
-)
+)  # fmt: skip
 def test_it_starts_where_the_other_flags_put_it(flags, rung):
-    assert first_rung(make(**flags).config) == rung
+    assert first_rung(config_of(**flags)) == rung
 
 
-def test_without_a_governor_nothing_moves_and_the_flags_stand():
-    ladder = make(governed=False, use_tis=True, tis_upper_bound=3.0)
-    assert ladder.update(BAD) is None
-    assert ladder.contract == STOCK
-    assert ladder.fallback == ladder.config.fallback
-    assert ladder.metrics() == ladder.state_dict() == {}
-    assert make(governed=False, aligned=True).contract == ALIGNED
+def test_without_a_governor_the_flags_stand():
+    config = config_of(governed=False, use_tis=True, tis_upper_bound=3.0)
+    assert with_stale_samples(config) == Corrections(config).flags == config.fallback
 
 
-@pytest.mark.parametrize(
-    ("lag", "flags", "weighs"),
-    [
-        (0, {}, False),
-        (1, {}, True),
-        (1, {"correct_lag": False}, False),
-        (1, {"use_rollout_logprobs": True}, False),
-        (1, {"use_rs": True}, False),
-    ],
-)
-def test_samples_that_lag_are_weighed_unless_that_is_switched_off_or_replaced(lag, flags, weighs):
-    assert make(governed=False, lag=lag, **flags).fallback.use_tis == weighs
-
-
-@pytest.mark.parametrize(
-    ("lag", "flags", "bypass"),
-    [
-        (0, {}, False),
-        (1, {}, True),
-        (1, {"correct_lag": False}, False),
-        (1, {"use_tis": True}, False),
-    ],
-)
-def test_samples_of_aligned_engines_that_lag_are_learnt_from_by_bypass(lag, flags, bypass):
-    found = make(governed=False, aligned=True, lag=lag, **flags).fallback
-    assert found.use_rollout_logprobs == bypass and found.use_tis == flags.get("use_tis", False)
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize(("lag", "flags"), [(0, {}), (1, {}), (1, {"correct_lag": False})])
+def test_samples_that_lag_are_weighed_or_bypassed_as_the_plan_says(aligned, lag, flags):
+    config = config_of(governed=False, aligned=aligned, lag=lag, **flags)
+    found, plan = with_stale_samples(config), config.plan
+    assert (found.use_rollout_logprobs, found.use_tis) == (plan.bypasses_lag, plan.weighs_lag)
+    assert (plan.bypasses_lag or plan.weighs_lag) == (lag > 0 and flags == {})
 
 
 def test_where_samples_lag_the_probe_is_read_and_not_the_samples():

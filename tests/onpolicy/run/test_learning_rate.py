@@ -48,10 +48,6 @@ def test_warm_up_then_the_chosen_shape(style, expected):
     assert rate.next_rates(6, 1.0) == pytest.approx(expected, abs=1e-6)
 
 
-def test_without_warm_up_the_first_step_has_the_peak():
-    assert make(3).next_rates(3, 1.0) == [1.0, 1.0, 1.0]
-
-
 def test_a_rollout_without_optimizer_steps_moves_the_decay_and_not_the_base():
     rate = make(9, lr_warmup_steps=4, **DECAYS)
     assert rate.next_rates(1, 1.0) == [0.25]
@@ -59,15 +55,6 @@ def test_a_rollout_without_optimizer_steps_moves_the_decay_and_not_the_base():
     rate.observe(100.0, 0.0)  # no group was left to train on
     assert rate.next_rates(1, 1.0) == [0.25]
     assert rate.metrics()["lr_decay/num_decays"] == 1
-
-
-def test_length_decay_halves_the_rate_of_the_base_schedule():
-    assert list(advance(make(5, **DECAYS), 5)) == [1.0, 0.5, 0.5, 0.25, 0.25]
-
-
-def test_the_governors_scale_does_not_undercut_the_floor_of_length_decay():
-    rates = list(advance(make(5, lr_schedule="length-decay", length_decay_period=1), 5, 0.5))
-    assert rates == pytest.approx([0.25, 0.125, 0.1, 0.1, 0.1])
 
 
 @pytest.mark.parametrize("flags", [{}, DECAYS])
@@ -143,10 +130,9 @@ ROLLOUTS = st.lists(
     warm_up=st.integers(0, 12),
     schedule=st.sampled_from(["", "length-decay"]),
     period=st.none() | st.integers(1, 9),
-    floor=st.floats(1e-3, 1),
 )
 def test_rates_are_those_of_schedules_in_an_optimizer_to_the_last_bit(
-    rollouts, lr, style, warm_up, schedule, period, floor
+    rollouts, lr, style, warm_up, schedule, period
 ):
     config = make_config(
         len(rollouts),
@@ -156,7 +142,6 @@ def test_rates_are_those_of_schedules_in_an_optimizer_to_the_last_bit(
         lr_schedule=schedule,
         length_decay_period=period,
         length_decay_default_period=3,
-        length_decay_floor=floor,
     )
     rate, rates = LearningRate(config), []
     for num_steps, length, governor in rollouts:

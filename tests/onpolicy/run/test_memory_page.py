@@ -7,23 +7,21 @@ import pytest
 from transformers import Qwen3Config
 
 from onpolicy.config import TrainConfig, groups
-from onpolicy.config.tools import VerifyConfig
+from onpolicy.config.tool_flags import VerifyConfig
 from onpolicy.contract import AttentionShape, NumericsContract, OperatorShapes
 from onpolicy.models.size import ModelSize
 from onpolicy.rollout.engine_args import EngineSpec
-from onpolicy.run.commands import verify_inputs
-from onpolicy.run.launch.memory_model import RunMemory, server_memory
+from onpolicy.run.commands import verification as verify_inputs
+from onpolicy.run.launch.memory import RunMemory, server_memory
 
 PAGE = Path(__file__).parents[3] / "docs/first_gpu.md"
 SEQUENCE = 2048
 
 # Layers, hidden size, size of the MLP, heads, and whether embedding and head are one.
 MODELS = {
-    "Qwen3-0.6B": (28, 1024, 3072, 16, True),
-    "Qwen3-1.7B": (28, 2048, 6144, 16, True),
-    "Qwen3-4B": (36, 2560, 9728, 32, True),
-    "Qwen3-8B": (36, 4096, 12288, 32, False),
-}
+    "Qwen3-0.6B": (28, 1024, 3072, 16, True), "Qwen3-1.7B": (28, 2048, 6144, 16, True),
+    "Qwen3-4B": (36, 2560, 9728, 32, True), "Qwen3-8B": (36, 4096, 12288, 32, False),
+}  # fmt: skip
 
 
 def config_of(name):
@@ -65,10 +63,10 @@ def test_the_page_has_the_sums_of_the_memory_model(name, monkeypatch):
     numbers = [
         server_memory(spec(SEQUENCE), size, hf_config, 1).parts["weights"],
         *(
-            RunMemory(c, hf_config, spec(longest + 64), size).trainer().bytes
+            RunMemory(c, hf_config, spec(longest + 64), size).trainer.bytes
             for c in (verify, scoring)
         ),
-        *(RunMemory(train_on(n), hf_config, spec(SEQUENCE), size).trainer().bytes for n in (1, 8)),
+        *(RunMemory(train_on(n), hf_config, spec(SEQUENCE), size).trainer.bytes for n in (1, 8)),
     ]
     row = re.search(rf"^\| {re.escape(name)} \|(.*)\|$", PAGE.read_text(), re.MULTILINE)
     said = [float(cell) for cell in row[1].split("|")]

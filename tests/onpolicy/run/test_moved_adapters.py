@@ -1,15 +1,22 @@
-"""Adapters where the governor moves a run: merged for stock engines, beside the base in aligned ones."""
+"""Adapters where the governor moves a run or it is resumed: merged, or beside the base that it had."""
+
+import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from onpolicy.errors import CheckpointError
 from onpolicy.models.lora.merged import Merged, merge_push
 from onpolicy.models.weight_files import matched_model
-from onpolicy.run.commands.verify import fill_with_drawn
+from onpolicy.run.commands.verification import fill_with_drawn
 from onpolicy.run.launch.contracts import contract_for
 from tests.onpolicy.train.test_merging import parts_of, whole
 from tests.support.engines_in_memory import make_requests
+from tests.support.policies_in_memory import run_policy
 from tests.support.stock_pairs import stock_pairs
+from tests.support.tiny_combinations import make_base
+from tests.support.unstarted_run import changed
 
 REQUESTS = make_requests(3)
 CASES = {
@@ -81,7 +88,7 @@ def test_each_move_brings_them_in_the_form_that_its_engines_compute_with(moving,
             engine = push(pair, number)
             expected = beside(pair) if contract is aligned else merged(pair)
             assert are_equal(engine.weights, expected)
-            assert bool(pair.trainer.outlet.metrics) == (contract is stock)
+            assert bool(pair.trainer.push_metrics) == (contract is stock)
             if "experts" not in case:  # which an engine in memory does not put together
                 assert agrees(pair) == (contract is aligned)
         again = [name for name in set(engine.loaded) if engine.loaded.count(name) == 2]
@@ -103,3 +110,50 @@ def test_an_engine_that_dies_after_a_move_gets_what_was_pushed_in_that_form(movi
         assert len(pair.generate(REQUESTS)) == len(REQUESTS)
         assert are_equal(server.memory.weights, pushed)
         assert len(server.memory.loaded) == len(pushed)
+
+
+@pytest.fixture
+def resumed(tmp_path):
+    """Makes the second of two rollouts from a checkpoint of the first."""
+    base = changed(make_base(tmp_path), lora_rank=4)
+    save = str(tmp_path / "save")
+    first = changed(base, num_rollout=1, save=save, save_interval=1)
+    run_policy(first)
+
+    def go_on(**values):
+        directory = str(tmp_path / "again")
+        return run_policy(changed(base, load=save, run_dir=directory, **values))[0]
+
+    return base, go_on
+
+
+def change_base(config):
+    """One number of the embedding."""
+    file = f"{config.model.hf_checkpoint}/model.safetensors"
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"][7, 3] += 0.5
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.usefixtures("one_process")
+def test_the_hash_is_that_of_the_undisturbed_run(resumed):
+    base, go_on = resumed
+    assert go_on().run_hash == run_policy(base)[0].run_hash
+
+
+@pytest.mark.usefixtures("one_process")
+def test_another_base_under_the_same_path_is_refused(resumed):
+    base, go_on = resumed
+    change_base(base)
+    with pytest.raises(CheckpointError, match=r"--load=.*: the trainer has other weights .* Put"):
+        go_on()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_without_the_digest_nothing_is_noticed(resumed, tmp_path, monkeypatch):
+    base, go_on = resumed
+    change_base(base)
+    monkeypatch.setattr("onpolicy.run.saving.resume.versions", lambda: {"another": "version"})
+    assert go_on().run_hash
+    state = json.loads((tmp_path / "save/step_000001/state.json").read_text())
+    assert len(state["weights"]) == 16

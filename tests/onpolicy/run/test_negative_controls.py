@@ -5,19 +5,18 @@ from dataclasses import replace
 import pytest
 
 from onpolicy.errors import EngineError, OnPolicyError, ParityError
-from onpolicy.rollout.open_episode import OpenEpisode
+from onpolicy.rollout import results
 from onpolicy.run.run import Run
 from onpolicy.trajectory import Trajectory
 from tests.support.engines_in_memory import Engine, Host, Memory
 from tests.support.run_in_memory import even_tokens, records_of, run_in_memory
 from tests.support.tiny_policy import sample
 
-pytestmark = pytest.mark.usefixtures("undrawn")
+pytestmark = pytest.mark.usefixtures("one_process")
 
 MODES = {
     "lag 0": {},
     "lag 1": {"rollout_lag": 1},
-    "segments": {"rollout_segment_tokens": 3},
     "free": {"rollout_schedule": "free", "over_sampling_batch_size": 4, "max_staleness": 2},
     "dynamic": {"dynamic_sampling": True, "over_sampling_batch_size": 2},
 }
@@ -48,12 +47,12 @@ def tokenised_again(patch):
 
 
 def mask_shifted(patch):
-    made = OpenEpisode.trajectories.fget
+    made = results.learnt_once
 
-    def shifted(episode):
-        return [replace(each, sampled=[*each.sampled[1:], False]) for each in made(episode)]
+    def shifted(trajectories):
+        return [replace(each, sampled=[*each.sampled[1:], False]) for each in made(trajectories)]
 
-    patch.setattr(OpenEpisode, "trajectories", property(shifted))
+    patch.setattr(results, "learnt_once", shifted)
 
 
 def trained_twice(patch):
@@ -134,7 +133,7 @@ def test_a_run_without_a_fault_passes_every_check(tmp_path, mode):
             for name in ("compared", "redrawn", "drawn_otherwise", "excused")
         )
         assert redrawn == compared and otherwise == 0 < compared + excused
-        assert excused == 0 or mode in ("lag 1", "segments", "free")
+        assert excused == 0 or mode in ("lag 1", "free")
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -8,7 +8,7 @@ from tests.support.engines_in_memory import Host
 from tests.support.run_in_memory import records_of, run_in_memory
 from tests.support.trainer_in_memory import TrainerInMemory
 
-pytestmark = pytest.mark.usefixtures("undrawn")
+pytestmark = pytest.mark.usefixtures("one_process")
 
 LAG = {"rollout_lag": 1, "num_rollout": 3}
 

@@ -4,21 +4,18 @@ import pytest
 import torch
 
 from onpolicy.errors import ParityError
-from onpolicy.rollout.episodes import Episode, Rollouter
-from onpolicy.run.run import Run
+from onpolicy.rollout.rollouter import Episode, Rollouter
 from tests.onpolicy.run.test_drawing import FREE, journal_of
 from tests.support.engines_in_memory import Engine, Host
-from tests.support.run_in_memory import Interrupted, even_tokens, interrupted_at, run_in_memory
-from tests.support.tiny_policy import log_probs_of
+from tests.support.kept_runs import Keeps, require_weights_of_spans
+from tests.support.run_in_memory import even_tokens, run_in_memory
 
-pytestmark = pytest.mark.usefixtures("undrawn")
+pytestmark = pytest.mark.usefixtures("one_process")
 
 GIVEN = [9, 3]
 MODES = {
     "lag 0": {},
     "lag 1": {"rollout_lag": 1},
-    "segments": {"rollout_segment_tokens": 2},
-    "lag 1, segments": {"rollout_lag": 1, "rollout_segment_tokens": 3},
     "dynamic": {"dynamic_sampling": True, "over_sampling_batch_size": 2},
 }
 
@@ -37,20 +34,11 @@ class TwoTurns(Rollouter):
             sample.reward += sample.prompt.index
 
 
-class Keeps(Run):
-    def __init__(self, *args, **more):
-        super().__init__(*args, rollouter=TwoTurns(), **more)
-        self.trained, self.policies = [], []
-        Keeps.last = self
-
-    def train(self, groups, step):
-        self.trained += [(step, sample) for group in groups for sample in group.samples]
-        weights = self.engines.trainer.weights
-        self.policies.append({name: table.clone() for name, table in weights.items()})
-        return super().train(groups, step)
+def takes_turns(*args, **more):
+    return Keeps(*args, rollouter=TwoTurns(), **more)
 
 
-def run(directory, engines=1, host=None, make_run=Keeps, **more):
+def run(directory, engines=1, host=None, make_run=takes_turns, **more):
     values = {"rollout_max_response_len": 12, "rollout_num_engines": engines, **more}
     return run_in_memory(directory, host or Host(), even_tokens, make_run=make_run, **values)
 
@@ -59,7 +47,7 @@ def run(directory, engines=1, host=None, make_run=Keeps, **more):
 def test_a_run_of_turns_has_one_hash_on_any_number_of_engines(tmp_path, mode):
     ran = run(tmp_path / "one", **MODES[mode])
     kept = Keeps.last
-    assert any(_goes_on(sample) for _, sample in kept.trained)
+    assert any(_goes_on(sample) for sample in kept.samples)
     assert ran.totals.num_mismatched_tokens == 0 < ran.totals.num_compared_tokens
     assert run(tmp_path / "three", engines=3, **MODES[mode]).run_hash == ran.run_hash
 
@@ -70,20 +58,12 @@ def _goes_on(sample):
 
 
 def test_every_sampled_token_is_of_the_weights_that_its_span_says_in_every_turn(tmp_path):
-    run(tmp_path, rollout_lag=1, rollout_segment_tokens=2)
-    for _, sample in Keeps.last.trained:
+    run(tmp_path, rollout_lag=1)
+    require_weights_of_spans(Keeps.last)
+    for sample in Keeps.last.samples:
         trajectory, sampled = sample.trajectory, sample.trajectory.sampled
         given = [t for t, s in zip(trajectory.token_ids, sampled, strict=True) if not s]
         assert given in (sample.prompt.prompt_ids, sample.prompt.prompt_ids + GIVEN)
-        assert trajectory.spans[-1].end == trajectory.num_sampled
-        for span in trajectory.spans:
-            policy = Keeps.last.policies[int(span.version)]
-            tokens = trajectory.token_ids
-            scores = log_probs_of(policy, tokens[:1], tokens[1:], 1.0).tolist()
-            ours = [x for x, s in zip(scores, sampled[1:], strict=True) if s]
-            assert (
-                trajectory.rollout_log_probs[span.start : span.end] == ours[span.start : span.end]
-            )
 
 
 def test_a_free_run_of_turns_is_repeated_from_its_journal(tmp_path):
@@ -91,15 +71,6 @@ def test_a_free_run_of_turns_is_repeated_from_its_journal(tmp_path):
     ran = run(tmp_path / "ran", engines=2, **values)
     replay = str(journal_of(tmp_path / "ran"))
     assert run(tmp_path / "again", replay=replay, **values).run_hash == ran.run_hash
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_run_of_turns_that_is_resumed_goes_on_to_the_same_hash(tmp_path, mode):
-    whole, save = run(tmp_path / "whole", **MODES[mode]), str(tmp_path / "save")
-    values = {"save": save, "load": save, "save_interval": 1, **MODES[mode]}
-    with pytest.raises(Interrupted):
-        run(tmp_path / "part", make_run=interrupted_at(2, Keeps), **values)
-    assert run(tmp_path / "part", **values).run_hash == whole.run_hash
 
 
 def test_one_bit_in_a_later_turn_ends_the_run(tmp_path):
@@ -121,4 +92,4 @@ def test_one_bit_in_a_later_turn_ends_the_run(tmp_path):
 
 def test_a_group_is_seen_with_its_rewards_before_they_are_final(tmp_path):
     run(tmp_path)
-    assert all(s.reward == even_tokens(s) + s.prompt.index for _, s in Keeps.last.trained)
+    assert all(s.reward == even_tokens(s) + s.prompt.index for s in Keeps.last.samples)

@@ -154,8 +154,6 @@ def test_secrets_do_not_come_into_the_log(start):
     """
     _, lines = start(textwrap.dedent(body), lines=4)
     assert lines == [
-        "key .... {'key': '...', 'other': '...'}",
-        '{"key": "...", "other": "..."}',
-        "to stderr: ...",
-        "a child knows ...",
-    ]
+        "key .... {'key': '...', 'other': '...'}", '{"key": "...", "other": "..."}',
+        "to stderr: ...", "a child knows ...",
+    ]  # fmt: skip

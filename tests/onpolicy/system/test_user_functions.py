@@ -51,13 +51,11 @@ def load(tmp_path):
 @pytest.mark.parametrize(
     ("path", "result"),
     [
-        ("rewards.f", "from the helper"),
-        ("./rewards.py:f", "from the helper"),
-        ("package.module.f", "from the package"),
-        ("package/module.py:f", "from the package"),
+        ("rewards.f", "from the helper"), ("./rewards.py:f", "from the helper"),
+        ("package.module.f", "from the package"), ("package/module.py:f", "from the package"),
         ("math.py:f", "2.0"),
     ],
-)
+)  # fmt: skip
 def test_the_current_directory_is_searched(load, path, result):
     assert load(path) == result
 

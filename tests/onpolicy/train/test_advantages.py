@@ -8,15 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from onpolicy.algorithm.registry import ESTIMATORS
-from onpolicy.errors import TrainingError
+from onpolicy.algorithm.catalogue import ESTIMATORS
+from onpolicy.algorithm.estimators import group_advantages
+from onpolicy.config import TrainConfig, groups
 from onpolicy.ops.log_probs import Scores
 from onpolicy.train import distributed
-from onpolicy.train.advantages import Estimator, RewardEstimator, token_advantages
+from onpolicy.train.advantages import (
+    Estimator,
+    Penalties,
+    RewardEstimator,
+    after,
+    scored_trajectories,
+    token_advantages,
+)
 from onpolicy.train.batch import packed_batch
 from onpolicy.train.shares import Outcomes, make_shares
 from tests.support.megatron_ranks import Ranks
 from tests.support.megatron_training import Job, equal, make, make_samples, weights
+from tests.support.onpolicy_batches import make_micro_batches
 from tests.support.ranks import on_ranks
 from tests.support.samples import make_train_sample, with_trajectory
 from tests.support.tiny import make_checkpoint
@@ -25,35 +34,7 @@ PEERS = json.loads((Path(__file__).parents[2] / "data/peer_losses.json").read_te
 GROUPS = [[0.1, 0.3, 1.7, -0.45], [2.5], [0.1, 0.1, 0.1], [1.0, 0.0, 0.7]]
 LENGTHS = [[3, 1, 4, 2], [5], [2, 2, 1], [1, 6, 2]]
 
-IN_THE_CONTROLLER = {
-    "grpo": [
-        -0.34151607751846313, -0.12294579297304153, 1.4070463180541992, -0.9425843954086304, 0.0,
-        0.0, 0.0, 0.0, 0.8444390892982483, -1.1042665243148804, 0.2598274052143097,
-    ],
-    "dr_grpo": [
-        -0.3125, -0.11249999701976776, 1.287500023841858, -0.862500011920929, 0.0, 0.0, 0.0, 0.0,
-        0.4333333373069763, -0.5666666626930237, 0.13333334028720856,
-    ],
-    "rloo": [
-        -0.4166666567325592, -0.15000000596046448, 1.7166666984558105, -1.149999976158142, 0.0,
-        0.0, 0.0, 0.0, 0.6499999761581421, -0.8500000238418579, 0.20000000298023224,
-    ],
-    "reinforce": [
-        0.10000000149011612, 0.30000001192092896, 1.7000000476837158, -0.44999998807907104, 2.5,
-        0.10000000149011612, 0.10000000149011612, 0.10000000149011612, 1.0, 0.0, 0.699999988079071,
-    ],
-    "reinforce_plus_plus": [
-        -0.645709216594696, -0.4485979676246643, 0.9311806559562683, -1.187765121459961,
-        1.7196255922317505, -0.645709216594696, -0.645709216594696, -0.645709216594696,
-        0.2412913292646408, -0.7442647814750671, -0.05437551066279411,
-    ],
-    "reinforce_plus_plus_baseline": [
-        -0.49036794900894165, -0.16485904157161713, 2.1137032508850098, -1.3855174779891968,
-        0.01823972351849079, 0.01823972351849079, 0.01823972351849079, 0.01823972351849079,
-        0.7235090136528015, -0.9040355086326599, 0.23524565994739532,
-    ],
-}  # fmt: skip
-"""float32 of each sample's tokens, as the controller made them before any model scored."""
+KINDS = sorted({*ESTIMATORS} - {"gae"})
 
 
 def grouped_samples():
@@ -76,16 +57,15 @@ def made_on(
     """The advantages of every sample, [R] of each, that any rank has made; paid: penalties by number."""
 
     def make_on(rank):
-        share = make_shares(samples_of(), 3, num_ranks, 9)[rank]
-        batches = [
-            packed_batch(part, torch.device("cpu"))
-            for step in range(3)
-            for part in share.micro_batches(step)
-        ]
+        samples = samples_of()
+        share = make_shares(samples, 3, num_ranks, 9)[rank]
+        batches = [packed_batch(part, torch.device("cpu")) for parts in share for part in parts]
         each = [scores_of(batch) for batch in batches]
         scores = {role: [found[role] for found in each] for role in each[0]}
         ours = None if paid is None else {n: paid[n] for batch in batches for n in batch.numbers}
-        found = token_advantages(estimator, share.outcomes, batches, scores, ours)
+        outcomes = after(Outcomes.of(samples, 3), ours)
+        scored = scored_trajectories(batches, scores, ours)
+        found = token_advantages(estimator, outcomes, batches, scored)
         return {
             number: values.tolist()
             for batch, packed in zip(batches, found, strict=True)
@@ -98,13 +78,15 @@ def made_on(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("kind", IN_THE_CONTROLLER)
-def test_estimators_of_rewards_give_what_the_controller_gave_on_any_number_of_ranks(
-    kind, num_ranks
-):
-    lengths = [n for group in LENGTHS for n in group]
-    expected = [[a] * n for a, n in zip(IN_THE_CONTROLLER[kind], lengths, strict=True)]
-    assert made_on(num_ranks, RewardEstimator(kind)) == expected
+@pytest.mark.parametrize("kind", KINDS)
+def test_estimators_of_rewards_give_those_of_all_groups_on_any_number_of_ranks(kind, num_ranks):
+    whole = group_advantages(GROUPS, kind, LENGTHS)
+    alike = [
+        torch.full((n,), a).tolist()
+        for group, lengths in zip(whole, LENGTHS, strict=True)
+        for a, n in zip(group, lengths, strict=True)
+    ]
+    assert made_on(num_ranks, RewardEstimator(kind)) == alike
 
 
 TOKEN_REWARDS = {1: [0.3], 3: [-0.5, 0.05], 4: [0.1, 0.0, 0.1, 0.0, 2.3], 8: [1.0]}
@@ -118,7 +100,7 @@ def token_rewarded_samples():
         dataclasses.replace(
             s,
             episode=1 if i in (2, 3) else i,
-            sample=dataclasses.replace(s.sample, token_rewards=TOKEN_REWARDS.get(i)),
+            token_rewards=TOKEN_REWARDS.get(i),
         )
         for i, s in enumerate(forked)
     ]
@@ -148,16 +130,16 @@ def test_a_token_with_rewards_from_it_on_is_learnt_by_them_on_any_number_of_rank
 def test_a_reward_on_the_last_token_has_the_bits_of_one_for_all(kind):
     def on_the_last_token():
         return [
-            dataclasses.replace(s, sample=dataclasses.replace(s.sample, token_rewards=rewards))
+            dataclasses.replace(s, token_rewards=rewards)
             for s in grouped_samples()
-            for rewards in [[0.0] * (s.sample.trajectory.num_sampled - 1) + [s.sample.reward]]
+            for rewards in [[0.0] * (s.trajectory.num_sampled - 1) + [s.reward]]
         ]
 
     estimator = RewardEstimator(kind)
     assert made_on(2, estimator, samples_of=on_the_last_token) == made_on(1, estimator)
 
 
-@pytest.mark.parametrize("kind", sorted({*IN_THE_CONTROLLER} - {"reinforce"}))
+@pytest.mark.parametrize("kind", sorted({*KINDS} - {"reinforce"}))
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_estimators_of_groups_take_what_an_episode_came_to_and_count_it_once(kind, num_ranks):
     """Its trajectories have rewards of .3, 1.7 and -.45 here: on average .5166..."""
@@ -192,26 +174,7 @@ def test_what_tokens_pay_is_part_of_their_returns_as_in_verl(num_ranks):
     assert found != made_on(num_ranks, without, samples_of=peers_samples, paid=paid)
 
 
-@pytest.mark.parametrize("with_kl", [False, True])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_greedy_answers_reward_is_taken_off_as_in_verl(num_ranks, with_kl):
-    """ReMax, whose baseline pays no KL; of what a token is left with, whether tokens pay or do not."""
-    verl = PEERS["remax"]
-    kl = PEERS["reinforce_plus_plus_by_token"]["kl"]
-    paid = {i: [verl["kl_coef"] * x for x in each] for i, each in enumerate(kl)}
-
-    def samples():
-        return [
-            dataclasses.replace(s, baseline=verl["baselines"][s.group]) for s in peers_samples()
-        ]
-
-    estimator = RewardEstimator("remax")
-    found = made_on(num_ranks, estimator, samples_of=samples, paid=paid if with_kl else None)
-    expected = verl["advantages_with_kl" if with_kl else "advantages"]
-    assert found == [pytest.approx(each, abs=1e-6) for each in expected]
-
-
-@pytest.mark.parametrize("kind", sorted({*ESTIMATORS} - {"gdpo", "remax"}))
+@pytest.mark.parametrize("kind", sorted(ESTIMATORS))
 def test_what_tokens_pay_leaves_estimators_of_groups_the_rest_of_the_reward(kind):
     """As if rewards had been smaller by what a trajectory paid; none where every token pays nothing."""
     paid = {i: [0.01 * i] * n for i, n in enumerate(n for group in LENGTHS for n in group)}
@@ -223,41 +186,13 @@ def test_what_tokens_pay_leaves_estimators_of_groups_the_rest_of_the_reward(kind
 
     def smaller():
         return [
-            dataclasses.replace(
-                s, sample=dataclasses.replace(s.sample, reward=s.sample.reward - sum(paid[i]))
-            )
+            dataclasses.replace(s, reward=s.reward - sum(paid[i]))
             for i, s in enumerate(grouped_samples())
         ]
 
     if not ESTIMATORS[kind].returns:
         expected = made_on(1, estimator, samples_of=smaller)
         assert found == [pytest.approx(each, abs=1e-6) for each in expected]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_gdpo_normalises_each_named_reward_and_then_their_sum(num_ranks):
-    """By the formula of TRL's normalize_then_sum (arXiv 2601.05242); grpo of the sum is another."""
-    named = {"right": [1.0, 0.0, 0.0, 1.0], "format": [40.0, 10.0, 20.0, 30.0]}
-
-    def samples():
-        return [
-            dataclasses.replace(
-                s, group=i // 2, sample=dataclasses.replace(
-                    s.sample, reward_parts={name: x[i] for name, x in named.items()}
-                ),
-            )
-            for i, s in enumerate(grouped_samples()[:4])
-        ]  # fmt: skip
-
-    weights = {"right": 1.0, "format": 0.5}
-    found = made_on(num_ranks, RewardEstimator("gdpo", named_weights=weights), samples_of=samples)
-    half = 2**-0.5  # what grpo makes of two, but for its 1e-6
-    sums = torch.tensor([1.5 * half, -1.5 * half, -1.5 * half, 1.5 * half]).double()
-    expected = (sums / sums.std()).tolist()
-    assert [each[0] for each in found] == pytest.approx(expected, abs=1e-5)
-    outcomes = Outcomes.of(samples())
-    with pytest.raises(TrainingError, match=r"--gdpo-reward-keys=style.*right, format"):
-        outcomes.named_rewards(["style"])
 
 
 class KlInReward(Estimator):
@@ -295,12 +230,8 @@ class OrderOfTheRanks(KlInReward):
 def scores_by_hand(batch):
     """Of the policy what the rollout had, of the reference half of that."""
     log_probs = batch.rollout_log_probs
-    return {
-        "policy": Scores(log_probs, torch.zeros_like(log_probs), torch.zeros_like(log_probs)),
-        "reference": Scores(
-            log_probs / 2, torch.zeros_like(log_probs), torch.zeros_like(log_probs)
-        ),
-    }
+    others = [torch.zeros_like(log_probs)] * 3
+    return {"policy": Scores(log_probs, *others), "reference": Scores(log_probs / 2, *others)}
 
 
 def test_an_estimator_gets_each_tokens_scores_by_role():
@@ -321,9 +252,10 @@ def test_an_estimator_gives_each_sample_float32_of_its_own_tokens():
 
     with pytest.raises(ValueError, match=r"Double: shape=\(1,\).*Give float32, one number a token"):
         distributed.init_process_group()
-        share = make_shares(grouped_samples(), 1, 1, 99)[0]
-        batches = [packed_batch(share.samples, torch.device("cpu"))]
-        token_advantages(Double(), share.outcomes, batches, {})
+        samples = grouped_samples()
+        batches = [packed_batch(dict(enumerate(samples)), torch.device("cpu"))]
+        outcomes = Outcomes.of(samples, 1)
+        token_advantages(Double(), outcomes, batches, scored_trajectories(batches, {}))
 
 
 # Whole trainers, whose reference is another model than their policy
@@ -350,12 +282,9 @@ def reference(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("reference"), "qwen3", initializer_range=0.1)
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_weights_are_the_same_on_1_and_2_ranks_by_an_estimator_that_reads_the_reference(
     ranks, checkpoint, reference, backend
 ):
-    if backend == "megatron":
-        pytest.importorskip("megatron.core")
     job = Job(path=checkpoint, backend=backend)
 
     def trained(count, estimator, towards=reference):
@@ -371,3 +300,64 @@ def test_weights_are_the_same_on_1_and_2_ranks_by_an_estimator_that_reads_the_re
         trained(1, RewardEstimator("reinforce")),
     ]
     assert not any(equal(other, alone) for _, other in others)
+
+
+def penalties(longest=20, **algorithm):
+    return Penalties(
+        TrainConfig(
+            algorithm=groups.AlgorithmConfig(**algorithm),
+            rollout=groups.RolloutConfig(rollout_max_response_len=longest),
+        )
+    )
+
+
+def paid(penalties, samples, num_ranks=1):
+    """What every sample pays, and metrics, after one rollout of which the reference says half."""
+
+    def on_rank(rank):
+        batches = make_micro_batches(samples, max_tokens=9, rank=rank, num_ranks=num_ranks)
+        old = [batch.rollout_log_probs for batch in batches]
+        found, metrics = penalties.of(batches, old, [x / 2 for x in old])
+        return found, metrics
+
+    results = on_ranks(num_ranks, on_rank)
+    assert all(metrics == results[0][1] for _, metrics in results)
+    return dict(sorted(pair for found, _ in results for pair in found.items())), results[0][1]
+
+
+def samples(lengths):
+    return [make_train_sample(range(1 + n), 1, [-0.5] * n, 1.0, i) for i, n in enumerate(lengths)]
+
+
+def test_answers_that_are_too_long_pay_as_in_areal():
+    case = PEERS["overlong"]
+    these = penalties(overlong_buffer_len=case["buffer"], longest=case["longest"])
+    found, _ = paid(these, samples(case["lengths"]))
+    expected = [reward / case["factor"] for reward in case["rewards"]]
+    assert [-each[-1] for each in found.values()] == pytest.approx(expected, abs=1e-6)
+    assert all(not any(each[:-1]) for each in found.values())
+
+
+def test_a_token_pays_its_kl_on_any_number_of_ranks():
+    these, kl = penalties(kl_coef=0.2), -0.25
+    found, metrics = paid(these, samples([3, 1, 5, 2]))
+    assert [x for each in found.values() for x in each] == pytest.approx([0.2 * kl] * 11)
+    assert metrics["train/kl_in_reward"] == pytest.approx(kl)
+    for num_ranks in (2, 3):
+        assert paid(these, samples([3, 1, 5, 2]), num_ranks) == (found, metrics)
+
+
+def test_without_a_penalty_nobody_pays_and_nothing_is_measured():
+    batches = make_micro_batches(samples([3]), max_tokens=9)
+    assert penalties().of(batches, [None], [None]) == (None, {})
+
+
+def test_a_masked_token_pays_nothing_whatever_stands_there():
+    (batch,) = make_micro_batches(samples([2]), max_tokens=9)
+    batch = dataclasses.replace(batch, mask=torch.tensor([True, False]))
+    old = torch.tensor([-0.5, float("nan")])
+    from onpolicy.train import distributed
+
+    distributed.init_process_group()
+    found, _ = penalties(kl_coef=1.0).of([batch], [old], [torch.tensor([-0.25, -1.0])])
+    assert found == {0: [-0.25, 0.0]}

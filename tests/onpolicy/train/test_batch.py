@@ -21,17 +21,17 @@ def micro_batches(rank=0, num_ranks=1, max_tokens=8):
 
 def test_targets_are_the_response_tokens_and_rows_the_ones_before_them():
     for batch in micro_batches():
-        expected = [t for s in batch.samples for t in s.sample.response_ids]
+        expected = [t for s in batch.samples for t in s.response_ids]
         assert batch.packed.targets.tolist() == expected
         assert (batch.packed.tokens[batch.packed.rows] == batch.packed.targets - 1).all()
-        temperatures = [x for s in batch.samples for x in s.sample.trajectory.temperatures]
+        temperatures = [x for s in batch.samples for x in s.trajectory.temperatures]
         assert torch.equal(batch.packed.temperature, torch.tensor(temperatures))
 
 
 def test_positions_restart_with_every_sequence():
     (batch,) = micro_batches(max_tokens=100)
     assert batch.packed.positions.tolist() == [
-        p for s in batch.samples for p in range(len(s.sample.token_ids))
+        p for s in batch.samples for p in range(len(s.token_ids))
     ]
 
 
@@ -39,15 +39,15 @@ def test_values_stand_beside_their_tokens():
     for batch in micro_batches():
         for row in range(len(batch.packed.targets)):
             sample, position = batch.locate(row)
-            assert batch.packed.targets[row] == sample.sample.response_ids[position]
-            assert batch.rollout_log_probs[row] == sample.sample.rollout_log_probs[position]
+            assert batch.packed.targets[row] == sample.response_ids[position]
+            assert batch.rollout_log_probs[row] == sample.rollout_log_probs[position]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
 def test_every_sample_is_in_one_micro_batch_of_one_rank(num_ranks):
     batches = [b for r in range(num_ranks) for b in micro_batches(r, num_ranks, 8)]
-    names = sorted(s.sample.name for b in batches if not b.is_filler for s in b.samples)
-    assert names == [s.sample.name for s in SAMPLES]
+    names = sorted(s.name for b in batches if not b.is_filler for s in b.samples)
+    assert names == [s.name for s in SAMPLES]
 
 
 def test_ranks_without_samples_get_a_filler_that_does_not_count():

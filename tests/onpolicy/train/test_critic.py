@@ -13,8 +13,7 @@ from tests.support.megatron_ranks import Ranks
 from tests.support.megatron_training import Job, equal, make, make_samples, weights
 from tests.support.tiny import make_checkpoint
 
-BACKENDS = ["fsdp", "megatron"]
-CRITIC = {"critic_lr": 1e-2, "critic_lr_warmup_iters": 3, "lambd": 0.9}
+CRITIC = {"critic_lr": 1e-2, "lambd": 0.9}
 
 
 def job_of(path, backend, dtype="float32", **critic):
@@ -36,12 +35,9 @@ def with_token_rewards(samples):
     return [
         dataclasses.replace(
             s,
-            sample=dataclasses.replace(
-                s.sample,
-                token_rewards=[0.1 * (t % 5) - 0.2 for t in s.sample.trajectory.response_ids]
-                if i % 2
-                else None,
-            ),
+            token_rewards=[0.1 * (t % 5) - 0.2 for t in s.trajectory.response_ids]
+            if i % 2
+            else None,
         )
         for i, s in enumerate(samples)
     ]
@@ -92,18 +88,15 @@ def ranks():
         group.stop()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_critic_and_its_policy_have_the_same_bits_on_1_2_and_3_ranks_and_after_a_checkpoint(
     ranks, checkpoint, backend, tmp_path
 ):
-    if backend == "megatron":
-        pytest.importorskip("megatron.core")
     job = job_of(checkpoint, backend, "bfloat16")
     alone = ranks[1].run(learn, job)[0]
     assert alone[0][0]["parity/num_mismatched_tokens"] == 0
     assert alone[0][0]["critic/grad_norm"] > 0 and alone[2].abs().min() > 0
     rates = [step["critic/lr"] for step in alone[0]]
-    assert rates == pytest.approx([1e-2 / 2, 1e-2])  # means of two steps
+    assert rates == pytest.approx([1e-2, 1e-2])
     assert same(ranks[2].run(learn, job, (0, 1), tmp_path)[0], alone)
     assert same(ranks[3].run(learn, job)[0], alone)
     for count in (1, 3):
@@ -149,7 +142,7 @@ def test_an_exported_critic_is_a_token_classifier_of_transformers(checkpoint, tm
     assert type(model).__name__ == "Qwen3ForTokenClassification"
 
     def said_by_transformers():
-        each = [sample.sample.trajectory for sample in samples]
+        each = [sample.trajectory for sample in samples]
         logits = [model(torch.tensor([t.token_ids])).logits[0, :, 0].detach() for t in each]
         return torch.cat([x[:-1][-t.num_sampled :] for x, t in zip(logits, each, strict=True)])
 

@@ -11,7 +11,7 @@ from onpolicy.train.distributed import (
     init_process_group,
     sum_micro_batches,
 )
-from onpolicy.train.packing import pack
+from onpolicy.train.shares import pack
 from tests.support.ranks import on_ranks
 
 LENS = [90, 80, 70, 60, 50]

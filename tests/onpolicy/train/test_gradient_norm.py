@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onpolicy.ops.stock import StockOperators
-from onpolicy.train import blocks
+from onpolicy.train import gradient_norm
 from onpolicy.train.gradient_norm import global_norm
 from tests.support.ranks import on_ranks
 
@@ -30,7 +30,7 @@ def norm_of(shards):
 )
 def test_it_does_not_depend_on_how_the_gradient_is_cut(cuts, ranks, block):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(blocks.BLOCKS, "cpu", block)
+        patch.setitem(gradient_norm.BLOCKS, "cpu", block)
         parts = WIDE.tensor_split(cuts)
         cut = norm_of([list(parts[rank::ranks]) for rank in range(ranks)])
     assert cut == norm_of([[WIDE.view(40, 50)]])

@@ -7,7 +7,7 @@ import torch
 
 from fallback_correction.tokens import TokenBatch
 from onpolicy.train.batch import packed_batch
-from onpolicy.train.correction import lag_metrics
+from onpolicy.train.rollout_correction import lag_metrics
 from onpolicy.trajectory import Span
 from tests.onpolicy.train.test_parity_gate import lagging
 from tests.support.onpolicy_batches import scored_batch, weighed_batch

@@ -11,7 +11,7 @@ from onpolicy.cli.main import main
 from onpolicy.errors import WeightSyncError
 from onpolicy.models.lora.adapters import is_adapters
 from onpolicy.models.lora.merged import Merged, merge_push
-from onpolicy.run.commands.verify import fill_with_drawn
+from onpolicy.run.commands.verification import fill_with_drawn
 from tests.onpolicy.train.fsdp.test_trainer import maker_of
 from tests.support.tiny import make_checkpoint
 
@@ -55,7 +55,7 @@ def test_a_push_is_what_export_merges_bit_for_bit(made, tmp_path):
     written = {}
     for file in (tmp_path / "merged").glob("*.safetensors"):
         written |= load_file(file)
-    merging = trainer.outlet._merging
+    merging = trainer._merging
     pushed = whole(merging.buckets(parts_of(trainer)))
     assert pushed.keys() == written.keys() and not any(map(is_adapters, pushed))
     assert all(torch.equal(tensor, written[name]) for name, tensor in pushed.items())
@@ -68,7 +68,7 @@ def test_a_push_is_what_export_merges_bit_for_bit(made, tmp_path):
 
 def test_adapters_that_add_nothing_change_nothing(checkpoint):
     trainer = maker_of(checkpoint)("bfloat16", aligned=False, lora={"lora_rank": 4})
-    merging = trainer.outlet._merging
+    merging = trainer._merging
     pushed = whole(merging.buckets(parts_of(trainer)))
     unmerged = whole(parts_of(trainer)["frozen"])
     assert all(torch.equal(tensor, pushed[name]) for name, tensor in unmerged.items())
@@ -77,7 +77,7 @@ def test_adapters_that_add_nothing_change_nothing(checkpoint):
 
 def test_no_adapter_is_left_out(made):
     trainer, *_ = made
-    merging, parts = trainer.outlet._merging, parts_of(trainer)
+    merging, parts = trainer._merging, parts_of(trainer)
     left = ([pair for pair in bucket if ".1." not in pair[0]] for bucket in parts["frozen"])
     with pytest.raises(WeightSyncError, match=r"weights=.*layers\.1\..* have adapters, and"):
         whole(merge_push(parts["trained"], left, merging._model, merging._scale, Merged()))

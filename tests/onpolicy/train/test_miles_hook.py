@@ -7,7 +7,7 @@ import torch
 
 from onpolicy.errors import ConfigError
 from onpolicy.train.loss import LossSettings, policy_loss
-from onpolicy.train.miles_hook import miles_correction
+from onpolicy.train.rollout_correction import miles_correction
 from tests.support.onpolicy_batches import make_batch
 
 SEEN = {}
@@ -59,20 +59,11 @@ def test_it_gets_what_miles_and_slime_give_it(function):
         assert SEEN["parallel_state"].intra_dp.size >= 1
 
 
-def test_it_takes_no_metric_of_ours_away():
-    custom = miles_correction(miles, "args")
-    log_probs, batch = make_batch([0.5, 1.0], [-1.0, 1.0], custom=custom)
-    _, metrics = policy_loss(log_probs, batch, LossSettings(opsm_delta=0.1))
-    assert metrics["train/opsm_fraction"].item() == 0.5
-    assert metrics["tis/name"].item() == 3.0
-
-
-@pytest.mark.parametrize(("rejected_in_kl", "kl"), [(False, 0.25), (True, 0.5)])
-def test_what_it_masks_is_rejected_for_the_kl_too(rejected_in_kl, kl):
+def test_what_it_masks_is_rejected_for_the_kl_too():
     custom, reference = miles_correction(miles, "args"), torch.tensor([-0.5] * 2)
     log_probs, batch = make_batch([1.0, 1.0], [0.0, 0.0], ref_log_probs=reference, custom=custom)
-    settings = LossSettings(kl_loss_coef=1.0, kl_loss_type="k1", rejected_in_kl=rejected_in_kl)
-    assert policy_loss(log_probs, batch, settings)[1]["train/kl_loss"].item() == kl
+    settings = LossSettings(kl_loss_coef=1.0, kl_loss_type="k1")
+    assert policy_loss(log_probs, batch, settings)[1]["train/kl_loss"].item() == 0.25
 
 
 @pytest.mark.parametrize(("bypass", "expected"), [(False, math.log(3)), (True, math.log(1.5))])

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from onpolicy.errors import ParityError
 from onpolicy.train.batch import packed_batch
+from onpolicy.train.learner import with_draws
 from onpolicy.train.parity_gate import ParityGate
-from onpolicy.train.redraw import with_draws
-from onpolicy.train.shares import SampledTokens, make_shares
+from onpolicy.train.shares import Outcomes, SampledTokens, make_shares
 from onpolicy.trajectory import Span
 from tests.support.ranks import on_ranks
 from tests.support.samples import make_train_sample, with_trajectory
@@ -60,7 +60,7 @@ def check_on(num_ranks, train, rollout=ROLLOUT, *, max_tokens=5, on_mismatch="fa
         error = None
         share = make_shares(samples, 1, num_ranks, max_tokens)[rank]
         try:
-            for part in share.micro_batches(0):
+            for part in share[0]:
                 batch = packed_batch(part, torch.device("cpu"))
                 junk = [math.nan] * len(batch.rollout_log_probs)
                 rows = [junk] if batch.is_filler else [row_of[id(s)] for s in batch.samples]
@@ -107,19 +107,12 @@ def test_one_bit_of_one_token_fails_on_every_rank_and_is_named(ranks, max_tokens
 @pytest.mark.parametrize(
     ("train", "rollout", "ulp"),
     [
-        (-0.0, 0.0, 0),
-        (0.0, -0.0, 0),
-        (-0.0, -0.0, None),
-        (-0.5, -0.5, None),
-        (-0.5, neighbour(-0.5), 1),
-        (-1e-45, 0.0, 1),
-        (math.nan, -0.5, 1 << 31),
-        (-0.5, math.nan, 1 << 31),
-        (math.nan, math.nan, 1 << 31),
-        (-math.inf, -math.inf, 1 << 31),
+        (-0.0, 0.0, 0), (0.0, -0.0, 0), (-0.0, -0.0, None), (-0.5, -0.5, None),
+        (-0.5, neighbour(-0.5), 1), (-1e-45, 0.0, 1), (math.nan, -0.5, 1 << 31),
+        (-0.5, math.nan, 1 << 31), (math.nan, math.nan, 1 << 31), (-math.inf, -math.inf, 1 << 31),
         (math.inf, math.inf, 1 << 31),
     ],
-)
+)  # fmt: skip
 def test_values_are_the_same_if_they_are_the_same_bits_of_a_finite_number(train, rollout, ulp):
     """There are two zeros; what is not finite never is the same, even if both sides have it."""
     outcomes = check_on(2, changed(ROLLOUT, 3, 1, train), changed(ROLLOUT, 3, 1, rollout))
@@ -177,13 +170,13 @@ def test_only_tokens_of_the_policy_that_learns_are_compared():
         lagging(make_samples()[0], (Span(version=2, start=0, end=3),)),
         lagging(make_samples()[4], spans),
     ]
-    share = make_shares(samples, 1, 1, 100)[0]
-    assert share.lags == (0, 1, 2)
+    assert Outcomes.of(samples, 1).lags == (0, 1, 2)
     old = [x - 0.5 for x in ROLLOUT[0] + ROLLOUT[4][:2]]
 
     def check(train):
         gate = ParityGate(3, "fail", "Look at it.")
-        gate.check(torch.tensor(train), packed_batch(share.samples, torch.device("cpu")))
+        batch = packed_batch(dict(enumerate(samples)), torch.device("cpu"))
+        gate.check(torch.tensor(train), batch)
         return gate.findings(len(samples), None).mismatched_tokens, gate.reduce().num_compared
 
     off = [*old, ROLLOUT[4][2], neighbour(ROLLOUT[4][3]), ROLLOUT[4][4]]
@@ -210,16 +203,16 @@ def gate_on(num_ranks, look, *, max_tokens=5, on_mismatch="fail", expected=SAMPL
     def check(rank):
         samples = make_samples()
         for i, sample in enumerate(samples if seeds else ()):
-            sample.sample.seeds = [(100 + i, LENGTHS[i])]
+            sample.seeds = [(100 + i, LENGTHS[i])]
         gate, error = ParityGate(7, on_mismatch, "Look at it.", expected), None
         share = make_shares(samples, 1, num_ranks, max_tokens)[rank]
         try:
-            for part in share.micro_batches(0):
-                batch = with_draws(packed_batch(part, torch.device("cpu")), 1.0, 0)
+            for part in share[0]:
+                batch = with_draws(packed_batch(part, torch.device("cpu")))
                 drawn = batch.packed.targets.float()
                 drawn[~batch.packed.draws.chosen] = math.nan
                 log_probs, drawn = look(batch, batch.rollout_log_probs.clone(), drawn)
-                gate.check(log_probs, batch, None, drawn)
+                gate.check(log_probs, batch, drawn)
             gate.require_all()
         except ParityError as refused:
             error = refused
@@ -337,6 +330,53 @@ def test_more_or_fewer_compared_than_there_are_ends_the_run(expected):
     )
     allowed = SampledTokens(all=NUM_TOKENS + 5, older=2, later=3)
     assert gate_on(1, as_it_is, expected=allowed)[0][2] is None
+
+
+@pytest.mark.parametrize("forgets", [lambda rows: None, *ROWS.values()], ids=["all", *ROWS])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_row_that_the_trainer_forgets_or_has_twice_ends_the_run_on_every_rank(ranks, forgets):
+    def check(rank, changed):
+        gate = ParityGate(7, "fail", "Look at it.", SAMPLED, compares_rows=True)
+        for part in make_shares(with_digests(), 1, ranks, 5)[rank][0]:
+            batch = packed_batch(part, torch.device("cpu"))
+            rows = changed(batch.rollout_digests) if 3 in batch.numbers else batch.rollout_digests
+            gate.check(batch.rollout_log_probs, batch, None, rows)
+        gate.require_all()
+        return gate.metrics()
+
+    for metrics in on_ranks(ranks, lambda rank: check(rank, lambda rows: rows)):
+        assert metrics["parity/num_compared_rows"] == NUM_TOKENS
+        assert metrics["parity/num_mismatched_rows"] == 0
+    for error in on_ranks(ranks, lambda rank: refusal(check, rank, forgets)):
+        assert "what the trainer says of a micro-batch is off by" in str(error)
+        assert not error.is_correctable
+
+
+def with_digests():
+    return [
+        with_trajectory(sample, row_digests=[100 * i + n + 1 for n in range(length)])
+        for i, (sample, length) in enumerate(zip(make_samples(), LENGTHS, strict=True))
+    ]
+
+
+@given(RANKS, BUDGETS, TOKENS)
+def test_one_row_that_differs_fails_on_every_rank_and_is_named(ranks, max_tokens, token):
+    i, position = token
+
+    def check(rank):
+        gate = ParityGate(7, "fail", "Look at it.", SAMPLED, compares_rows=True)
+        for part in make_shares(with_digests(), 1, ranks, max_tokens)[rank][0]:
+            batch = packed_batch(part, torch.device("cpu"))
+            rows = batch.rollout_digests.clone()
+            rows[rows == 100 * i + position + 1] = -1
+            gate.check(batch.rollout_log_probs, batch, None, rows)
+
+    for error in on_ranks(ranks, lambda rank: refusal(check, rank)):
+        assert str(error).startswith("1 of ") and error.is_correctable
+        assert (
+            f"First: step=7, prompt {i}, sample 0, response position={position}: token=2, "
+            f"rollout={100 * i + position + 1:016x}, train={'f' * 16} "
+        ) in str(error)
 
 
 def test_nothing_sampled_is_nothing_compared_and_ends_the_run():

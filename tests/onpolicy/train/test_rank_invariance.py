@@ -2,7 +2,7 @@
 
 import pytest
 
-from onpolicy.train.fsdp.masters import Masters
+from onpolicy.train.fsdp.fsdp_optimizer import Masters
 from onpolicy.train.supervised import supervised_loss, supervised_step
 from onpolicy.weights.rounding import round_weight
 from tests.support.branched import branched_samples
@@ -36,13 +36,9 @@ NO_MODE = {"parity": {"true_on_policy_mode": False}, "operators": {"row_parallel
 """But operators of an aligned contract, so that nothing but the order of sums is in question."""
 
 TERMS = {
-    "advantage_estimator": "reinforce", "entropy_coef": 0.1, "log_ratio_coef": 0.1,
-    "positive_nll_coef": 0.1, "top_entropy_quantile": 0.7, "clip_cov_ratio": 0.1, "clip_cov_lb": 0.01,
-    "kl_cov_ratio": 0.1,
+    "advantage_estimator": "reinforce", "entropy_coef": 0.1,
 }  # fmt: skip
-"""Of the loss, beside the objective, and what is decided over the whole of an optimizer step."""
-
-ASKED = {**NO_MODE, "trainer": {"rank_invariant": True}, "algorithm": TERMS}
+"""Of the loss, beside the objective."""
 
 
 @pytest.fixture(scope="module")
@@ -77,21 +73,17 @@ def same(a, b):
     ("model", "settings"),
     [
         ("checkpoint", {"dtype": "float32"}),
-        ("checkpoint", {"dtype": "bfloat16", "changes": ASKED}),
+        ("checkpoint", {"dtype": "bfloat16", "changes": {"algorithm": TERMS}}),
         ("mixture", CLIPPED),
         ("checkpoint", ROUNDED),
         ("checkpoint", ADAPTED),
         ("mixture", OF_EXPERTS),
     ],
     ids=[
-        "float32",
-        "without the mode, if asked",
-        "experts, bfloat16, clipped",
-        "rounded weights",
-        "adapters beside a rounded base",
-        "adapters of experts",
+        "float32", "with an entropy bonus", "experts, bfloat16, clipped", "rounded weights",
+        "adapters beside a rounded base", "adapters of experts",
     ],
-)
+)  # fmt: skip
 def test_fsdp_has_the_same_bits_on_any_number_of_ranks(ranks, request, model, settings):
     check(ranks, Job(path=request.getfixturevalue(model), backend="fsdp", **settings))
 
@@ -115,13 +107,13 @@ def test_a_scale_of_a_ranks_own_rows_has_other_bits(ranks, checkpoint):
     assert not equal(alone, apart)
 
 
-@pytest.mark.parametrize("whole_optimizer", [False, True])
+@pytest.mark.parametrize("has_experts", [False, True])
 def test_megatron_has_the_same_bits_on_any_number_of_data_parallel_ranks(
-    ranks, checkpoint, mixture, whole_optimizer
+    ranks, checkpoint, mixture, has_experts
 ):
     pytest.importorskip("megatron.core")
-    job = Job(path=mixture if whole_optimizer else checkpoint, **CLIPPED)
-    check(ranks, job.under({"megatron_distributed_optimizer": not whole_optimizer}))
+    job = Job(path=mixture if has_experts else checkpoint, **CLIPPED)
+    check(ranks, job.under({}))
 
 
 def test_megatron_has_the_same_bits_of_adapters_on_any_number_of_data_parallel_ranks(
@@ -138,35 +130,7 @@ def check(ranks, job):
     assert all(same(alone, other) for other in others)
 
 
-def learn_counted(job):
-    """(forward passes before the optimizer step, metrics, weights) of a rollout of one step."""
-    trainer, passes = make(job), []
-    samples = make_samples(trainer)
-    score = trainer.policy.score
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.policy, "score", lambda x: passes.append(x) or score(x))
-        metrics = trainer.train(samples, 0, [1e-3]).metrics
-    found = {k: x for k, x in metrics.items() if not k.startswith("perf/")}
-    return len(passes), found, weights(trainer)
-
-
-@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
-def test_entropies_of_a_pass_before_the_step_and_of_its_own_tell_the_same_tokens_apart(
-    ranks, checkpoint, backend
-):
-    """One rank has three micro-batches, and of three ranks each has one."""
-    if backend == "megatron":
-        pytest.importorskip("megatron.core")
-    algorithm = {"advantage_estimator": "reinforce", "top_entropy_quantile": 0.4}
-    changes = {"algorithm": algorithm, "trainer": {"max_tokens_per_gpu": 150}}
-    job = Job(path=checkpoint, backend=backend, changes=changes)
-    alone, _, three = (group.run(learn_counted, job)[0] for group in ranks.values())
-    assert (alone[0], three[0]) == (1, 0)
-    assert alone[1] == three[1] and 0.2 < alone[1]["train/learnt_fraction"] < 0.42
-    assert equal(alone[2], three[2])
-
-
-WEIGHED = ("objective", "entropy", "log_ratio", "positive_nll")
+WEIGHED = ("objective", "entropy")
 
 
 def learn_weighed(job, weighs=True):
@@ -174,19 +138,16 @@ def learn_weighed(job, weighs=True):
     trainer = make(job)
     samples = make_samples(trainer)
     for number, each in enumerate(samples if weighs else []):
-        count = each.sample.trajectory.num_sampled
+        count = each.trajectory.num_sampled
         for place, term in enumerate(WEIGHED if number % 4 else ()):
             said = [(number + place + token) % 3 / 2 for token in range(count)]
-            each.sample.token_weights[term] = said
+            each.token_weights[term] = said
     metrics = trainer.train(samples, 0, [1e-3, 1e-3]).metrics
     return {k: x for k, x in metrics.items() if not k.startswith("perf/")}, weights(trainer)
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_weights_of_tokens_give_the_same_bits(ranks, checkpoint, backend):
     """However the samples with weights, and the few without, come together in micro-batches."""
-    if backend == "megatron":
-        pytest.importorskip("megatron.core")
     changes = {"algorithm": TERMS, "trainer": {"max_tokens_per_gpu": 150}}
     job = Job(path=checkpoint, backend=backend, changes=changes)
     (metrics, alone), *others = (group.run(learn_weighed, job)[0] for group in ranks.values())
@@ -205,15 +166,10 @@ def learn_episodes(job):
 
 
 @pytest.mark.parametrize("estimator", ["dr_grpo", "reinforce_plus_plus"])
-@pytest.mark.parametrize(
-    ("backend", "shared"),
-    [("fsdp", False), ("fsdp", True), ("megatron", False), ("megatron", True)],
-)
+@pytest.mark.parametrize("shared", [False, True])
 def test_episodes_whose_trajectories_are_on_several_ranks_have_the_same_bits(
     ranks, checkpoint, backend, estimator, shared
 ):
-    if backend == "megatron":
-        pytest.importorskip("megatron.core")
     algorithm = {"advantage_estimator": estimator, "loss_aggregation": "seq-mean-token-mean"}
     choice = "on" if shared else "off"
     trainer = {"max_tokens_per_gpu": 14, "share_prefixes": choice}  # two branches that share
@@ -235,31 +191,25 @@ def learn_answers(job):
     return (found, before, supervised_loss(trainer, samples)), weights(trainer)
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_given_answers_are_learnt_to_the_same_bits(ranks, checkpoint, backend):
-    if backend == "megatron":
-        pytest.importorskip("megatron.core")
     job = Job(path=checkpoint, backend=backend, changes={"trainer": {"max_tokens_per_gpu": 12}})
     (numbers, alone), *others = (group.run(learn_answers, job)[0] for group in ranks.values())
     assert numbers[0][0]["train/loss"] == numbers[1] > numbers[2]
     assert all(found == numbers and equal(other, alone) for found, other in others)
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_the_engines_own_sums_have_other_bits(ranks, checkpoint, backend):
     """So the tests above would notice. Two ranks, of which each has two micro-batches, add them up in
     another order than one rank does, whatever the order of the two."""
-    if backend == "megatron":
-        pytest.importorskip("megatron.core")
     job = Job(path=checkpoint, backend=backend, changes=NO_MODE)
     assert not same(run(ranks[1], job), run(ranks[2], job))
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
-def test_a_run_goes_on_with_other_ranks_as_if_undisturbed(ranks, checkpoint, backend, tmp_path):
-    if backend == "megatron":
-        pytest.importorskip("megatron.core")
-    job = Job(path=checkpoint, backend=backend, dtype="bfloat16")
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, ADAPTED], ids=["whole", "adapters"])
+def test_a_run_goes_on_with_other_ranks_as_if_undisturbed(
+    ranks, checkpoint, backend, tmp_path, settings
+):
+    job = Job(path=checkpoint, backend=backend, **settings)
     log_probs, metrics, weights = run(ranks[2], job, save=tmp_path)
     for count in (1, 3):
         resumed = run(ranks[count], job, load=tmp_path)

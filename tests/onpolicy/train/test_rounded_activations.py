@@ -5,7 +5,7 @@ import torch
 
 from onpolicy.errors import ParityError
 from onpolicy.models import rounded_inputs
-from onpolicy.ops.hopper import fp8
+from onpolicy.ops.hopper import gemm
 from onpolicy.train import policy_trainer
 from tests.support.bytes_on_cpu import FORMATS, SIZES, BytesOnCpu, stand_in
 from tests.support.megatron_training import Job, make, make_samples, weights
@@ -80,27 +80,27 @@ def test_both_trainers_multiply_the_same_bytes_and_those_of_their_weights_after_
             metrics = trainer.train(samples, step, [1e-3]).metrics
             assert metrics["parity/num_mismatched_tokens"] == 0
             assert metrics["parity/num_compared_tokens"] > 0
-            steps.append([s.sample.rollout_log_probs for s in samples])
+            steps.append([s.rollout_log_probs for s in samples])
         assert steps[0] != steps[1]
         log_probs.append(steps[0])
     assert log_probs[0] == log_probs[1]
     monkeypatch.undo()
     job = Job(path=whole_blocks, backend="fsdp", dtype="bfloat16", changes={"engine": FORMATS})
     in_bfloat16 = make(job)
-    assert [s.sample.rollout_log_probs for s in make_samples(in_bfloat16)] != log_probs[0]
+    assert [s.rollout_log_probs for s in make_samples(in_bfloat16)] != log_probs[0]
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_two_rows_with_each_others_scales_are_a_mismatch(make_of_bytes, monkeypatch, backend):
     trainer = make_of_bytes(backend)
-    samples, right = make_samples(trainer), fp8.input_in_bytes
+    samples, right = make_samples(trainer), gemm.input_in_bytes
 
     def swapped(x):
         made = right(x)
         made.scales[[0, 1]] = made.scales[[1, 0]]
         return made
 
-    monkeypatch.setattr(fp8, "input_in_bytes", swapped)
+    monkeypatch.setattr(gemm, "input_in_bytes", swapped)
     with pytest.raises(ParityError):
         trainer.train(samples, 0, [0.0])
 

@@ -1,10 +1,17 @@
 import dataclasses
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onpolicy.train.packing import pack
-from onpolicy.train.shares import make_shares, split_evenly, split_into_steps
+from onpolicy.train.shares import (
+    Outcomes,
+    make_shares,
+    pack,
+    pack_groups,
+    split_evenly,
+    split_into_steps,
+)
 from tests.support.samples import make_train_sample, with_trajectory
 
 
@@ -24,32 +31,36 @@ def test_the_shares_hold_every_sample_once_and_tell_what_there_is_in_all(
     samples, num_steps = samples_of(lens), min(num_steps, len(lens))
     shares = make_shares(samples, num_steps, num_ranks, max_tokens)
     assert len(shares) == num_ranks
-    held = [i for share in shares for i in share.samples]
-    assert sorted(held) == list(range(len(samples)))
-    for share in shares:
-        assert all(share.samples[i] is samples[i] for i in share.samples)
-        assert (share.outcomes.num_samples, share.num_tokens) == (len(lens), sum(lens))
-        assert [i for step in share.steps for part in step for i in part] == list(share.samples)
+    held = [pair for share in shares for step in share for part in step for pair in part.items()]
+    assert sorted(i for i, _ in held) == list(range(len(samples)))
+    assert all(sample is samples[i] for i, sample in held)
+    outcomes = Outcomes.of(samples, num_steps)
+    assert (outcomes.num_samples, outcomes.num_tokens) == (len(lens), sum(lens))
     for step in range(num_steps):
-        assert len({len(share.steps[step]) for share in shares}) == 1
-    first = [i for share in shares for part in share.steps[0] for i in part]
+        assert len({len(share[step]) for share in shares}) == 1
+    first = [i for share in shares for part in share[0] for i in part]
     assert sorted(first) == list(range(len(first)))
+    assert outcomes.sampled.later == sum(n - 1 for n in lens[len(first) :])
 
 
-def test_a_share_knows_the_samples_of_its_micro_batches():
+def test_a_share_has_the_samples_of_its_micro_batches():
     samples = samples_of([5, 5, 5, 5])
     share = make_shares(samples, num_steps=2, num_ranks=1, max_tokens=10)[0]
-    assert share.micro_batches(1) == [{2: samples[2], 3: samples[3]}]
+    assert share[1] == [{2: samples[2], 3: samples[3]}]
 
 
 def test_outcomes_are_of_all_samples_in_their_groups():
     samples = samples_of([3, 5, 4])
     samples[1] = dataclasses.replace(samples[1], group=0)
-    for share in make_shares(samples, num_steps=1, num_ranks=2, max_tokens=5):
-        assert share.outcomes.lengths == [[2, 4], [3]]
-        assert share.outcomes.rewards == [[1.0, 1.0], [1.0]]
-        assert share.outcomes.episodes == [[0, 1], [2]]
-        assert not share.outcomes.has_token_rewards
+    outcomes = Outcomes.of(samples, 1)
+    assert outcomes.lengths == [[2, 4], [3]]
+    assert outcomes.rewards == [[1.0, 1.0], [1.0]]
+    assert outcomes.episodes == [[0, 1], [2]]
+    assert not outcomes.has_token_rewards
+
+
+def numbers_of(share):
+    return [[[*part] for part in parts] for parts in share]
 
 
 def in_episodes(sizes):
@@ -64,17 +75,16 @@ def in_episodes(sizes):
 
 def test_all_ranks_know_whether_tokens_have_rewards():
     samples = in_episodes([1, 2])
-    rewarded = dataclasses.replace(samples[2].sample, token_rewards=[0.5, 0.0])
-    samples[2] = dataclasses.replace(samples[2], sample=rewarded)
-    for share in make_shares(samples, num_steps=1, num_ranks=2, max_tokens=5):
-        assert share.outcomes.has_token_rewards
-        assert share.outcomes.episodes == [[0, 1, 1]]
+    samples[2] = dataclasses.replace(samples[2], token_rewards=[0.5, 0.0])
+    outcomes = Outcomes.of(samples, 1)
+    assert outcomes.has_token_rewards
+    assert outcomes.episodes == [[0, 1, 1]]
 
 
 def test_a_step_has_whole_episodes_and_as_many_as_any_other():
     assert split_into_steps(in_episodes([3, 1, 1, 2]), 2) == [range(0, 4), range(4, 7)]
     share = make_shares(in_episodes([3, 1, 1, 2]), num_steps=2, num_ranks=1, max_tokens=99)[0]
-    assert share.steps == [[[0, 1, 2, 3]], [[4, 5, 6]]]
+    assert numbers_of(share) == [[[0, 1, 2, 3]], [[4, 5, 6]]]
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=8), st.integers(1, 8))
@@ -101,11 +111,6 @@ def test_every_sample_is_packed_once_within_the_budget_and_ranks_keep_step(lens,
         assert sum(lens[i] for i in batch) <= budget or len(batch) == 1
 
 
-@given(lens, st.integers(1, 5), st.integers(1, 150))
-def test_the_plan_is_the_same_wherever_it_is_made(lens, ranks, budget):
-    assert pack(lens, ranks, budget) == pack(list(lens), ranks, budget)
-
-
 def test_the_budget_is_used():
     assert pack([10] * 8, 1, 40) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
 
@@ -120,3 +125,82 @@ def test_parts_are_consecutive_and_even(count, parts):
     assert [i for part in ranges for i in part] == list(range(count))
     sizes = [len(part) for part in ranges]
     assert len(sizes) == parts and max(sizes) - min(sizes) <= 1
+
+
+tokens = st.lists(st.integers(0, 2), min_size=2, max_size=9)
+groups = st.lists(st.lists(tokens, min_size=1, max_size=5), min_size=1, max_size=4)
+
+
+def grouped_samples(groups):
+    numbered = [(n, ids) for n, group in enumerate(groups) for ids in group]
+    return [
+        dataclasses.replace(
+            make_train_sample(ids, 1, [0.0] * (len(ids) - 1), 1.0, n), episode=episode
+        )
+        for episode, (n, ids) in enumerate(numbered)
+    ]
+
+
+def num_distinct(samples):
+    ids = [tuple(s.token_ids) for s in samples]
+    return len({x[: i + 1] for x in ids for i in range(len(x))})
+
+
+@given(groups, st.integers(1, 3), st.integers(2, 30))
+def test_every_sample_comes_once_and_no_micro_batch_has_more_distinct_tokens_than_it_may(
+    groups, num_ranks, max_tokens
+):
+    samples = grouped_samples(groups)
+    plan = pack_groups(samples, num_ranks, max_tokens)
+    batches = [[samples[i] for i in batch] for rank in plan for batch in rank]
+    assert sorted(i for rank in plan for batch in rank for i in batch) == [*range(len(samples))]
+    assert len({len(rank) for rank in plan}) == 1
+    for batch in batches:
+        assert num_distinct(batch) <= max_tokens or len(batch) == 1
+
+
+@given(groups, st.integers(2, 3), st.integers(2, 30))
+def test_micro_batches_and_their_order_are_those_of_one_rank(groups, num_ranks, max_tokens):
+    samples = grouped_samples(groups)
+    (alone,) = pack_groups(samples, 1, max_tokens)
+    ranks = pack_groups(samples, num_ranks, max_tokens)
+    assert [batch for step in zip(*ranks, strict=True) for batch in step if batch] == alone
+
+
+def test_a_group_stays_together_where_its_distinct_tokens_fit():
+    prompt = [*range(3, 23)]
+    samples = grouped_samples(
+        [[[*prompt, k] for k in range(4)], [[*prompt[1:], k] for k in range(4)]]
+    )
+    share = make_shares(samples, 1, 1, 24, shares_prefixes=True)[0]
+    assert numbers_of(share) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
+    assert len(make_shares(samples, 1, 1, 24)[0][0]) == 8
+
+
+def test_a_group_that_is_too_large_comes_in_parts_that_begin_alike():
+    prompt, a, b = [3] * 10, [4] * 5, [5] * 5
+    (rank,) = pack_groups(
+        grouped_samples([[prompt + a + [k] for k in (1, 2)] + [prompt + b]]), 1, 18
+    )
+    assert rank == [[0, 1], [2]]
+
+
+def test_the_balance_counts_what_tokens_see():
+    """Two samples of 4,000 tokens have more to see than four of 2,000."""
+    lens = [4000, 4000, *[1999] * 4]
+    samples = grouped_samples([[[n] * length] for n, length in enumerate(lens)])
+    (rank,) = pack_groups(samples, 1, 8000)
+    assert rank == [[0, 1], [2, 3, 4, 5]]
+
+
+def test_tokens_of_other_experts_count_twice():
+    prompt = [3] * 10
+    samples = grouped_samples([[[*prompt, 4], [*prompt, 5]]])
+    experts = [np.full((10, 2), k, dtype=np.int32) for k in (0, 1)]
+    apart = [with_trajectory(s, routed_experts=x) for s, x in zip(samples, experts, strict=True)]
+    assert pack_groups(samples, 1, 12) == [[[0, 1]]]
+    assert pack_groups(apart, 1, 12) == [[[0], [1]]]
+
+
+def test_costs_decide_the_order_and_tokens_what_fits():
+    assert pack([5, 5, 5], 1, 10, costs=[1, 9, 5]) == [[[1, 2], [0]]]

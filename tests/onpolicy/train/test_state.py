@@ -52,16 +52,10 @@ def test_code_runs_in_dcps_own_reader(trainer, crafted, tmp_path, attack):
 @pytest.mark.parametrize(
     "path",
     [
-        "../sharded/__0_0.distcp",
-        "/etc/passwd",
-        "a/b",
-        "..",
-        ".",
-        "",
-        PurePosixPath("__0_0.distcp"),
-        3,
+        "../sharded/__0_0.distcp", "/etc/passwd", "a/b", "..", ".", "",
+        PurePosixPath("__0_0.distcp"), 3,
     ],
-)
+)  # fmt: skip
 def test_tensors_are_read_from_files_beside_the_index_alone(trainer, crafted, path):
     tell_of_another_file(crafted / "sharded", path)
     with pytest.raises(CheckpointError, match="which is no file beside it"):

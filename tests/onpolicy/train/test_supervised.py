@@ -21,7 +21,7 @@ def test_it_is_transformers_cross_entropy(trainer, checkpoint):
     samples = branched_samples(trainer)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     losses = []
-    for each in (s.sample.trajectory for s in samples):
+    for each in (s.trajectory for s in samples):
         tokens, learnt = torch.tensor([each.token_ids]), torch.tensor(each.sampled)
         logits = model(tokens).logits[0, :-1]
         losses.append(F.cross_entropy(logits, tokens[0, 1:], reduction="none")[learnt[1:]])
@@ -35,10 +35,10 @@ def test_tokens_that_were_given_are_read_and_not_learnt(trainer):
     """What the log-probabilities of a rollout are does not matter, and which tokens are learnt does."""
     samples = branched_samples(trainer)
     loss = supervised_loss(trainer, samples)
-    trajectory = samples[0].sample.trajectory
+    trajectory = samples[0].trajectory
     trajectory.rollout_log_probs[0] = -7.0
     assert supervised_loss(trainer, samples) == loss
-    samples[0].sample.trajectory = trajectory.as_given(trajectory.sampled.index(True) + 1)
+    samples[0].trajectory = trajectory.as_given(trajectory.sampled.index(True) + 1)
     assert supervised_loss(trainer, samples) != loss
 
 

@@ -47,12 +47,6 @@ def test_every_engine_holds_the_bits_and_the_digest_is_theirs(push, engines):
         assert all(torch.equal(engine.memory.weights[name], TRAINED[name]) for name in TRAINED)
 
 
-def test_weights_that_differ_in_one_bit_have_another_digest(push, engines):
-    other = {name: table.clone() for name, table in TRAINED.items()}
-    other["before.weight"].view(torch.int32)[3, 4] ^= 1
-    assert push(engines, [list(other.items())]) != digest_of(TRAINED)
-
-
 def test_what_an_engine_has_cached_of_older_weights_is_gone(push, engines):
     group = Host().make_group(EngineConfig())
     requests = make_requests(5)

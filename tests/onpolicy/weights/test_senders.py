@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from onpolicy.weights.senders import share_out
+from onpolicy.weights.push import share_out
 
 
 @pytest.mark.parametrize(("ranks", "engines"), product((1, 2, 3, 8), (1, 2, 3, 8)))

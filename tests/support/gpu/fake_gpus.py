@@ -1,14 +1,12 @@
 """Environment of a process that sees GPUs where there are none: see fake/sitecustomize.py."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
 FAKE = Path(__file__).parent / "fake"
 
 
-def seeing_gpus(count: int) -> dict[str, str]:
+def seeing_gpus(count):
     """This process's environment, for one that sees `count` H100s, their libraries and a toolkit."""
     path = os.pathsep.join([str(FAKE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     return {

@@ -1,17 +1,14 @@
 """Remembers the kernels that were launched last, with their tiles, for the message of a failure."""
 
-from __future__ import annotations
-
 import os
 from collections import deque
-from typing import Any
 
 KEPT = 3
 
-_last: deque[str] = deque(maxlen=KEPT)
+_last = deque(maxlen=KEPT)
 
 
-def watch_launches() -> None:
+def watch_launches():
     """From now on note every launch of a Triton kernel; have DeepGEMM print the tiles it chooses."""
     os.environ.setdefault("DG_PRINT_CONFIGS", "1")
     try:
@@ -24,13 +21,13 @@ def watch_launches() -> None:
             kind.run = _watched(kind.run)
 
 
-def last_launches() -> str:
+def last_launches():
     """The last kernels that differ from each other, the latest first; empty if there were none."""
     return "; ".join(reversed(_last))
 
 
-def _watched(run: Any) -> Any:
-    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _watched(run):
+    def watched(self, *args, **kwargs):
         function = getattr(self, "fn", self)
         launch = _described(getattr(function, "__name__", str(function)), kwargs)
         if launch in _last:
@@ -38,11 +35,11 @@ def _watched(run: Any) -> Any:
         _last.append(launch)
         return run(self, *args, **kwargs)
 
-    watched.watched = True  # type: ignore[attr-defined]
+    watched.watched = True
     return watched
 
 
-def _described(name: str, options: dict[str, Any]) -> str:
+def _described(name, options):
     """Example: _linear_kernel ROWS=64 COLUMNS=128 num_warps=4"""
     tile = [
         f"{key}={value}"

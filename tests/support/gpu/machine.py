@@ -1,28 +1,19 @@
 """The GPU and the software that a record was made with, and records that are never half written."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any
 
 import torch
 
 PACKAGES = (
-    "torch",
-    "triton",
-    "transformers",
-    "sglang",
-    "sglang-kernel",
-    "sgl-deep-gemm",
+    "torch", "triton", "transformers", "sglang", "sglang-kernel", "sgl-deep-gemm",
     "apache-tvm-ffi",
-)
+)  # fmt: skip
 
 
-def describe_machine() -> dict[str, str]:
+def describe_machine():
     """The device, CUDA, Python and the packages whose kernels run, by version."""
     found = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
     if torch.cuda.is_available():
@@ -36,7 +27,7 @@ def describe_machine() -> dict[str, str]:
     return found
 
 
-def write_json(file: Path, record: dict[str, Any]) -> None:
+def write_json(file, record):
     """Replace `file` by the record in one step, so that a killed process leaves the last one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f"{file.name}.part")

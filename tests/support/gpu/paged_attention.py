@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from onpolicy.ops import Operators, PagedLayout, ScoreRule
+from onpolicy.ops import PagedLayout, ScoreRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +28,7 @@ class PagedBatch:
     page_size: int
 
     @staticmethod
-    def of(
-        page_table: Tensor, page_size: int, query_lens: list[int], key_lens: list[int]
-    ) -> PagedBatch:
+    def of(page_table, page_size, query_lens, key_lens):
         """Queries are the last tokens of each sequence; `page_table` has the batch's rows."""
         starts = torch.tensor([0, *query_lens]).cumsum(0)
         return PagedBatch(
@@ -42,7 +39,7 @@ class PagedBatch:
             page_size=page_size,
         )
 
-    def layout(self) -> PagedLayout:
+    def layout(self):
         """The same, as the operators take it."""
         return PagedLayout(
             page_table=self.page_table,
@@ -53,37 +50,23 @@ class PagedBatch:
         )
 
 
-class PagedAttention(Protocol):
-    """Causal attention of a batch's queries over keys and values on pages, without autograd."""
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, scale: float
-    ) -> tuple[Tensor, Tensor | None]:
-        """q [T, H, D], stores [rows, H_kv, D] -> out [T, H, D], lse float32 [T, H] if there is one."""
-
-
-def paged_attention_of(backend: str) -> PagedAttention:
-    """The function that the engine's attention backend calls under a contract of `backend`."""
+def paged_attention_of(backend):
+    """The function that the engine's attention backend calls under a contract of `backend`: causal
+    attention of q [T, H, D] over stores [rows, H_kv, D] -> out [T, H, D], lse float32 [T, H] or None."""
     return {"cpu": _on_cpu, "triton": _by_triton, "hopper": _by_flash_attention_3}[backend]
 
 
-def _by_triton(
-    q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, scale: float
-) -> tuple[Tensor, Tensor]:
+def _by_triton(q, k, v, batch, scale):
     from onpolicy.ops.triton.attention import blockwise_attention
 
     return blockwise_attention(q, k, v, batch.layout(), ScoreRule(scale))
 
 
-def _by_flash_attention_3(
-    q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, scale: float
-) -> tuple[Tensor, Tensor]:
+def _by_flash_attention_3(q, k, v, batch, scale):
     return flash_attention_3(q, k, v, batch, scale, num_splits=1)
 
 
-def flash_attention_3(
-    q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, scale: float, num_splits: int
-) -> tuple[Tensor, Tensor]:
+def flash_attention_3(q, k, v, batch, scale, num_splits):
     """SGLang's FlashAttention-3; `num_splits=0` leaves it to the kernel, as stock engines do."""
     from onpolicy.ops.hopper import flash_attention
 
@@ -103,24 +86,20 @@ def flash_attention_3(
     return out, lse.t()
 
 
-def _pages(store: Tensor, batch: PagedBatch) -> Tensor:
+def _pages(store, batch):
     return store.view(-1, batch.page_size, *store.shape[1:])
 
 
-def over_rows(operators: Operators) -> PagedAttention:
+def over_rows(operators):
     """Any operators' attention over pages as rows, for what knows no pages and gives no lse."""
 
-    def attend(
-        q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, scale: float
-    ) -> tuple[Tensor, None]:
+    def attend(q, k, v, batch, scale):
         return operators.attention(q, k, v, batch.layout().by_rows(), ScoreRule(scale)), None
 
     return attend
 
 
-def _on_cpu(
-    q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, scale: float
-) -> tuple[Tensor, Tensor]:
+def _on_cpu(q, k, v, batch, scale):
     """The CPU operators' attention, for rehearsals."""
     from onpolicy.ops.cpu.attention import blockwise_attention
     from onpolicy.ops.cpu.threads import PiecePool

@@ -4,24 +4,16 @@ The keys and values of every sequence lie on pages in random order. Each step co
 probabilities of a batch of any composition, with the same modules as the trainer's forward pass.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM
 
 from onpolicy.models.align import align_modules
-from onpolicy.models.attention import ATTENTION_NAME
+from onpolicy.models.attention_function import ATTENTION_NAME
 from onpolicy.models.policy import PolicyModel
-from onpolicy.ops import Operators, ScoreRule
-from tests.support.gpu.paged_attention import PagedAttention, PagedBatch
+from tests.support.gpu.paged_attention import PagedBatch
 
 
-def random_policy(
-    config: PretrainedConfig, operators: Operators, dtype: torch.dtype, device: str, seed: int = 0
-) -> PolicyModel:
+def random_policy(config, operators, dtype, device, seed=0):
     """A policy with random weights, norms included, made on `device`.
 
     Rotary frequencies stay float32, as in a loaded checkpoint: only parameters are in `dtype`.
@@ -41,15 +33,7 @@ def random_policy(
 class PagedModel:
     """The policy and one paged key/value store per layer, for sequences numbered from 0."""
 
-    def __init__(
-        self,
-        policy: PolicyModel,
-        attention: PagedAttention,
-        sequences: int,
-        longest: int,
-        page_size: int,
-        seed: int = 0,
-    ):
+    def __init__(self, policy, attention, sequences, longest, page_size, seed=0):
         config = policy.causal_lm.config
         self.policy, self.attention, self.page_size = policy, attention, page_size
         self.head = policy.causal_lm.get_output_embeddings()
@@ -67,11 +51,11 @@ class PagedModel:
         ]
 
     @torch.no_grad()
-    def hidden(self, tokens: Tensor, positions: Tensor, rows: Tensor, batch: PagedBatch) -> Tensor:
+    def hidden(self, tokens, positions, rows, batch):
         """Hidden states of a batch's tokens, all int64 [T] -> [T, K]; `rows` receive their keys."""
         layers = iter(self.stores)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule, _: Tensor | None) -> Tensor:
+        def attend(q, k, v, scores, _):
             keys, values = next(layers)
             keys[rows], values[rows] = k, v
             return self.attention(q, keys, values, batch, scores.scale)[0]
@@ -84,15 +68,13 @@ class PagedModel:
         )[0][0]
 
     @torch.no_grad()
-    def log_probs(self, hidden: Tensor, temperature: Tensor) -> Tensor:
+    def log_probs(self, hidden, temperature):
         """Of every next token: [M, K], float32 [M, 1] -> float32 [M, V]"""
         operators = self.policy.operators
         logits = operators.linear(hidden, self.head.weight, self.head.bias)
         return operators.log_softmax(logits, temperature)
 
-    def extend(
-        self, sequences: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
-    ) -> Tensor:
+    def extend(self, sequences, tokens, starts):
         """Compute tokens of several sequences; hidden state of the last one of each: [S, K].
 
         `starts[i]` tokens of `sequences[i]` are in the cache already.
@@ -119,7 +101,7 @@ class DecodeGraph:
     CPU, which has no graphs, a replay is the step itself: for rehearsals.
     """
 
-    def __init__(self, model: PagedModel, batch_size: int):
+    def __init__(self, model, batch_size):
         self.model, device = model, model.device
         self.tokens = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.lens = torch.ones(batch_size, dtype=torch.int32, device=device)
@@ -135,14 +117,14 @@ class DecodeGraph:
         if self.graph is not None:
             self._capture(self.graph)
 
-    def step(self) -> Tensor:
+    def step(self):
         """The step without the graph: log-probabilities float32 [B, V]."""
         positions = self.lens.long() - 1
         rows = self.model.rows[: len(self.tokens)].gather(1, positions[:, None])[:, 0]
         hidden = self.model.hidden(self.tokens, positions, rows, self.batch)
         return self.model.log_probs(hidden, self.temperature)
 
-    def _capture(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _capture(self, graph):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # compiles everything, outside of the capture
@@ -152,7 +134,7 @@ class DecodeGraph:
         with torch.cuda.graph(graph):
             self.out = self.step()
 
-    def replay(self) -> Tensor:
+    def replay(self):
         """Decode `tokens`, int64 [B], as the last ones of sequences that are then `lens` long."""
         if self.graph is None:
             return self.step()

@@ -21,7 +21,7 @@ class ModelShape:
     experts: int = 0
     experts_per_token: int = 0
 
-    def linears(self) -> dict[str, tuple[int, int]]:
+    def linears(self):
         """Distinct linears as (out features N, in features K). Example: {"o": (2560, 4096)}"""
         attention = self.heads * self.head_dim
         shapes = {
@@ -36,7 +36,7 @@ class ModelShape:
             shapes["down"] = (self.hidden, self.intermediate)
         return {**shapes, "lm_head": (self.vocab, self.hidden)}
 
-    def expert_linears(self) -> dict[str, tuple[int, int, int]]:
+    def expert_linears(self):
         """Grouped linears as (experts E, N, K); empty for a dense model."""
         if not self.experts:
             return {}

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from onpolicy.agents.gateway.calls import Call, Reply
-from onpolicy.agents.gateway.errors import RefusedError
 from onpolicy.agents.gateway.fields import Fields
-from onpolicy.types import SamplingParams
+from onpolicy.agents.gateway.refusals import RefusedError
 
 Event = tuple[str, Any]
 """(name of a server-sent event, "" where it has none; its data)"""
@@ -19,8 +18,8 @@ class WireProtocol(Protocol):
 
     PATH: str
 
-    def read(self, fields: Fields, params: SamplingParams) -> Call:
-        """Return the call in a request, in a run that samples with `params`. Raises RefusedError."""
+    def read(self, fields: Fields) -> Call:
+        """Return the call in a request. Raises RefusedError."""
 
     def answer(self, call: Call, replies: Sequence[Reply]) -> dict[str, Any]:
         """Return the body of the response."""

@@ -6,19 +6,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from onpolicy.agents.gateway.calls import Call, Message, Reply
-from onpolicy.agents.gateway.errors import RefusedError, invalid
-from onpolicy.agents.gateway.fields import Fields
-from onpolicy.agents.gateway.protocols import Event
-from onpolicy.agents.gateway.protocols.parts import (
-    ALWAYS_SENT,
+from onpolicy.agents.gateway.fields import (
     CREATED,
     SET_FOR_ALL,
+    Fields,
+    openai_choice,
     schema_in,
     text_of,
     usage,
 )
-from onpolicy.agents.gateway.protocols.tool_choice import openai_choice
-from onpolicy.types import SamplingParams
+from onpolicy.agents.gateway.protocols import Event
+from onpolicy.agents.gateway.refusals import RefusedError, invalid
 
 PATH = "/chat/completions"
 
@@ -37,10 +35,8 @@ _LEFT_BY_CLIENTS = ("refusal", "audio", "function_call", "annotations")
 error = RefusedError.as_openai
 
 
-def read(fields: Fields, params: SamplingParams) -> Call:
+def read(fields: Fields) -> Call:
     """Return the call in a request. Raises RefusedError."""
-    fields.ignore(*ALWAYS_SENT)
-    fields.refuse_other_sampling(params)
     form = fields.take("response_format", dict, {"type": "text"})
     fields.refuse("modalities", ["text"], because="the policy answers in text.")
     fields.refuse("top_logprobs", 0, because="only those of sampled tokens are known. Ask for 0.")
@@ -76,7 +72,7 @@ def read_tool(tool: Fields) -> dict[str, Any]:
     """Return a function with its fields in the order in which they were sent: templates print them."""
     kind, function = tool.need("type", str), tool.need("function", dict)
     if kind != "function":
-        raise invalid(tool.name("type"), f"{kind!r}: the policy calls functions alone.")
+        raise tool.invalid("type", f"{kind!r}: the policy calls functions alone.")
     Fields(function, tool.name("function")).need("name", str)
     return {"type": kind, "function": function}
 
@@ -91,7 +87,7 @@ def read_messages(given: Sequence[Fields]) -> tuple[Message, ...]:
 def _read_message(fields: Fields) -> Message:
     role = fields.need("role", str)
     if role not in _ROLES:
-        raise invalid(fields.name("role"), f"{role!r} is none of {', '.join(_ROLES)}.")
+        raise fields.invalid("role", f"{role!r} is none of {', '.join(_ROLES)}.")
     message: dict[str, Any] = {"role": _ROLES[role]}
     message["content"] = text_of(fields.pop("content"), fields.name("content"))
     if name := fields.find("name", str):

@@ -1,4 +1,5 @@
-"""OpenAI's completions of text or tokens (https://platform.openai.com/docs/api-reference/completions)."""
+"""OpenAI's completions of text or tokens
+(https://platform.openai.com/docs/api-reference/completions)."""
 
 from __future__ import annotations
 
@@ -6,22 +7,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from onpolicy.agents.gateway.calls import Call, Reply
-from onpolicy.agents.gateway.errors import RefusedError, invalid
-from onpolicy.agents.gateway.fields import Fields
+from onpolicy.agents.gateway.fields import CREATED, Fields, usage
+from onpolicy.agents.gateway.parsing import offsets
 from onpolicy.agents.gateway.protocols import Event
-from onpolicy.agents.gateway.protocols.parts import ALWAYS_SENT, CREATED, usage
-from onpolicy.agents.gateway.token_bytes import offsets
-from onpolicy.types import SamplingParams
+from onpolicy.agents.gateway.refusals import RefusedError, invalid
 
 PATH = "/completions"
 
 error = RefusedError.as_openai
 
 
-def read(fields: Fields, params: SamplingParams) -> Call:
+def read(fields: Fields) -> Call:
     """Return the call in a request. Raises RefusedError."""
-    fields.ignore(*ALWAYS_SENT)
-    fields.refuse_other_sampling(params)
     fields.refuse("echo", False, because="the answer is what was sampled.")
     fields.refuse("suffix", "", because="the policy goes on after a prompt.")
     log_probs = fields.pop("logprobs")

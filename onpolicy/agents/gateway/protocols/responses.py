@@ -7,21 +7,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from onpolicy.agents.gateway.calls import Call, Message, Reply
-from onpolicy.agents.gateway.errors import RefusedError, invalid
-from onpolicy.agents.gateway.fields import Fields
-from onpolicy.agents.gateway.protocols import Event
-from onpolicy.agents.gateway.protocols.chat_completions import log_probs
-from onpolicy.agents.gateway.protocols.parts import (
-    ALWAYS_SENT,
+from onpolicy.agents.gateway.fields import (
     CREATED,
     SET_FOR_ALL,
+    Fields,
     function_tool,
+    openai_choice,
     schema_in,
     text_of,
     usage,
 )
-from onpolicy.agents.gateway.protocols.tool_choice import openai_choice
-from onpolicy.types import SamplingParams
+from onpolicy.agents.gateway.protocols import Event
+from onpolicy.agents.gateway.protocols.chat_completions import log_probs
+from onpolicy.agents.gateway.refusals import RefusedError, invalid
 
 PATH = "/responses"
 
@@ -34,10 +32,8 @@ it is not secret here."""
 error = RefusedError.as_openai
 
 
-def read(fields: Fields, params: SamplingParams) -> Call:
+def read(fields: Fields) -> Call:
     """Return the call in a request. Raises RefusedError."""
-    fields.ignore(*ALWAYS_SENT)
-    fields.refuse_other_sampling(params)
     text = Fields(fields.take("text", dict, {}), "text")
     form = text.take("format", dict, {"type": "text"})
     text.refuse("verbosity", because="nothing but the prompt says how much the policy says.")
@@ -57,7 +53,8 @@ def read(fields: Fields, params: SamplingParams) -> Call:
         if asked not in _INCLUDED:
             raise invalid("include", f"{asked!r}: answers have {' and '.join(_INCLUDED)} alone.")
     tools = tuple(_read_tool(tool) for tool in fields.objects("tools"))
-    before = _system(fields.take("instructions", str, ""))
+    system = fields.take("instructions", str, "")
+    before = [{"role": "system", "content": system}] if system else []
     call = Call(
         model=fields.need("model", str),
         continues=fields.take("previous_response_id", str, "").removeprefix("resp_"),
@@ -75,15 +72,9 @@ def read(fields: Fields, params: SamplingParams) -> Call:
     return call
 
 
-def _system(text: str) -> list[Message]:
-    return [{"role": "system", "content": text}] if text else []
-
-
 def _read_tool(tool: Fields) -> dict[str, Any]:
     if (kind := tool.need("type", str)) != "function":
-        raise invalid(
-            tool.name("type"), f"{kind!r}: the policy calls the client's functions alone."
-        )
+        raise tool.invalid("type", f"{kind!r}: the policy calls the client's functions alone.")
     return function_tool(
         tool.need("name", str), tool.find("description", str), tool.find("parameters", dict)
     )
@@ -102,8 +93,7 @@ def _read_input(fields: Fields) -> list[Message]:
 
 
 def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
-    """Add an item to the messages: an answer's reasoning, text and calls are items, and one
-    message."""
+    """Add an item: an answer's reasoning, text and calls are items of one message."""
     match item.take("type", str, "message"):
         case "message":
             role, content = item.need("role", str), item.pop("content")
@@ -113,7 +103,7 @@ def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
             elif role in ("system", "developer", "user"):
                 messages.append({"role": "user" if role == "user" else "system", "content": text})
             else:
-                raise invalid(item.name("role"), f"{role!r} is no role.")
+                raise item.invalid("role", f"{role!r} is no role.")
         case "reasoning":
             parts = item.pop("content") or item.pop("summary")
             text = text_of(parts, item.name("content"), (*_TEXT, "summary_text"))
@@ -128,7 +118,7 @@ def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
             of_call = item.need("call_id", str)
             messages.append({"role": "tool", "tool_call_id": of_call, "content": output})
         case kind:
-            raise invalid(item.name("type"), f"{kind!r}: the policy reads no such item.")
+            raise item.invalid("type", f"{kind!r}: the policy reads no such item.")
 
 
 def _unpacked(packed: str, item: Fields) -> str:

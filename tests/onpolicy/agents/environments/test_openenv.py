@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from onpolicy.agents.environments import stepped
-from onpolicy.agents.environments.openenv import OpenEnv
+from onpolicy.agents.environments.stepped import OpenEnv
 from onpolicy.errors import AgentError
 from tests.support.acting import PROMPT, Acts, Draws, Says, begin, decode
 
@@ -56,7 +56,7 @@ def ended(episode, draws):
     if episode.failures:
         raise episode.failures[0].error
     (trajectory,) = episode.trajectories
-    return decode(trajectory.token_ids), episode.episode.token_rewards[0]
+    return decode(trajectory.token_ids), episode.samples[0].token_rewards
 
 
 def test_an_episode_reads_what_the_server_observes_and_is_paid_what_it_pays(url):

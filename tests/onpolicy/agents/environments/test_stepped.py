@@ -1,6 +1,7 @@
 """Environments with `reset` and `step`: what is read, what is rewarded, and how an episode ends."""
 
 import asyncio
+import math
 import re
 import threading
 from functools import partial
@@ -10,9 +11,9 @@ import pytest
 
 from onpolicy.agents.environments import stepped
 from onpolicy.errors import AgentError
-from onpolicy.rollout.episode_rules import EpisodeRules
-from onpolicy.rollout.episodes import Episode, Turns
 from onpolicy.rollout.open_episode import OpenEpisode
+from onpolicy.rollout.rollouter import Episode, Turns
+from onpolicy.rollout.turns import EpisodeRules
 from onpolicy.types import Request
 from tests.support.acting import PARAMS, PROMPT, Acts, Draws, decode
 
@@ -103,8 +104,8 @@ def test_an_episode_reads_what_is_observed_and_its_actions_are_what_is_sampled(k
     sampled = [text for sampled, text in texts(episode) if sampled]
     assert given == [f"{PROMPT.text}5|", "[1]", "[2]"]
     assert sampled == [f"{action}<stop>" for action in environment.actions]
-    assert episode.episode.reward == 6.0 and episode.episode.token_rewards is None
-    assert episode.episode.info == {"ended": "done"}
+    assert episode.samples[0].reward == 6.0 and episode.samples[0].token_rewards is None
+    assert episode.samples[0].info == {"ended": "done"}
     assert environment.is_closed
 
 
@@ -125,14 +126,14 @@ def test_a_class_is_found_by_its_path_and_its_texts_end_actions():
 @pytest.mark.parametrize("rewards", ["turn", "token"])
 def test_rewards_of_turns_and_tokens_stand_where_they_were_earned(rewards):
     episode = rolled_out(PerToken if rewards == "token" else Counts, rewards)
-    (rewarded,) = episode.episode.token_rewards
+    rewarded = episode.samples[0].token_rewards
     (environment,) = Counts.made
     lengths = [len(action) + 1 for action in environment.actions]
     expected = {
         "turn": [r for n, length in enumerate(lengths, 1) for r in [0.0] * (length - 1) + [n]],
         "token": [0.5] * sum(lengths),
     }
-    assert episode.episode.reward is None
+    assert episode.samples[0].reward == math.fsum(rewarded)
     assert rewarded == expected[rewards]
     assert len(rewarded) == episode.trajectories[0].num_sampled
 
@@ -141,14 +142,14 @@ def test_an_episode_that_fills_the_context_ends_with_what_it_has_earned():
     episode = rolled_out(partial(Counts, last=1000), most=60)
     (environment,) = Counts.made
     number = len(environment.actions)
-    assert episode.episode.info == {"ended": "context"}
-    assert episode.episode.reward == number * (number + 1) / 2 and environment.is_closed
+    assert episode.samples[0].info == {"ended": "context"}
+    assert episode.samples[0].reward == number * (number + 1) / 2 and environment.is_closed
     assert len(episode.trajectories[0].token_ids) <= 60
 
 
 def test_an_episode_ends_with_the_most_tokens_that_may_be_sampled():
     episode = rolled_out(partial(Counts, last=1000), most=10_000)
-    assert episode.episode.info == {"ended": "length"}
+    assert episode.samples[0].info == {"ended": "length"}
     assert episode.trajectories[0].num_sampled == PARAMS.max_new_tokens
 
 
@@ -195,7 +196,7 @@ def test_an_environment_catches_up_when_the_journal_of_its_observations_ends(kno
 
     monkeypatch.setattr(Turns, "observe", observe)
     again = rolled_out(Counts)
-    assert texts(again) == texts(whole) and again.episode == whole.episode
+    assert texts(again) == texts(whole) and again.samples == whole.samples
     if known == 4:
         assert Counts.made == []
     else:

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from onpolicy.agents.environments import verifiers as ours
-from onpolicy.agents.environments.sessions import acts_by
 from onpolicy.agents.function import FunctionRollouter
+from onpolicy.agents.gateway.gateway_server import Gateway
 from onpolicy.agents.gateway.parsing import AnswerParser
-from onpolicy.agents.gateway.server import Gateway
 from onpolicy.agents.gateway.session import SessionRules
+from onpolicy.agents.gateway.session_rollouter import acts_by
 from onpolicy.errors import AgentError, ConfigError
 from onpolicy.types import Prompt
 from tests.support.acting import Draws, Says, SpelledOut, decode, roll_out
@@ -87,11 +87,11 @@ def test_an_environment_of_several_turns_is_rewarded_by_its_rubric():
     assert text.startswith("user:1*3=|assistant:") and "user:2?|" in text and "user:4?|" in text
     sampled = [t for t, s in zip(trajectory.token_ids, trajectory.sampled, strict=True) if s]
     answers = decode(sampled).split("<stop>")[:-1]
-    assert len(answers) == 3 and episode.episode.reward == 1 / (1 + len(answers[-1]))
-    assert episode.episode.info == {"ended": "max_turns_reached", "is_truncated": False}
-    assert episode.episode.metrics["verifiers/num_turns"] == 3
-    assert "verifiers/is_short" in episode.episode.metrics
-    assert episode.episode.metrics["verifiers/empty_answers"] == 0
+    assert len(answers) == 3 and episode.samples[0].reward == 1 / (1 + len(answers[-1]))
+    assert episode.samples[0].info == {"ended": "max_turns_reached", "is_truncated": False}
+    assert episode.samples[0].metrics["verifiers/num_turns"] == 3
+    assert "verifiers/is_short" in episode.samples[0].metrics
+    assert episode.samples[0].metrics["verifiers/empty_answers"] == 0
 
 
 def test_an_answer_without_text_is_scored_by_the_rubric_and_learnt():
@@ -99,8 +99,8 @@ def test_an_answer_without_text_is_scored_by_the_rubric_and_learnt():
     episode = rolled_out(draws=Says(["ab", ""]), kind="asks")
     (trajectory,) = episode.trajectories
     assert decode(trajectory.response_ids) == "ab<stop><stop>"
-    assert episode.episode.reward == 1 / (1 + len("2?"))  # of the last message, a question
-    assert episode.episode.metrics["verifiers/empty_answers"] == 1
+    assert episode.samples[0].reward == 1 / (1 + len("2?"))  # of the last message, a question
+    assert episode.samples[0].metrics["verifiers/empty_answers"] == 1
     with pytest.raises(AgentError, match="Error calling reward function is_short"):
         rolled_out(draws=Says([""]), kind="asks")  # which takes a chat of one message
 
@@ -112,7 +112,7 @@ def test_tools_are_called_and_their_results_are_given():
     assert "tools:" in text and '"name": "product"' in text and "tool:6|" in text
     given = [t for t, s in zip(trajectory.token_ids, trajectory.sampled, strict=True) if not s]
     assert CALL not in decode(given)
-    assert episode.episode.metrics["verifiers/product_calls"] >= 1
+    assert episode.samples[0].metrics["verifiers/product_calls"] >= 1
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import jsonschema
 import pytest
 import xgrammar
 
+from onpolicy.agents.gateway.gateway_server import Gateway
 from onpolicy.agents.gateway.parsing import AnswerParser
-from onpolicy.agents.gateway.server import Gateway
 from onpolicy.agents.gateway.session import SessionRules
-from onpolicy.rollout.episodes import Episode
+from onpolicy.rollout.rollouter import Episode
 from onpolicy.types import SamplingParams
 from tests.support.acting import STOP, Draws, SpelledOut, roll_out
 
@@ -74,7 +74,7 @@ def asked(path, *bodies):
             await gateway.close()
         return Episode(trajectories=branches, reward=1.0)
 
-    roll_out(act, Within(), params=PARAMS, require_grammar=lambda grammar: None)
+    roll_out(act, Within(), params=PARAMS, holds_grammars=lambda: True)
     return answers
 
 
@@ -168,20 +168,14 @@ INSTRUCTOR_RESPONSES = {
     "tools": [flat(PERSON)],
 }
 LANGCHAIN_RESPONSES = {
-    "input": [{**USER, "type": "message"}],
-    "parallel_tool_calls": False,
-    "stream": False,
-    "tool_choice": {"type": "function", "name": "Person"},
-    "tools": [flat(ADD), flat(PERSON)],
-}
+    "input": [{**USER, "type": "message"}], "parallel_tool_calls": False, "stream": False,
+    "tool_choice": {"type": "function", "name": "Person"}, "tools": [flat(ADD), flat(PERSON)],
+}  # fmt: skip
 
 CHAT = {
-    "smolagents": SMOLAGENTS,
-    "pydantic-ai": PYDANTIC_AI,
-    "instructor": INSTRUCTOR,
-    "langchain-any": LANGCHAIN,
-    "langchain-structured": LANGCHAIN_ONE,
-}
+    "smolagents": SMOLAGENTS, "pydantic-ai": PYDANTIC_AI, "instructor": INSTRUCTOR,
+    "langchain-any": LANGCHAIN, "langchain-structured": LANGCHAIN_ONE,
+}  # fmt: skip
 RESPONSES = {
     "pydantic-ai": PYDANTIC_AI_RESPONSES,
     "instructor": INSTRUCTOR_RESPONSES,

@@ -8,16 +8,16 @@ import aiohttp
 import pytest
 from openai import BadRequestError
 
-from onpolicy.agents.gateway.errors import RefusedError
 from onpolicy.agents.gateway.fields import Fields
+from onpolicy.agents.gateway.gateway_server import Gateway
 from onpolicy.agents.gateway.parsing import AnswerParser
 from onpolicy.agents.gateway.protocols import chat_completions
-from onpolicy.agents.gateway.rollouter import AgentRollouter, in_thread
-from onpolicy.agents.gateway.server import Gateway
+from onpolicy.agents.gateway.refusals import RefusedError
 from onpolicy.agents.gateway.session import SessionRules
+from onpolicy.agents.gateway.session_rollouter import AgentRollouter, in_thread
 from onpolicy.chat.template import ChatDriftError, Continuation, Drift
 from onpolicy.errors import AgentError
-from onpolicy.rollout.episodes import Episode
+from onpolicy.rollout.rollouter import Episode
 from tests.support.acting import Draws, Says, SpelledOut, begin, decode, roll_out
 from tests.support.clients import async_client_of
 
@@ -118,7 +118,7 @@ def test_a_session_that_ends_while_a_request_is_being_read_samples_nothing():
     async def act(post, opened, gateway):
         assert (await post(HI))[0] == 200
         await gateway.end(opened)
-        call = chat_completions.read(Fields(HI), opened.session.turns.request.params)
+        call = chat_completions.read(Fields(HI))
         with pytest.raises(RefusedError, match="dies with it"):
             await opened.session.ask(call)
 
@@ -291,8 +291,8 @@ def test_an_agent_acts_in_a_thread_and_its_reward_is_the_episodes():
     episodes = [begin(rollouter, each, seed=seed) for seed, each in enumerate(draws)]
     for each, says in zip(episodes, draws, strict=True):
         assert says.ended_episodes.acquire(timeout=100)
-        assert each.episode.reward == 3.0
-        assert each.episode.metrics["gateway/num_answers"] == 1.0
+        assert each.samples[0].reward == 3.0
+        assert each.samples[0].metrics["gateway/num_answers"] == 1.0
         (trajectory,) = each.trajectories
         assert decode(trajectory.response_ids) == "abc<stop>"
 
@@ -357,6 +357,6 @@ def test_why_a_branch_began_is_kept_in_the_episode():
 
     rewriting = SessionRules(template=Rewrites(), parser=AnswerParser())
     episode = roll_out(AgentRollouter(lambda: Gateway(rewriting), in_thread(agent)))
-    ((branch, why),) = episode.episode.info["gateway/drifts"].items()
+    ((branch, why),) = episode.samples[0].info["gateway/drifts"].items()
     assert why == "token 2: the chat has 'er:hi', and its template says '!'"
     assert branch in {key for each in episode.trajectories for key, _ in each.forks}

@@ -7,10 +7,10 @@ from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from xgrammar import Grammar
 from xgrammar.testing import _is_grammar_accept_string as accepts
 
-from onpolicy.agents.gateway.call_grammars import form_of, tag_of
 from onpolicy.agents.gateway.calls import Call
-from onpolicy.agents.gateway.errors import RefusedError
-from onpolicy.agents.gateway.parsing import AnswerParser
+from onpolicy.agents.gateway.constraints import form_of, tag_of
+from onpolicy.agents.gateway.parsing import AnswerParser, Held
+from onpolicy.agents.gateway.refusals import RefusedError
 
 INTEGER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
@@ -67,9 +67,9 @@ def test_a_parser_without_a_form_of_its_own_has_forced_calls_as_a_list():
     assert held(two, parser="pythonic", **FORCED) and not held(
         two, parser="pythonic", **FORCED, **ONE
     )
-    parsed = AnswerParser(tool_call_parser="pythonic").parse(text, TOOLS, is_list=True)
+    parsed = AnswerParser(tool_call_parser="pythonic").parse(text, TOOLS, Held(is_list=True))
     assert (parsed.content, parsed.calls) == ("", (("add", '{"a": 1}'),))
-    cut = AnswerParser(tool_call_parser="pythonic").parse(text[:-3], TOOLS, is_list=True)
+    cut = AnswerParser(tool_call_parser="pythonic").parse(text[:-3], TOOLS, Held(is_list=True))
     assert (cut.content, cut.calls) == (text[:-3], ())
 
 
@@ -126,15 +126,62 @@ def test_every_parser_of_sglang_is_held_to_a_call_that_it_finds_or_refused():
     assert len(refused) < len(known) // 4, refused
 
 
+DSML = (
+    '\n\n<|DSML|{0}>\n<|DSML|{1}invoke name="add">\n<|DSML|{1}parameter name="a" string="false">1'
+    "</|DSML|{1}parameter>\n</|DSML|{1}invoke>\n</|DSML|{0}>"
+).replace("|", "\uff5c")
+NATIVE = {
+    "deepseekv32": DSML.format("function_calls", ""),
+    "deepseekv4": DSML.format("tool_calls", ""),
+    "deepseekv41": DSML.format(" calls", " "),
+    "glm47": "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0"
+    '<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|><|tool_calls_section_end|>',
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="add" index="1"<|sep|><|open|>argument key="a" '
+    'type="number"<|sep|>1<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
+    "qwen3_coder": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n"
+    "</tool_call>",
+}
+"""Calls as templates write them that have no JSON, or JSON between marks of their own."""
+
+
+@pytest.mark.parametrize("parser", NATIVE)
+def test_a_forced_call_has_the_form_of_its_template_and_is_found(parser):
+    assert not form(parser, **FORCED).is_list
+    assert held(NATIVE[parser], parser=parser, **FORCED)
+    found = AnswerParser(tool_call_parser=parser).parse(NATIVE[parser], TOOLS, Held())
+    assert (found.content, found.calls) == ("", (("add", '{"a": 1}'),))
+
+
+FORMAT = {"json_schema": '{"type": "object"}'}
+
+
+def test_every_parser_of_sglang_tells_calls_from_a_format_or_the_format_is_refused():
+    tells = []
+    for parser in sorted(FunctionCallParser.ToolCallParserEnum):
+        try:
+            begins = form(parser, **FORMAT).begins if parser != "gpt-oss" else ()
+        except RefusedError as error:
+            assert error.field == "response_format" and "With tool_choice=none" in error.message
+            continue
+        if begins:
+            tells.append(parser)
+            assert not any(begin.startswith(("{", "[{", '"')) for begin in begins), parser
+    assert {"qwen25", "hermes", "llama3", "mistral", "deepseekv3", "kimi_k2", "glm47"} < {*tells}
+    assert not {"pythonic", "glm45", "kimi_k3", "gpt-oss"} & {*tells}
+
+
+@pytest.mark.parametrize("parser", ["qwen25", "llama3"])
+def test_an_answer_in_a_format_is_no_call_whatever_it_says(parser):
+    begins = form(parser, **FORMAT).begins
+    for text in ('{"a": 1}', '{"name": "add", "arguments": {"a": 1}}', json.dumps({"b": ADD})):
+        parsed = AnswerParser(tool_call_parser=parser).parse(text, TOOLS, Held(begins=begins))
+        assert (parsed.content, parsed.calls) == (text, ())
+
+
 def test_what_an_answer_depends_on_says_the_choice_and_is_as_before_without_one():
     free = call().decisive
     assert len({str(each) for each in (free, call(**FORCED).decisive, call(**ONE).decisive)}) == 3
     assert json.loads(json.dumps(free)) == [
-        [],
-        "",
-        None,
-        json.loads(json.dumps(TOOLS)),
-        None,
-        None,
-        [],
-    ]
+        [], "", None, json.loads(json.dumps(TOOLS)), None, None, [],
+    ]  # fmt: skip

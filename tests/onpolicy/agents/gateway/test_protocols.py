@@ -9,11 +9,11 @@ import pytest
 from xgrammar import Grammar
 from xgrammar.testing import _is_grammar_accept_string as accepts
 
+from onpolicy.agents.gateway.gateway_server import Gateway
 from onpolicy.agents.gateway.parsing import AnswerParser
-from onpolicy.agents.gateway.server import Gateway
 from onpolicy.agents.gateway.session import SessionRules
 from onpolicy.errors import AgentError
-from onpolicy.rollout.episodes import Episode
+from onpolicy.rollout.rollouter import Episode
 from tests.support.acting import Says, SpelledOut, decode, roll_out
 from tests.support.clients import async_client_of
 
@@ -134,11 +134,8 @@ def test_streams_say_what_whole_answers_say():
         return chat, kinds, response, message, text
 
     said = [
-        f"<think>why</think>{CALL}",
-        f"<think>why</think>hm{CALL}",
-        "<think>why</think>so",
-        "cd",
-    ]
+        f"<think>why</think>{CALL}", f"<think>why</think>hm{CALL}", "<think>why</think>so", "cd",
+    ]  # fmt: skip
     _, (chat, kinds, response, message, text) = through(act, said)
     (choice,) = chat.choices
     assert choice.finish_reason == "tool_calls"
@@ -228,8 +225,6 @@ def test_completions_go_on_from_what_was_sampled():
         ({"tool_choice": {"type": "function", "function": {"name": "no"}}, "tools": [TOOL]},
          "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.type"),
-        ({"tools": [TOOL], "parallel_tool_calls": False, "response_format": {"type": "json_object"}},
-         "response_format"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].function"),
         ({"tools": "add"}, "tools"),
         ({"messages": []}, "messages"),
@@ -256,39 +251,6 @@ def test_what_cannot_be_honoured_is_refused_by_its_name(body, field):
     assert field in refused.message
 
 
-def test_a_format_is_the_grammar_of_the_answer_in_every_protocol_that_has_one():
-    asked, sampled = [], []
-    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
-    form = {"name": "x", "strict": True, "schema": schema}
-
-    class Listens(Says):
-        def _answer(self, branch, ask):
-            sampled.append(branch.episode.request(branch, ask).params.grammar)
-            super()._answer(branch, ask)
-
-    def holds(grammar):
-        asked.append(grammar)
-        if grammar.text == "{}":
-            raise ValueError("cannot be held to it")
-
-    async def act(ours, theirs, opened):
-        chat = {"type": "json_schema", "json_schema": form}
-        await ours.chat.completions.create(messages=HI, response_format=chat, **MODEL)
-        text = {"format": {"type": "json_schema", **form}}
-        await ours.responses.create(input="hi", text=text, **MODEL)
-        plain = {"type": "text"}
-        await ours.chat.completions.create(messages=HI, response_format=plain, **MODEL)
-        chat = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
-        with pytest.raises(openai.BadRequestError, match="cannot be held to it"):
-            await ours.chat.completions.create(messages=HI, response_format=chat, **MODEL)
-
-    draws = Listens(["yes"])
-    through(act, draws=draws, parser=AnswerParser(), require_grammar=holds)
-    assert [grammar and json.loads(grammar.text) for grammar in sampled] == [schema, schema, None]
-    assert list(json.loads(sampled[0].text)["properties"]) == ["b", "a"]
-    assert asked[0].kind == "json_schema" and asked[0].stop_token_ids == (0,)
-
-
 class Listens(Says):
     """Keeps the grammar that each answer is asked for within."""
 
@@ -299,6 +261,29 @@ class Listens(Says):
     def _answer(self, branch, ask):
         self.grammars.append(branch.episode.request(branch, ask).params.grammar)
         super()._answer(branch, ask)
+
+
+def test_a_format_is_the_grammar_of_the_answer_in_every_protocol_that_has_one():
+    draws = Listens(["yes"])
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    form = {"name": "x", "strict": True, "schema": schema}
+
+    async def act(ours, theirs, opened):
+        chat = {"type": "json_schema", "json_schema": form}
+        await ours.chat.completions.create(messages=HI, response_format=chat, **MODEL)
+        text = {"format": {"type": "json_schema", **form}}
+        await ours.responses.create(input="hi", text=text, **MODEL)
+        plain = {"type": "text"}
+        await ours.chat.completions.create(messages=HI, response_format=plain, **MODEL)
+        chat = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
+        with pytest.raises(openai.BadRequestError, match=r"cannot be held to it \(.*not would be"):
+            await ours.chat.completions.create(messages=HI, response_format=chat, **MODEL)
+
+    through(act, draws=draws, parser=AnswerParser(), holds_grammars=lambda: True)
+    told = [grammar and json.loads(grammar.text) for grammar in draws.grammars]
+    assert told == [schema, schema, None]
+    assert list(told[0]["properties"]) == ["b", "a"]
+    assert draws.grammars[0].kind == "json_schema" and draws.grammars[0].stop_token_ids == (0,)
 
 
 def test_a_call_that_is_forced_is_the_grammar_of_the_answer_in_every_protocol():
@@ -323,11 +308,8 @@ def test_a_call_that_is_forced_is_the_grammar_of_the_answer_in_every_protocol():
         ]
 
     draws = Listens([CALL])
-    parser, holds = (
-        AnswerParser(tool_call_parser="qwen25"),
-        {"require_grammar": lambda grammar: None},
-    )
-    _, said = through(act, draws=draws, parser=parser, **holds)
+    parser = AnswerParser(tool_call_parser="qwen25")
+    _, said = through(act, draws=draws, parser=parser, holds_grammars=lambda: True)
     *held, free = draws.grammars
     assert free is None and {grammar.kind for grammar in held} == {"structural_tag"}
     forms = [json.loads(grammar.text)["format"] for grammar in held]
@@ -349,7 +331,7 @@ def test_a_call_or_a_format_may_come_after_reasoning():
         return await ask(messages=HI, response_format=form, **MODEL)
 
     draws = Listens(["<think>hm</think>\n\n{}"])
-    _, said = through(act, draws=draws, require_grammar=lambda grammar: None)
+    _, said = through(act, draws=draws, holds_grammars=lambda: True)
     assert (said.choices[0].message.content.strip(), said.choices[0].message.reasoning_content) == (
         "{}", "hm",
     )  # fmt: skip
@@ -359,6 +341,28 @@ def test_a_call_or_a_format_may_come_after_reasoning():
             text
         )
         assert not accepts(held, "<think>hm</think>") and not accepts(held, f"hm</think>{text}")
+
+
+@pytest.mark.parametrize("one", [{}, {"parallel_tool_calls": False}])
+def test_beside_a_format_tools_may_be_called(one):
+    """As at OpenAI: the format is that of an answer that calls nothing (vllm-project/vllm#39929)."""
+    said = '{"b": "<tool_call>"}'
+
+    async def act(ours, theirs, opened):
+        ask = partial(ours.chat.completions.create, response_format={"type": "json_object"})
+        asked = [await ask(messages=HI, tools=[TOOL], **one, **MODEL) for _ in range(2)]
+        return [each.choices[0] for each in asked]
+
+    draws = Listens([f"<think>hm</think>{IN_FORM}", said])
+    _, (calls, formats) = through(act, draws=draws, holds_grammars=lambda: True)
+    assert calls.finish_reason == "tool_calls" and not calls.message.content
+    assert (formats.finish_reason, formats.message.content) == ("stop", said)
+    for grammar in draws.grammars:
+        held = Grammar.from_structural_tag(grammar.text)
+        for before in ("", "<think>hm</think>\n\n"):
+            assert accepts(held, f"{before}{IN_FORM}") and accepts(held, f"{before}{said}")
+            assert not accepts(held, f"{before}hi")
+        assert accepts(held, IN_FORM + IN_FORM) == (not one)
 
 
 class OpensThinking(SpelledOut):

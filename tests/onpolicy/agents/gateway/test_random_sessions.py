@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onpolicy.agents.gateway.errors import RefusedError
 from onpolicy.agents.gateway.fields import Fields
 from onpolicy.agents.gateway.parsing import Parsed
 from onpolicy.agents.gateway.protocols import chat_completions, completions
+from onpolicy.agents.gateway.refusals import RefusedError
 from onpolicy.agents.gateway.session import Session, SessionRules
 from onpolicy.chat.template import Continuation
 from onpolicy.errors import AgentError
-from onpolicy.rollout.episodes import Episode
-from tests.support.acting import PARAMS, Draws, SpelledOut, roll_out
+from onpolicy.rollout.rollouter import Episode
+from tests.support.acting import Draws, SpelledOut, roll_out
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 WORDS = ['<add{"a":1}>', '<add{"a": 1, "b":2}>', "yes", "yes", "think)yes"]
@@ -47,7 +47,7 @@ class Calls:
 
     reads_harmony = False
 
-    def parse(self, text, tools, **_):
+    def parse(self, text, tools, held):
         if tools and text.startswith("<add{") and text.endswith("}>"):
             return Parsed(content="", calls=(("add", text[4:-1]),))
         return Parsed(content=text)
@@ -113,7 +113,7 @@ class Client:
 
     async def _ask(self, protocol, body):
         try:
-            call = protocol.read(Fields(body), PARAMS)
+            call = protocol.read(Fields(body))
             asking = asyncio.ensure_future(self.session.ask(call))
             if self.leaves and self.chance.random() < 0.3:
                 await asyncio.sleep(self.chance.choice([0, 0.001]))

@@ -7,10 +7,10 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from onpolicy.agents.gateway.calls import Reply
-from onpolicy.agents.gateway.launch import make_gateway
+from onpolicy.agents.gateway.gateway_start import make_gateway
+from onpolicy.agents.gateway.parsing import bytes_reader, offsets
 from onpolicy.agents.gateway.protocols import chat_completions, completions
-from onpolicy.agents.gateway.token_bytes import bytes_reader, offsets
-from onpolicy.config.groups.agents import GatewayConfig
+from onpolicy.config.groups.agent_flags import GatewayConfig
 from tests.support.chat_tokenizers import PLAIN, byte_tokenizer, real_tokenizer
 
 OF_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -55,10 +55,8 @@ def tokenizer(request):
 
 WORDS = ["the", " the", "  ", "é", "e\u0301", "한", "語", "\ufffd", "\x00", "\n", "▁"]
 EMOJI = [
-    "\U0001f469\u200d\U0001f469\u200d\U0001f467",
-    "\U0001f1eb\U0001f1f7",
-    "\U0001f9d1\U0001f3fd",
-]
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467", "\U0001f1eb\U0001f1f7", "\U0001f9d1\U0001f3fd",
+]  # fmt: skip
 PARTS = st.sampled_from([*WORDS, *EMOJI])
 TEXTS = st.lists(PARTS | st.text(max_size=3), max_size=8).map("".join)
 

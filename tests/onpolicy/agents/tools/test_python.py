@@ -146,12 +146,9 @@ print("refused")
 }
 FAULTS = {"endless output": "output", "ignoring signals": "time"}
 HARMLESS = [
-    "one large file",
-    "network",
-    "a secret beside it",
-    "a link out of its directory",
+    "one large file", "network", "a secret beside it", "a link out of its directory",
     "the environment",
-]
+]  # fmt: skip
 """What may be tried without a sandbox, and must get out then."""
 
 
@@ -264,6 +261,19 @@ def test_many_at_once_and_one_that_is_given_up(sandbox):
     before = {p.pid for p in psutil.process_iter()}
     assert asyncio.run(many()) == [f"{i}\n" for i in range(6)]
     assert begun_since(before) == []
+
+
+def test_a_program_that_writes_while_it_is_being_ended_blocks_nothing(sandbox, monkeypatch):
+    """bytedance/SandboxFusion#53: what nobody reads fills the pipe, and its end is never seen."""
+    kill = asyncio.subprocess.Process.kill
+    monkeypatch.setattr(
+        asyncio.subprocess.Process,
+        "kill",
+        lambda process: asyncio.get_running_loop().call_later(0.2, kill, process),
+    )
+    endless = make_tool(output=100).run(ESCAPES["endless output"])
+    observation = asyncio.run(asyncio.wait_for(endless, 60))
+    assert observation.fault == "output"
 
 
 def test_programs_end_when_their_owner_is_killed(sandbox):

@@ -2,8 +2,7 @@
 
 import torch
 
-from onpolicy.explain.taps.recorder import INPUTS, Recorder
-from onpolicy.explain.taps.recording import Recording, read_calls, write_calls
+from onpolicy.explain.taps.recorder import INPUTS, Recorder, Recording, read_calls, write_calls
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops import Operators
 from tests.onpolicy.models.test_policy import load_policy, random_sequences
@@ -68,14 +67,7 @@ def test_every_operator_is_recorded_or_is_part_of_another():
     others |= {"of_rounded"}
     # No part of a forward pass.
     others |= {
-        "hold",
-        "whole",
-        "linear_gradients",
-        "grad_logits",
-        "rows_per_chunk",
-        "logits_per_chunk",
-        "column_tile",
-        "run_pieces",
-        "uniform",
-    }
+        "hold", "whole", "linear_gradients", "grad_logits", "rows_per_chunk", "logits_per_chunk",
+        "column_tile", "run_pieces", "uniform",
+    }  # fmt: skip
     assert operators - others == set(INPUTS)

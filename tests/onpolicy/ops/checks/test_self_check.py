@@ -6,11 +6,11 @@ from torch import Tensor
 
 from onpolicy.errors import ContractError
 from onpolicy.ops import Operators, make_operators
+from onpolicy.ops.checks.fixed_numbers import probe
 from onpolicy.ops.checks.gradient_check import check_gradients
-from onpolicy.ops.checks.probe import probe
 from onpolicy.ops.checks.self_check import GPU_ROW_COUNTS, gpu_row_counts, self_check
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.ops.experts import mix_experts
+from onpolicy.ops.mixture_of_experts import mix_experts
 from onpolicy.ops.row_parallel import WHOLE
 from tests.support.tiny_contract import CONTRACT, SHARED
 from tests.support.violations import ROW_OPERATORS, break_operator, few, next_up
@@ -22,12 +22,9 @@ def test_aligned_operators_pass_with_the_same_digests_on_any_number_of_threads(d
     one, two = (self_check(make_operators(contract, n), contract) for n in (1, 2))
     assert one == two
     assert {
-        "linear 208x96",
-        "linear with bias 137x96",
-        "attention 6x2x48",
-        "experts 6x72x96x2",
+        "linear 208x96", "linear with bias 137x96", "attention 6x2x48", "experts 6x72x96x2",
         "log_softmax 137",
-    } <= set(one)
+    } <= set(one)  # fmt: skip
 
 
 def test_digests_tell_different_operators_apart():
@@ -42,23 +39,12 @@ def test_digests_tell_different_operators_apart():
 
 
 CONTROLS = {
-    "linear": "linear",
-    "attention": "attention",
-    "paged_attention": "paged_attention",
-    "elementwise": "silu",
-    "gated": "gated",
-    "add_scaled": "add_scaled",
-    "rotary": "rotary",
-    "rms_norm": "rms_norm",
-    "layer_norm": "layer_norm",
-    "softmax": "softmax",
-    "topk": "experts",
-    "log_softmax": "log_softmax",
-    "gather_log_probs": "gather_log_probs",
-    "sample": "sample",
-    "grouped_linear": "experts",
-    "grouped_partial_linear": "experts",
-}
+    "linear": "linear", "attention": "attention", "paged_attention": "paged_attention",
+    "elementwise": "silu", "gated": "gated", "add_scaled": "add_scaled", "rotary": "rotary",
+    "rms_norm": "rms_norm", "layer_norm": "layer_norm", "softmax": "softmax", "topk": "experts",
+    "log_softmax": "log_softmax", "gather_log_probs": "gather_log_probs", "sample": "sample",
+    "grouped_linear": "experts", "grouped_partial_linear": "experts",
+}  # fmt: skip
 """Operator: what the check calls it, which tries experts as a whole."""
 
 
@@ -99,7 +85,7 @@ def test_the_checks_at_start_up_call_every_operator(dtype):
     public = {name for name, member in members.items() if not isinstance(member, int | None)}
     assert public - called == of_a_backward_pass | of_a_trainer | whole_numbers
     check_gradients(Noted(), contract)
-    of_others = {"linear_gradients"} | of_a_trainer  # see tests/onpolicy/ops/test_log_probs.py
+    of_others = {"linear_gradients"} | of_a_trainer  # see test_log_probs.py
     assert public - called == of_others | whole_numbers
 
 

@@ -6,8 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onpolicy.errors import ContractError
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.ops.hopper import HopperOperators, flash_attention, flash_backward
-from onpolicy.ops.hopper.flash_backward import PackedKeys
+from onpolicy.ops.hopper import HopperOperators, flash_attention
+from onpolicy.ops.hopper.flash_attention import PackedKeys
 from onpolicy.ops.layouts import AttentionLayout, ScoreRule
 from tests.support.recorded_kernels import attend, flash_attn
 
@@ -19,7 +19,7 @@ def calls(monkeypatch):
     made = []
     module = flash_attn(made)
     monkeypatch.setattr(flash_attention, "loaded", lambda: module)
-    monkeypatch.setattr(flash_backward, "has_upstream", lambda: True)
+    monkeypatch.setattr(flash_attention, "has_upstream", lambda: True)
     return made
 
 
@@ -135,7 +135,7 @@ def test_pytorchs_backward_takes_our_call_and_runs_deterministically():
     q, k, v = (x.to("meta", torch.bfloat16) for x in inputs(queries, keys))
     lse = torch.empty(HEADS, queries, device="meta")
     with _Watch() as watch:
-        grads = flash_backward.flash_attention_2(q, q, k, v, q, lse, layout, ScoreRule(SCALE))
+        grads = flash_attention.flash_attention_2(q, q, k, v, q, lse, layout, ScoreRule(SCALE))
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
     assert watch.seen["aten._flash_attention_backward.default"]
     assert not torch.are_deterministic_algorithms_enabled()
@@ -147,12 +147,12 @@ def test_pytorchs_backward_takes_our_call_and_runs_deterministically():
 def test_the_backward_is_upstreams_where_it_is_installed_and_can_be_deterministic(
     monkeypatch, dim, upstream, chosen
 ):
-    monkeypatch.setattr(flash_backward, "has_upstream", lambda: upstream)
+    monkeypatch.setattr(flash_attention, "has_upstream", lambda: upstream)
     for version in (2, 3):
-        monkeypatch.setattr(flash_backward, f"flash_attention_{version}", lambda *_, v=version: v)
+        monkeypatch.setattr(flash_attention, f"flash_attention_{version}", lambda *_, v=version: v)
     q = torch.empty(1, 1, dim)
     layout = AttentionLayout.packed((1,))
-    assert flash_backward.backward(q, (q, q, q), q, q, layout, ScoreRule(1.0)) == chosen
+    assert flash_attention.backward(q, (q, q, q), q, q, layout, ScoreRule(1.0)) == chosen
 
 
 def test_pages_hold_int32_tables_and_the_rows_of_keys_end_to_end():

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onpolicy.ops.hopper import fp8
-from onpolicy.ops.hopper.fp8 import Bytes, input_in_bytes, weight_in_bytes
+from onpolicy.ops.hopper import gemm
+from onpolicy.ops.hopper.gemm import input_in_bytes, weight_in_bytes
 from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.weights.rounding import FP8, quantise, round_weight
 from tests.support.bytes_on_cpu import OfRounded, stand_in
@@ -54,12 +54,6 @@ def test_rounding_what_was_rounded_gives_the_same_numbers_and_scales(
     assert all(map(torch.equal, first, again))
 
 
-def test_numbers_that_bfloat16_did_not_hold_before_would_get_other_scales():
-    once = numbers(8, 256).float() * (1 + 2**-10)
-    first, again = (quantise(x, INPUTS)[1] for x in (once, round_weight(once, INPUTS).bfloat16()))
-    assert not torch.equal(first, again)
-
-
 def test_bytes_and_scales_are_those_of_the_rounding(operators):
     x, weight = numbers(M, K), numbers(N, K)
     for made, number_format, whole in (
@@ -74,7 +68,7 @@ def test_bytes_and_scales_are_those_of_the_rounding(operators):
 def test_a_weight_of_many_rows_is_made_part_by_part(monkeypatch):
     weight = numbers(3 * 128, 256)
     whole = weight_in_bytes(weight)
-    monkeypatch.setattr(fp8, "ROWS_AT_A_TIME", 128)
+    monkeypatch.setattr(gemm, "ROWS_AT_A_TIME", 128)
     parts = weight_in_bytes(weight)
     assert torch.equal(whole.numbers.float(), parts.numbers.float())
     assert torch.equal(whole.scales, parts.scales)
@@ -116,32 +110,6 @@ def test_a_row_depends_on_nothing_but_itself(operators, row_parallel, has_bias):
         assert torch.equal(linear(x.view(3, 9, K)), whole.view(3, 9, N))
 
 
-def test_a_scale_that_the_batch_shares_makes_a_row_depend_on_it(operators, monkeypatch):
-    """The negative control of the above."""
-
-    def shared(x):
-        made = input_in_bytes(x)
-        largest = made.scales.max().clone()
-        return Bytes((x.float() / largest).to(FP8), made.scales.fill_(largest))
-
-    x, weight = rounded_input(), rounded_weight()
-    monkeypatch.setattr(fp8, "input_in_bytes", shared)
-    with torch.no_grad():
-        assert not torch.equal(operators.linear(x[:1], weight), operators.linear(x, weight)[:1])
-
-
-def test_two_rows_with_each_others_scales_are_found(operators, monkeypatch):
-    x, weight = rounded_input(), rounded_weight()
-    with torch.no_grad():
-        right = operators.linear(x, weight)
-        swapped = input_in_bytes(x)
-        swapped.scales[[0, 1]] = swapped.scales[[1, 0]]
-        monkeypatch.setattr(fp8, "input_in_bytes", lambda x: swapped)
-        wrong = operators.linear(x, weight)
-    assert torch.equal(wrong[2:], right[2:])
-    assert not torch.equal(wrong[0], right[0]) and not torch.equal(wrong[1], right[1])
-
-
 def test_columns_are_the_same_alone_beside_others_and_on_any_rank(operators):
     """Joint linears and tensor-parallel shards, in whole blocks of 128."""
     x, one, two = rounded_input(), rounded_weight(3), rounded_weight(4, 128)
@@ -166,11 +134,12 @@ def test_a_bias_is_added_before_the_one_rounding(operators):
 def test_gradients_are_those_of_the_rounded_numbers_and_the_forward_pass_is_that_of_an_engine(
     operators,
 ):
-    inputs = [rounded_input(), rounded_weight(), numbers(N, 1)[:, 0]]
+    rows = 16  # with fewer, a library may add in another order for each caller
+    inputs = [rounded_input(rows=rows), rounded_weight(), numbers(N, 1)[:, 0]]
     with torch.no_grad():
         engines = operators.linear(*inputs)
     ours, theirs = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
-    grad = numbers(M, N, seed=5)
+    grad = numbers(rows, N, seed=5)
     out = operators.linear(*ours)
     out.backward(grad)
     torch.nn.functional.linear(*theirs).backward(grad)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from onpolicy.errors import ContractError
-from onpolicy.ops.cuda_toolkit import CudaToolkit
 from onpolicy.ops.hopper import HopperOperators, gemm
+from onpolicy.ops.machine import CudaToolkit
 from onpolicy.ops.row_parallel import RowParallel, tree_sum
 from onpolicy.ops.triton import TritonOperators
 from tests.support.recorded_kernels import BF16_GEMM_NT, deep_gemm
@@ -77,13 +77,10 @@ def test_what_can_be_read_is_not_copied(calls):
 @pytest.mark.parametrize(
     ("shape", "fits"),
     [
-        ((16, 64), True),
-        ((8, 64), False),
-        ((24, 64), False),
-        ((151936, 2560), True),
+        ((16, 64), True), ((8, 64), False), ((24, 64), False), ((151936, 2560), True),
         ((64, 12), False),
     ],
-)
+)  # fmt: skip
 def test_the_weights_shape_alone_decides_between_deep_gemm_and_triton(
     calls, monkeypatch, shape, fits
 ):

@@ -11,11 +11,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[4]
 RECORD = Path(__file__).with_name("compiled_sources.txt")
 
+LAUNCHED_THROUGH = ("layouts", "log_probs", "logit_chunks", "row_parallel")
+"""What says with which sizes and options kernels are launched."""
+
 
 def digest():
     """Return the SHA-256 of the kernels' code, of what launches them, and of Triton's version."""
     files = [
         *(ROOT / "onpolicy/ops/triton").rglob("*.py"),
+        *(ROOT / f"onpolicy/ops/{name}.py" for name in LAUNCHED_THROUGH),
         ROOT / "onpolicy/weights/xxh3_kernels.py",
     ]
     files += [Path(__file__).with_name(name) for name in ("compile_kernels.py", "test_compile.py")]

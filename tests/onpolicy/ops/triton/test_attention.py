@@ -132,14 +132,6 @@ def test_results_and_gradients_are_close_to_float64(lens, shape, dtype, special)
         torch.testing.assert_close(a.double(), b, **tolerance)
 
 
-def test_log_sum_exp_is_that_of_the_scores():
-    q, k, v = packed_inputs([70], (2, 1, 16, 16), torch.float32)
-    _, lse = attend(q, k, v, AttentionLayout.packed((70,)))
-    scores = torch.einsum("qhd,kd->hqk", q.double(), k[:, 0].double()) / 4
-    scores.masked_fill_(torch.ones(70, 70).triu(1).bool(), -torch.inf)
-    torch.testing.assert_close(lse.t().double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
-
-
 def test_queries_may_lie_apart_in_memory():
     """As transformers hands them over: [1, H, T, D], transposed."""
     q, k, v = packed_inputs([40], (4, 2, 16, 16), torch.bfloat16)
@@ -184,23 +176,6 @@ def test_gradients_of_queries_after_other_keys_add_up_to_those_of_whole_sequence
     parts = torch.autograd.grad(total, inputs)
     for ours, full in zip(parts, torch.autograd.grad(whole, inputs, grad), strict=True):
         torch.testing.assert_close(ours, full, rtol=1e-5, atol=1e-5)
-
-
-def test_splitting_the_keys_of_a_decode_step_is_found():
-    """The negative control: FlashDecoding sums parts of the keys apart and merges them."""
-    q, k, v = packed_inputs([130], (4, 2, 16, 16), torch.float32)
-    whole, _ = attend(q, k, v, AttentionLayout.packed((130,)))
-
-    def part(rows):
-        layout = AttentionLayout(query_lens=(1,), key_lens=(len(rows),), key_rows=rows[None])
-        return attend(q[-1:], k, v, layout)
-
-    (left, a), (right, b) = part(torch.arange(70)), part(torch.arange(70, 130))
-    share = torch.sigmoid(a - b)[..., None]
-    merged = left * share + right * (1 - share)
-    torch.testing.assert_close(merged[0], whole[-1], rtol=1e-4, atol=1e-5)
-    assert not torch.equal(merged[0], whole[-1])
-    assert torch.equal(part(torch.arange(130))[0][0], whole[-1])
 
 
 CHUNK = 64
@@ -250,40 +225,6 @@ def test_a_split_decode_step_equals_one_that_is_not_and_training(
     for ours, alone, full in zip(split, in_one_program, whole, strict=True):
         assert torch.equal(ours, full[rows])
         assert torch.equal(alone, full[rows])
-
-
-def test_another_chunk_is_another_sum():
-    inputs = packed_inputs([200], (4, 2, 16, 16), torch.float32)
-    found = {}
-    for size in (64, 128, 256):
-        with in_chunks(size):
-            found[size] = decode(inputs, [200], 1, PLAIN, [0])[1][0]
-    torch.testing.assert_close(found[64], found[256], rtol=1e-5, atol=1e-6)
-    assert not torch.equal(found[64], found[128])
-    assert not torch.equal(found[64], found[256])
-
-
-def test_chunks_put_together_in_another_order_are_found():
-    """The second kernel goes up the chunks; here it is given them turned round."""
-    inputs = packed_inputs([192], (4, 2, 16, 16), torch.float32)
-    turned, reduce = [], attention_split._reduce_kernel
-
-    class Turned:
-        def __getitem__(self, grid):
-            def launch(*args, **options):
-                sums = [x.flip(2) if isinstance(x, torch.Tensor) else x for x in args[4:7]]
-                turned.append(grid)
-                return reduce[grid](*args[:4], *sums, *args[7:], **options)
-
-            return launch
-
-    with in_chunks() as patch:
-        _, (right, _) = decode(inputs, [192], 1, PLAIN, [0])
-        patch.setattr(attention_split, "_reduce_kernel", Turned())
-        _, (wrong, _) = decode(inputs, [192], 1, PLAIN, [0])
-    assert turned
-    torch.testing.assert_close(wrong, right, rtol=1e-5, atol=1e-6)
-    assert not torch.equal(wrong, right)
 
 
 def test_keys_that_sequences_share_change_no_bit_and_have_the_sum_of_their_gradients():

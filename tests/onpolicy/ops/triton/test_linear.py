@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from onpolicy.ops.row_parallel import RowParallel, tree_sum
 from onpolicy.ops.triton import TritonOperators, linear
 from onpolicy.ops.triton.block_sums import add_blocks
-from onpolicy.ops.triton.linear import choose_tile, parts_of_tree, tiled_linear, tiles
+from onpolicy.ops.triton.linear import tiled_linear, tiles
 
 OPERATORS = TritonOperators()
 
@@ -24,13 +24,6 @@ def operands(m, n, k, dtype, has_bias=True):
     weight = (torch.randn(n, k, generator=generator) / k**0.5).to(dtype)
     bias = torch.randn(n, generator=generator).to(dtype) if has_bias else None
     return x, weight, bias
-
-
-def rows_change(linear, x):
-    """Whether some row of `linear(x)` depends on the rest of the batch."""
-    whole = linear(x)
-    parts = [torch.cat([linear(p) for p in x.split(n)]) for n in (1, 7, 17, 40)]
-    return not all(torch.equal(part, whole) for part in parts)
 
 
 @few
@@ -52,15 +45,6 @@ def test_every_tile_gives_the_same_bits(m, n, k, dtype, arch):
     results = [tiled_linear(x, weight, bias, dtype, 1, tile) for tile in tiles(dtype, arch)]
     for result in results[1:]:
         assert torch.equal(result, results[0])
-
-
-@pytest.mark.parametrize(
-    "columns, rows_of_tiles",
-    [(19456, [16, 16, 32, 64, 128, 128, 128]), (2560, [16, 16, 32, 32, 64, 128, 128])],
-)
-def test_the_tile_grows_with_the_number_of_rows_where_enough_are_left(columns, rows_of_tiles):
-    x, rows = torch.zeros(1, 1, dtype=torch.bfloat16), (1, 16, 17, 64, 128, 512, 5000)
-    assert [choose_tile(x, m, columns).rows for m in rows] == rows_of_tiles
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 9))
@@ -132,22 +116,6 @@ def test_however_thread_blocks_share_a_tree_it_is_that_of_ranks(
             assert torch.equal(tiled_linear(x, weight, bias, dtype, blocks, tile), rounded)
 
 
-def test_a_thread_block_adds_up_what_its_registers_hold_where_enough_are_at_work():
-    low, *_, high = tiles(torch.bfloat16, 90)
-    assert (low.blocks, high.blocks) == (8, 2)
-    assert [parts_of_tree(low, n, 8) for n in (1000, 80, 40, 20, 10, 1)] == [1, 1, 2, 4, 8, 8]
-    assert [parts_of_tree(high, n, 8) for n in (1000, 20, 10)] == [4, 4, 8]
-    assert [parts_of_tree(high, n, 2) for n in (1000, 20)] == [1, 2]
-    assert parts_of_tree(low, 1, 1) == 1
-
-
-def test_terms_in_a_row_are_another_sum_than_the_tree_of_a_kernel():
-    tiny = 2.0**-24  # 1 + tiny rounds to 1
-    terms = torch.tensor([1, tiny, tiny, tiny]).view(4, 1, 1)
-    assert add_blocks(terms, None, torch.float32).item() == 1 + 2 * tiny
-    assert sum(terms[1:], terms[0]).item() == 1
-
-
 @few
 @given(st.integers(1, 3), st.integers(1, 700), st.sampled_from([1, 2, 8]), dtypes, st.booleans())
 def test_sums_of_blocks_are_rounded_once_after_the_bias(m, n, blocks, dtype, has_bias):
@@ -190,17 +158,3 @@ def test_no_rows_and_leading_axes():
         OPERATORS.linear(x.view(2, 3, 8), weight, bias),
         OPERATORS.linear(x, weight, bias).view(2, 3, 5),
     )
-
-
-def test_splitting_k_for_few_rows_is_found():
-    """The negative control: what GEMM libraries do for small batches."""
-    x, weight, _ = operands(40, 48, 128, torch.bfloat16)
-
-    def split_k(x):
-        if len(x) > 16:
-            return OPERATORS.partial_linear(x, weight)
-        halves = zip(x.chunk(2, 1), weight.chunk(2, 1), strict=True)
-        return sum(OPERATORS.partial_linear(*half) for half in halves)
-
-    assert rows_change(split_k, x)
-    assert not rows_change(lambda x: OPERATORS.partial_linear(x, weight), x)

@@ -9,14 +9,14 @@ import pytest
 import requests
 from openai import APITimeoutError, InternalServerError
 
+from onpolicy.agents.gateway.gateway_server import Gateway
 from onpolicy.agents.gateway.parsing import AnswerParser
-from onpolicy.agents.gateway.server import Gateway
 from onpolicy.agents.gateway.session import SessionRules
-from onpolicy.outputs import trajectories
 from onpolicy.rollout.client import EngineLostError
-from onpolicy.rollout.episode_rules import EpisodeRules
-from onpolicy.run.commands.sessions import ServedSessions
-from onpolicy.trajectory import Completion, FinishReason
+from onpolicy.rollout.turns import EpisodeRules
+from onpolicy.run.commands.served_engines import ServedSessions
+from onpolicy.system.records import Shape
+from onpolicy.trajectory import Completion, FinishReason, Trajectory
 from tests.support.acting import PARAMS, STOP, SpelledOut, decode
 from tests.support.clients import client_of
 
@@ -98,7 +98,7 @@ def test_a_client_acts_in_a_session_and_its_trajectories_are_returned_when_it_en
         ]
         for turns in (first.pop("turns"), second.pop("turns")):
             assert "".join(turn["text"] for turn in turns)
-        of_both = [trajectories.read(each) for each in (first, second)]
+        of_both = [Shape(Trajectory).take(each) for each in (first, second)]
         assert [each.num_sampled for each in of_both] == [8, 4]
         dead = requests.get(
             f"{session['base_url']}/models",

@@ -1,12 +1,15 @@
-"""What `onpolicy verify` runs on models of any context."""
+"""What `onpolicy verify` runs on models of any context, and `onpolicy serve` refuses."""
+
+import dataclasses
 
 import pytest
 
-from onpolicy.config.groups import ModelConfig
-from onpolicy.config.tools import VerifyConfig
+from onpolicy.config.groups import EngineCountConfig, ModelConfig, SessionsConfig
+from onpolicy.config.tool_flags import ServeConfig, VerifyConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
-from onpolicy.run.commands.verify_inputs import (
+from onpolicy.run.commands.served_engines import checked_spec, needs_of_servers
+from onpolicy.run.commands.verification import (
     CHUNKS,
     LONGEST_PROMPT,
     SHORTEST_CHUNK,
@@ -16,7 +19,7 @@ from onpolicy.run.commands.verify_inputs import (
     make_prompts,
     make_train_config,
 )
-from onpolicy.run.launch import memory_checks
+from onpolicy.run.launch import memory
 
 
 def config_of(path="", **values):
@@ -67,8 +70,39 @@ def test_the_run_recomputes_activations_and_takes_flags_of_the_users(checkpoint)
 def test_what_does_not_fit_this_host_is_refused_before_anything_starts(
     checkpoint, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(memory_checks, "free_memory", lambda: 1 << 30)
+    monkeypatch.setattr(memory, "free_memory", lambda: 1 << 30)
     with pytest.raises(
         ConfigError, match=r"memory=\d.* GiB together: this host has 1\.00 GiB free"
     ):
         check_inputs(config_of(checkpoint, run_dir=str(tmp_path)))
+
+
+@pytest.fixture
+def config(checkpoint):
+    return ServeConfig(model=ModelConfig(hf_checkpoint=str(checkpoint), dtype="float32"))
+
+
+def test_servers_that_do_not_fit_the_memory_are_refused_with_the_sum(config, monkeypatch):
+    spec = checked_spec(config)
+    (one,) = needs_of_servers(config, spec).held(0, 1)
+    monkeypatch.setattr(memory, "free_memory", lambda: 2 * one.bytes)
+    two, three = (
+        dataclasses.replace(config, engines=EngineCountConfig(rollout_num_engines=n))
+        for n in (2, 3)
+    )
+    checked_spec(two)
+    with pytest.raises(ConfigError, match=r"^memory=.* GiB together: .*3 x SGLang server: "):
+        checked_spec(three)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"gateway_host": "no.such.host.invalid"}, r"^--gateway-host=no.such.*can listen there"),
+        ({"tool_call_parser": "none such"}, r"^--tool-call-parser=none such: SGLang has no such"),
+    ],
+)
+def test_sessions_that_cannot_be_served_are_refused_before_anything_starts(config, given, says):
+    gateway = SessionsConfig(sessions=True, **given)
+    with pytest.raises(ConfigError, match=says):
+        checked_spec(dataclasses.replace(config, gateway=gateway))

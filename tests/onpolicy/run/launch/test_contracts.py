@@ -6,10 +6,10 @@ import torch
 from benchmarks.bench.setting import make_train_config
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig, groups
-from onpolicy.config.tools import BenchConfig, ServeConfig, VerifyConfig
+from onpolicy.config.tool_flags import BenchConfig, ServeConfig, VerifyConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
-from onpolicy.run.commands import verify_inputs
+from onpolicy.run.commands import verification
 from onpolicy.run.launch import contracts
 from onpolicy.run.launch.contracts import contract_for
 from tests.support.bytes_on_cpu import SIZES
@@ -123,7 +123,7 @@ def test_every_command_makes_the_same_contract_of_the_same_flags(checkpoint):
     configs = [
         parsed(TrainConfig, "--true-on-policy-mode"),
         parsed(ServeConfig),
-        verify_inputs.make_train_config(parsed(VerifyConfig), longest=100),
+        verification.make_train_config(parsed(VerifyConfig), longest=100),
         make_train_config(parsed(BenchConfig, "step"), "aligned"),
     ]
     contracts = [contract_for(config, hf_config, aligned=True) for config in configs]

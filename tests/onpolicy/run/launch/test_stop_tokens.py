@@ -1,6 +1,7 @@
 """The tokens that end a response: the checkpoint's, its tokenizer's, its template's and the user's."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -82,72 +83,43 @@ def checkpoint_with(model, tmp_path):
 PLAIN, OTHER = TEMPLATES["plain"], TEMPLATES["ends answers otherwise"]
 
 
-def test_a_base_model_with_a_chat_template_stops_where_the_template_ends_an_answer(
-    checkpoint_with, caplog
+ANSWERS_ALONE = {"of_chats": False}
+FORM = {"__type": "AddedToken", "content": "<|end|>", "special": True}
+NO_END = "{% for m in messages %}{{ m.content }}{% endfor %}"
+ONLY_TEXT = PLAIN.replace("<|im_", "<|my_")
+CASES = {
+    "a base model stops where its chat template ends an answer": (
+        {"template": PLAIN}, {}, (EOS, IM_END),
+        r"does not list <\|im_end\|> \(261\).*responses end there too.*generation_config\.json"),
+    "an end that neither files nor tokenizer list is found in the template": (
+        {"template": OTHER}, {}, (EOS, IM_END, END),
+        r"<\|end\|> \(263\), with which the chat template ends an answer"),
+    "text ends where sft teaches it to and not where a chat does": (
+        {"template": OTHER}, ANSWERS_ALONE, (EOS, IM_END), ""),
+    "of ends that the files list nothing is said": (
+        {"template": PLAIN, "listed": [EOS, IM_END]}, {}, (EOS, IM_END), "^$"),
+    "nor of one of them": ({"template": PLAIN, "listed": [IM_END]}, {}, (IM_END,), "^$"),
+    "nor where text ends": ({"template": PLAIN, "listed": [IM_END]}, ANSWERS_ALONE, (IM_END,), "^$"),
+    "an end that the user gives is known": (
+        {"template": OTHER, "listed": [EOS, IM_END]}, {"extra": [END]}, (EOS, IM_END, END), "^$"),
+    "where the files list none there is the tokenizer's": (
+        {"template": PLAIN, "listed": None}, {}, (IM_END,), r"does not list <\|im_end\|> \(261\)"),
+    "an end may be written as an object": (
+        {"template": PLAIN, "tokenizer_config": {"eos_token": FORM}}, ANSWERS_ALONE, (EOS, END), ""),
+    "where nothing ends a response that is said": (
+        {"template": NO_END, "eos": None, "listed": None}, {}, (), "no token ends a response"),
+    "an end that is only text is none": (
+        {"template": ONLY_TEXT, "listed": [EOS, IM_END]}, {}, (EOS, IM_END),
+        r"ends an answer with the text '<\|my_end\|>', which is no token"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("made", "asked", "ends", "said"), CASES.values(), ids=CASES)
+def test_ends_come_from_files_tokenizer_template_and_user(
+    checkpoint_with, caplog, made, asked, ends, said
 ):
-    given = checkpoint_with(PLAIN)
-    assert stop_token_ids(*given) == (EOS, IM_END)
-    assert "does not list <|im_end|> (261)" in caplog.text
-    assert "responses end there too" in caplog.text and "generation_config.json" in caplog.text
-
-
-def test_an_end_that_neither_the_files_nor_the_tokenizer_list_is_found_in_the_template(
-    checkpoint_with, caplog
-):
-    given = checkpoint_with(OTHER)
-    assert stop_token_ids(*given) == (EOS, IM_END, END)
-    assert "<|end|> (263), with which the chat template ends an answer" in caplog.text
-
-
-def test_text_ends_where_sft_teaches_it_to_and_not_where_a_chat_does(checkpoint_with):
-    given = checkpoint_with(OTHER)
-    assert stop_token_ids(*given, of_chats=False) == (EOS, IM_END)
-
-
-def test_without_the_flag_an_end_is_left_out_and_that_is_said(checkpoint_with, caplog):
-    given = checkpoint_with(OTHER)
-    assert stop_token_ids(*given, at_turn_ends=False) == (EOS,)
-    assert "<|im_end|> (261), with which the tokenizer ends a text: no response ends" in caplog.text
-
-
-@pytest.mark.parametrize("listed", [[EOS, IM_END], [IM_END]])
-def test_ends_that_the_files_list_change_nothing_and_nothing_is_said(
-    listed, checkpoint_with, caplog
-):
-    given = checkpoint_with(PLAIN, listed=listed)
-    for of_chats in (True, False):
-        assert stop_token_ids(*given, of_chats=of_chats) == tuple(sorted(listed))
-    assert not caplog.text
-
-
-def test_an_end_that_the_user_gives_is_known(checkpoint_with, caplog):
-    given = checkpoint_with(OTHER, listed=[EOS, IM_END])
-    assert stop_token_ids(*given, extra=[END]) == (EOS, IM_END, END)
-    assert not caplog.text
-
-
-def test_a_checkpoint_whose_files_list_no_end_has_the_tokenizers(checkpoint_with, caplog):
-    given = checkpoint_with(PLAIN, listed=None)
-    assert stop_token_ids(*given) == (IM_END,)
-    assert "does not list <|im_end|> (261)" in caplog.text
-
-
-def test_an_end_that_is_written_as_an_object_is_read(checkpoint_with):
-    form = {"__type": "AddedToken", "content": "<|end|>", "special": True}
-    given = checkpoint_with(PLAIN, tokenizer_config={"eos_token": form})
-    assert stop_token_ids(*given, of_chats=False) == (EOS, END)
-
-
-def test_where_nothing_ends_a_response_that_is_said(checkpoint_with, caplog):
-    given = checkpoint_with("{% for m in messages %}{{ m.content }}{% endfor %}", None, None)
-    assert stop_token_ids(*given) == ()
-    assert "no token ends a response" in caplog.text
-
-
-def test_an_end_that_is_only_text_is_said_and_is_none(checkpoint_with, caplog):
-    given = checkpoint_with(PLAIN.replace("<|im_", "<|my_"), listed=[EOS, IM_END])
-    assert stop_token_ids(*given) == (EOS, IM_END)
-    assert "ends an answer with the text '<|my_end|>', which is no token" in caplog.text
+    assert stop_token_ids(*checkpoint_with(**made), **asked) == ends
+    assert re.search(said, caplog.text, re.DOTALL)
 
 
 def test_an_end_beyond_the_models_vocabulary_is_refused(checkpoint_with):

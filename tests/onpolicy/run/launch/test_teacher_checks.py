@@ -31,12 +31,8 @@ def test_a_teacher_of_another_size_with_the_same_tokenizer_is_taken(checkpoint, 
 
 def test_memory_counts_what_a_loss_keeps_of_every_token(checkpoint):
     flags = [
-        "--teacher-checkpoint",
-        str(checkpoint),
-        "--rollout-max-response-len",
-        "10",
-        "--opd-loss",
-    ]
+        "--teacher-checkpoint", str(checkpoint), "--rollout-max-response-len", "10", "--opd-loss",
+    ]  # fmt: skip
     more = ["--rollout-batch-size", "100"]
     fewer, full, top_k = (
         teacher_bytes(config_of(checkpoint, *flags, *argv))
@@ -49,13 +45,8 @@ def test_memory_counts_what_a_loss_keeps_of_every_token(checkpoint):
 
 def test_more_of_the_likeliest_tokens_than_there_are_is_refused(checkpoint):
     flags = [
-        "--teacher-checkpoint",
-        str(checkpoint),
-        "--opd-loss",
-        "top-k",
-        "--opd-top-k",
-        "100000",
-    ]
+        "--teacher-checkpoint", str(checkpoint), "--opd-loss", "top-k", "--opd-top-k", "100000",
+    ]  # fmt: skip
     with pytest.raises(ConfigError, match="--opd-top-k=100000: the teacher knows"):
         require_teachers(config_of(checkpoint, *flags), load_tokenizer(str(checkpoint)))
 
@@ -81,65 +72,11 @@ def test_an_unknown_teacher_is_refused(checkpoint, tmp_path):
         require_teachers(config, load_tokenizer(str(checkpoint)))
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--rollout-temperature", "0.7"], "the teacher's is of temperature 1"),
-        (["--opd-kl-coef", "0"], "nothing would be learnt from the teacher"),
-        (["--opd-loss", "full", "--rollout-top-p", "0.9"], "the KL over the whole vocabulary"),
-        (["--opd-top-k", "5"], "only --opd-loss=top-k reads it"),
-        (
-            ["--opd-loss", "top-k", "--train-backend", "megatron", "--megatron-pp", "2"],
-            "only the last stage",
-        ),
-        (["--opd-reward-coef", "0", "--filter-equal-rewards"], "rewards are not learnt from"),
-    ],
-)
-def test_flags_that_contradict_a_teacher_are_refused(checkpoint, argv, message):
-    with pytest.raises(ConfigError, match=message):
-        validate(config_of(checkpoint, "--teacher-checkpoint", "t", *argv))
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--teacher-checkpoint", "t"], "stands beside --teacher-checkpoint"),
-        (["--rollout-temperature", "0.7"], "the teacher's is of temperature 1"),
-        (["--rollout-min-p", "0.1"], "a server gives log-probabilities over the whole vocabulary"),
-        (["--opd-loss", "full"], "--opd-loss=full takes the whole vocabulary"),
-        (["--teacher-key", "by"], "with --teacher-key several NAME=URL"),
-    ],
-)
-def test_flags_that_contradict_a_teacher_behind_a_url_are_refused(checkpoint, argv, message):
-    url = ["--teacher-url", "http://127.0.0.1:1"]
-    validate(config_of(checkpoint, *url, "--rm-retries", "1", "--teacher-api-key", "k"))
-    with pytest.raises(ConfigError, match=message):
-        validate(config_of(checkpoint, *url, *argv))
-
-
-@pytest.mark.parametrize("urls", [["127.0.0.1:1"], ["http://a", "http://b"]])
-def test_teachers_at_no_addresses_are_refused(checkpoint, urls):
-    with pytest.raises(ConfigError, match="give one address"):
-        validate(config_of(checkpoint, "--teacher-url", *urls))
-
-
-@pytest.mark.parametrize("argv", [["--teacher-api-key", "k"], ["--rm-retries", "1"]])
-def test_without_a_url_its_flags_are_refused(checkpoint, argv):
-    with pytest.raises(ConfigError, match=r"only .*--teacher-url reads it"):
-        validate(config_of(checkpoint, "--teacher-checkpoint", "t", *argv))
-
-
 def test_a_teacher_that_does_not_answer_is_refused(checkpoint):
     url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
     config = config_of(checkpoint, "--teacher-url", url, "--rm-retries", "0")
     with pytest.raises(ConfigError, match=f"--teacher-url={url}: the teacher had no answer"):
         require_teachers(config, load_tokenizer(str(checkpoint)))
-
-
-@pytest.mark.parametrize("flag", ["--opd-kl-coef", "--opd-reward-coef"])
-def test_without_a_teacher_its_flags_are_refused(checkpoint, flag):
-    with pytest.raises(ConfigError, match="only --teacher-checkpoint or --teacher-url reads it"):
-        validate(config_of(checkpoint, flag, "0.5"))
 
 
 def several(checkpoint, tmp_path, rows, *names):
@@ -169,11 +106,40 @@ def test_a_row_that_names_no_teacher_is_refused_by_its_number(checkpoint, tmp_pa
         require_teachers(config, load_tokenizer(str(checkpoint)))
 
 
+TEACHER, URL = ["--teacher-checkpoint", "t"], ["--teacher-url", "http://127.0.0.1:1"]
+OF_A_TEACHER = "only --teacher-checkpoint or --teacher-url reads it"
+NO_NAMES = "give one directory; or with --teacher-key several NAME=DIR"
+
+
 @pytest.mark.parametrize(
-    "argv", [["a", "b"], ["a=x", "--teacher-key", "k", "--teacher-checkpoint", "b"]]
-)
-def test_teachers_without_names_are_refused(checkpoint, argv):
-    with pytest.raises(
-        ConfigError, match="give one directory; or with --teacher-key several NAME=DIR"
-    ):
-        validate(config_of(checkpoint, "--teacher-checkpoint", *argv))
+    ("argv", "message"),
+    [
+        ([*TEACHER, "--rollout-temperature", "0.7"], "the teacher's is of temperature 1"),
+        ([*TEACHER, "--opd-kl-coef", "0"], "nothing would be learnt from the teacher"),
+        ([*TEACHER, "--opd-loss", "full", "--rollout-top-p", "0.9"], "KL over the whole vocabulary"),
+        ([*TEACHER, "--opd-top-k", "5"], "only --opd-loss=top-k reads it"),
+        ([*TEACHER, "--opd-loss", "top-k", "--train-backend", "megatron", "--megatron-pp", "2"],
+            "only the last stage"),
+        ([*TEACHER, "--opd-reward-coef", "0", "--filter-equal-rewards"], "are not learnt from"),
+        ([*TEACHER, "--teacher-api-key", "k"], "only .*--teacher-url reads it"),
+        ([*TEACHER, "--rm-retries", "1"], "only .*--teacher-url reads it"),
+        ([*TEACHER, "b"], NO_NAMES),
+        ([*TEACHER, "a=x", "--teacher-key", "k", "--teacher-checkpoint", "b"], NO_NAMES),
+        ([*URL, *TEACHER], "stands beside --teacher-checkpoint"),
+        ([*URL, "--rollout-temperature", "0.7"], "the teacher's is of temperature 1"),
+        ([*URL, "--rollout-min-p", "0.1"], "log-probabilities over the whole vocabulary"),
+        ([*URL, "--opd-loss", "full"], "--opd-loss=full takes the whole vocabulary"),
+        ([*URL, "--teacher-key", "by"], "with --teacher-key several NAME=URL"),
+        (["--teacher-url", "127.0.0.1:1"], "give one address"),
+        (["--teacher-url", "http://a", "http://b"], "give one address"),
+        (["--opd-kl-coef", "0.5"], OF_A_TEACHER),
+        (["--opd-reward-coef", "0.5"], OF_A_TEACHER),
+    ],
+)  # fmt: skip
+def test_flags_that_contradict_a_teacher_or_that_none_reads_are_refused(checkpoint, argv, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(config_of(checkpoint, *argv))
+
+
+def test_a_teacher_behind_a_url_has_retries_and_a_key(checkpoint):
+    validate(config_of(checkpoint, *URL, "--rm-retries", "1", "--teacher-api-key", "k"))

@@ -13,10 +13,15 @@ from onpolicy.run.saving.rollouts import FILE, read_rollouts, write_rollouts
 from tests.support.changed_json import changes
 from tests.support.run_in_memory import run_in_memory
 
+SCHEDULES = {
+    "lag": {"rollout_lag": 1},
+    "free": {"rollout_schedule": "free", "over_sampling_batch_size": 9, "max_staleness": 2},
+}
 
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory, undrawn):
-    """A run that draws ahead, and what its first checkpoint holds of that."""
+
+@pytest.fixture(scope="module", params=SCHEDULES)
+def drawn(request, tmp_path_factory, one_process):
+    """A run that draws ahead, and what one of its checkpoints holds of that: groups or open ones."""
     runs = []
 
     class Kept(Run):
@@ -25,10 +30,10 @@ def drawn(tmp_path_factory, undrawn):
             runs.append(self)
 
     directory = tmp_path_factory.mktemp("ahead")
-    values = {"rollout_lag": 1, "rollout_segment_tokens": 2, "num_rollout": 3}
-    run_in_memory(directory, make_run=Kept, save=str(directory / "save"), save_interval=1, **values)
+    values = {"num_rollout": 3, "save": str(directory / "save"), "save_interval": 1}
+    run_in_memory(directory, make_run=Kept, **values, **SCHEDULES[request.param])
     records = [json.loads(f.read_text()) for f in sorted((directory / "save").rglob(FILE))]
-    record = next(r for r in records if r["drawn"] or r["open"])
+    record = next(r for r in records if r["drawn" if request.param == "lag" else "open"])
     return runs[0], record, directory / "again"
 
 
@@ -49,22 +54,23 @@ def test_what_was_written_is_read_and_written_again(drawn):
 
 @given(data=st.data())
 def test_another_shape_is_refused_by_name_with_the_remedy(drawn, data):
-    kept, optional = ("metrics", "reward_parts", "drawn"), ("num_prefix_tokens",)
-    record = data.draw(changes(drawn[1], kept, optional))
+    steps = [*drawn[1]["drawn"]]
+    kept = ("metrics", "reward_parts", "info", "observations", *(("drawn", s, 1) for s in steps))
+    record = data.draw(changes(drawn[1], kept, optional=steps, nullable=[("open", "samples")]))
     with pytest.raises(ConfigError, match=rf"^--load=.*: {FILE}: .*earlier checkpoint"):
         read(drawn, record)
 
 
 def of_first_trajectory(record, **fields):
     record = json.loads(json.dumps(record))
-    groups = [g for each in record["drawn"].values() for g in each["groups"]] + record["ready"]
+    groups = [g for each in record["drawn"].values() for g in each[0]]
     trajectories = [s["trajectory"] for g in groups for s in g["samples"]]
     trajectories += [
-        branch["trajectory"]
+        branch
         for group in record["open"]
         for episode in group["episodes"]
         for branch in episode["branches"]
-        if branch["trajectory"]["sampled"]
+        if branch["sampled"]
     ]
     trajectories[0].update(fields)
     return record
@@ -73,14 +79,16 @@ def of_first_trajectory(record, **fields):
 @pytest.mark.parametrize(
     ("fields", "fault"),
     [
-        ({"sampled": [[0, 1]]}, "sampled=[0, 1]: must start after 0"),
-        ({"sampled": [[2, 99]]}, "sampled=[2, 99]: must start after 0 and end by"),
+        ({"sampled": [True]}, "sampled=[True]: must be"),
         ({"rollout_log_probs": []}, "rollout_log_probs 0: a token has one"),
         ({"routed_experts": [1, 1, "!"]}, "Only base64 data"),
-        ({"finish_reason": "bored"}, "'bored' is not a valid FinishReason"),
-        ({"spans": [[0, 0, 99]]}, r"span=[0, 0, 99]: must be a version"),
-        ({"spans": [["0", 0, 1]]}, "spans.0.0='0': should be a valid integer"),
-        ({"routed_experts": ["a", 1, ""]}, "routed_experts=['a', 1, '']: must be rows"),
+        (
+            {"finish_reason": "bored"},
+            "finish_reason='bored': should be 'stop', 'length' or 'abort'",
+        ),
+        ({"spans": [{"version": 0, "start": 0, "end": 99}]}, "must end after it starts, by"),
+        ({"spans": [{"version": "0", "start": 0, "end": 1}]}, "spans.0.version='0': should be a v"),
+        ({"routed_experts": ["a", 1, ""]}, "routed_experts.0='a': should be a valid integer"),
     ],
 )
 def test_what_no_run_has_drawn_is_refused(drawn, fields, fault):

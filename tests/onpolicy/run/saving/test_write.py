@@ -1,4 +1,4 @@
-"""Checkpoints are written completely or not at all, and old ones deleted only then."""
+"""Checkpoints are written completely or not at all, old ones deleted only then, and the best is kept."""
 
 import os
 import re
@@ -9,11 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from onpolicy.config.groups import OutputConfig
 from onpolicy.errors import ConfigError
 from onpolicy.run import saving
-from onpolicy.run.saving import write
+from onpolicy.run.saving import Best, better, write
 from onpolicy.run.saving.checkpoint import checkpoints, read
 from tests.support.forked_processes import forked_processes
+from tests.support.policies_in_memory import run_policy
+from tests.support.run_in_memory import run_in_memory
+from tests.support.tiny_combinations import make_base
 from tests.support.unstarted_run import EVALUATIONS, PROMPTS, changed, make_run, state_after
 
 HERE = Path(__file__).parent
@@ -205,23 +209,21 @@ def test_the_room_asked_for_is_what_a_checkpoint_takes(
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype", "distributed_optimizer", "trained"),
+    ("backend", "dtype", "trained"),
     [
-        ("fsdp", "bfloat16", True, 12),
-        ("megatron", "bfloat16", True, 14),  # measured: 14.5 bytes per parameter, 16.5 and 12.4
-        ("megatron", "float32", True, 16),
-        ("megatron", "float32", False, 12),
+        ("fsdp", "bfloat16", 12),
+        ("megatron", "bfloat16", 14),  # measured: 14.5 bytes per parameter, and 16.5
+        ("megatron", "float32", 16),
     ],
 )
 def test_the_room_asked_for_is_that_of_the_training_engine(
-    unstarted, monkeypatch, backend, dtype, distributed_optimizer, trained
+    unstarted, monkeypatch, backend, dtype, trained
 ):
     config, engines = unstarted
     config = changed(
         config,
         train_backend=backend,
         dtype=dtype,
-        megatron_distributed_optimizer=distributed_optimizer,
     )
     monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 0))
     with pytest.raises(ConfigError, match=rf"parameters x \({trained} bytes of training state"):
@@ -251,3 +253,94 @@ def lock_elsewhere(directory):
     )
     if done.returncode:
         raise ConfigError(done.stderr)
+
+
+FREE = 200_000
+"""Bytes. A checkpoint of the adapters takes 35,840, and one of the model more."""
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_disk_with_room_for_adapters_alone_is_large_enough_for_a_run_of_them(
+    tmp_path, monkeypatch
+):
+    save = str(tmp_path / "save")
+    whole = changed(make_base(tmp_path), num_rollout=1, save=save, save_interval=1)
+    usage = shutil._ntuple_diskusage(2**30, 0, FREE)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    with pytest.raises(ConfigError, match=r"--save=.*: a checkpoint takes"):
+        run_policy(whole)
+    assert run_policy(changed(whole, lora_rank=4))[0].run_hash
+
+
+METRIC = "eval/hard/avg@1"
+
+
+def bests(save, values):
+    """The rollouts done of the best, after each of the evaluations by their step."""
+    output = OutputConfig(save=str(save), save_best_metric=METRIC)
+    best, found = None, []
+    for step, value in values.items():
+        best = better(output, best, step, {METRIC: value, "eval/hard/response_length": 1.0})
+        found.append(best and best.rollouts_done)
+    return found
+
+
+@pytest.fixture
+def save(tmp_path):
+    for step in (2, 4, 6, 8):
+        (tmp_path / f"step_{step:06d}").mkdir()
+    return tmp_path
+
+
+@pytest.mark.usefixtures("one_process")
+def test_the_best_is_the_first_of_the_largest_that_was_saved(save):
+    values = {0: 9.0, 2: 0.5, 3: 0.9, 4: 0.5, 6: 0.75, 8: 0.25}
+    assert bests(save, values) == [None, 2, 2, 2, 6, 6]
+    assert os.readlink(save / "best") == "step_000006"
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_link_that_was_half_made_is_made_anew(save):
+    (save / ".partial_best").symlink_to("step_000002")
+    bests(save, {4: 1.0})
+    assert os.readlink(save / "best") == "step_000004"
+
+
+@pytest.mark.usefixtures("one_process")
+def test_an_evaluation_without_the_metric_chooses_nothing_and_says_so(save, caplog):
+    output = OutputConfig(save=str(save), save_best_metric="eval/hard/maj@4")
+    best = Best(rollouts_done=2, value=0.5)
+    assert better(output, best, 4, {"eval/easy/avg@4": 1.0}) == best
+    assert not caplog.records
+    assert better(output, best, 4, {"eval/hard/avg@4": 1.0}) == best
+    assert "--save-best-metric=eval/hard/maj@4: step 4 has none" in caplog.text
+    assert not (save / "best").is_symlink()
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.usefixtures("one_process")
+def test_the_best_outlives_newer_ones_and_a_run_that_goes_on_knows_it(tmp_path):
+    is_first = True
+
+    def reward(sample):
+        if is_first and sample.weight_version == 3:
+            raise Stopped
+        return {1: 0.5, 2: 0.75}.get(sample.weight_version, 0.25)
+
+    save = tmp_path / "save"
+    values = {
+        "eval_interval": 1, "save": str(save), "save_interval": 1, "keep_checkpoints": 1,
+        "load": str(save), "save_best_metric": METRIC, "num_rollout": 4,
+    }  # fmt: skip
+    with pytest.raises(Stopped):
+        run_in_memory(tmp_path, reward=reward, **values)
+    assert os.readlink(save / "best") == "step_000002"
+    is_first = False
+    run_in_memory(tmp_path, reward=reward, **values)
+    assert sorted(path.name for path in save.glob("step_*")) == ["step_000002", "step_000004"]
+    assert os.readlink(save / "best") == "step_000002"
+    assert read(save / "best").state.rollouts_done == 2
+    assert read(save / "step_000004").state.best == Best(rollouts_done=2, value=0.75)

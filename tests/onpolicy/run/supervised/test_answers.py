@@ -5,7 +5,7 @@ import json
 import pytest
 
 from onpolicy.chat.template import ChatTemplate
-from onpolicy.config.sft import AnswersConfig
+from onpolicy.config.sft_flags import AnswersConfig
 from onpolicy.errors import ConfigError
 from onpolicy.run.supervised.answers import conversation, load_examples, samples_of
 from tests.support.chat_tokenizers import END, TEMPLATES, byte_tokenizer

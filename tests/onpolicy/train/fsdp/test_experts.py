@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from onpolicy.config import TrainConfig, groups
-from onpolicy.models.export import export_checkpoint
 from onpolicy.models.hf_config import load_config
+from onpolicy.models.hf_export import export_checkpoint
 from onpolicy.models.policy import PackedTokens
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.train import distributed, make_trainer
@@ -101,7 +101,12 @@ def test_recomputed_activations_are_the_default_and_give_the_same_gradients(path
         sharding, "checkpoint_activations", lambda layer: recomputed.append(layer) or plain(layer)
     )
     for kept in (True, False):
-        trainer = make(path, moe_activation_checkpointing=False) if kept else make(path)
+        with monkeypatch.context() as patch:
+            if kept:
+                patch.setattr(
+                    "onpolicy.train.fsdp.fsdp_model.recomputes_activations", lambda *_: False
+                )
+            trainer = make(path)
         assert bool(recomputed) is not kept
         trainer.train(make_samples(trainer, 0), 0, RATES)
         results.append(pushed(trainer))

@@ -6,8 +6,8 @@ import torch
 from onpolicy.errors import ParityError
 from onpolicy.models.policy import PackedTokens
 from onpolicy.models.weight_files import CheckpointReader
-from onpolicy.train.fsdp import masters as masters_module
-from onpolicy.train.fsdp.masters import Masters
+from onpolicy.train.fsdp import fsdp_optimizer as masters_module
+from onpolicy.train.fsdp.fsdp_optimizer import Masters
 from onpolicy.train.fsdp.sharding import gather_buckets
 from onpolicy.weights import rounding
 from onpolicy.weights.rounding import dequantise, quantise, round_weight
@@ -124,8 +124,8 @@ def test_a_base_beside_adapters_is_rounded_once_and_they_are_not(checkpoint, tmp
     trainer, plain = make(with_adapters(checkpoint)), make(job(checkpoint, "int4"))
     base, frozen, samples = weights(plain), trainer.policy.frozen_digest(), make_samples(trainer)
     assert not trainer.policy.masters.beside and frozen
-    of_base = [s.sample.rollout_log_probs for s in make_samples(plain)]
-    assert [s.sample.rollout_log_probs for s in samples] == of_base
+    of_base = [s.rollout_log_probs for s in make_samples(plain)]
+    assert [s.rollout_log_probs for s in samples] == of_base
     assert trainer.train(samples, 0, RATES).metrics["parity/num_mismatched_tokens"] == 0
     trainer.save(tmp_path / "state")
     other = make(with_adapters(checkpoint))

@@ -5,14 +5,11 @@ import re
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from onpolicy.errors import ParityError
-from onpolicy.ops.cuts import Cut
+from onpolicy.ops.kept_tokens import Cut
 from onpolicy.ops.log_probs import Scores, token_log_probs
 from onpolicy.train.batch import packed_batch
-from onpolicy.train.redraw import with_draws
 from onpolicy.trajectory import Span
 from tests.onpolicy.train.fsdp.test_trainer import RATES, make, weights
 from tests.support.drawing_engine import (
@@ -21,7 +18,7 @@ from tests.support.drawing_engine import (
     greedy,
     sampled,
 )
-from tests.support.samples import make_train_sample, with_trajectory
+from tests.support.samples import with_trajectory
 
 __all__ = ["make"]
 
@@ -98,10 +95,10 @@ def test_a_filter_that_an_engine_has_never_heard_of_is_found(make, cut):
 def test_a_probe_of_engines_that_say_nothing_of_a_filter_finds_it(make, cut):
     """Tokens that count as drawn from all, where the trainer's own cut leaves fewer, have NaN."""
     trainer = make(rollout=cut)
-    sample = sampled(trainer, cut=cut_of(cut), temperature=1.0)[0].sample
+    sample = sampled(trainer, cut=cut_of(cut), temperature=1.0)[0]
     asked = [sample.token_ids], [len(sample.prompt.prompt_ids)], 1.0
-    ((told, _),) = trainer.rescore(*asked, [sample.trajectory.kept_tokens])
-    ((untold, _),) = trainer.rescore(*asked)
+    ((told, *_),) = trainer.rescore(*asked, [sample.trajectory.kept_tokens])
+    ((untold, *_),) = trainer.rescore(*asked)
     assert told.tolist() == sample.rollout_log_probs and untold.isnan().any()
 
 
@@ -129,7 +126,7 @@ def test_a_trainer_that_forgets_a_token_ends_the_run_in_our_words(make, monkeypa
 
     trainer = make()
     samples = sampled(trainer)
-    monkeypatch.setattr("onpolicy.models.scoring.token_log_probs", short)
+    monkeypatch.setattr("onpolicy.models.policy.token_log_probs", short)
     with pytest.raises(
         ParityError, match=r"^step=0: what the trainer says of .* is off by 2 tokens"
     ):
@@ -154,33 +151,9 @@ def test_one_token_that_is_taken_for_an_older_one_ends_a_run_in_which_none_is(ma
     assert all(parameter.grad is None for parameter in trainer.policy.module.parameters())
 
 
-@given(st.sampled_from([0.2, 0.5, 0.9]), st.integers(0, 5))
-def test_a_share_is_chosen_by_the_runs_seed_whatever_the_micro_batches(share, seed):
-    samples = [make_train_sample([3] * 90, 1, [-1.0] * 89, 0.0, i) for i in range(6)]
-    for i, each in enumerate(samples):
-        each.sample.seeds = [(i * 1000 + 7, 89)]
-
-    def chosen(numbers, of_seed):
-        batch = packed_batch({i: samples[i] for i in numbers}, torch.device("cpu"))
-        parts = with_draws(batch, share, of_seed).packed.draws.chosen.split([89] * len(numbers))
-        return {number: part.tolist() for number, part in zip(numbers, parts, strict=True)}
-
-    together = chosen(range(6), seed)
-    assert together == chosen([4, 2, 0], seed) | chosen([1, 3, 5], seed)
-    count = sum(map(sum, together.values()))
-    assert abs(count - 534 * share) < 5 * (534 * share * (1 - share)) ** 0.5
-    assert together != chosen(range(6), seed + 1)
-
-
-def test_a_share_is_drawn_again_and_said(make):
-    trainer = make(parity={"redraw_share": 0.5})
-    compared, redrawn, *rest = draws(trainer.train(sampled(trainer), 0, RATES).metrics)
-    assert compared == 24 > redrawn > 0 and rest == [0, 0, 0]
-
-
 def test_tokens_without_a_seed_are_said_not_to_be_drawn_again(trained):
     def forget(samples):
-        samples[1].sample.seeds = ()
+        samples[1].seeds = ()
         return samples
 
     assert draws(trained(then=forget)) == (24, 18, 0, 0, 0)
@@ -188,7 +161,7 @@ def test_tokens_without_a_seed_are_said_not_to_be_drawn_again(trained):
 
 def test_seeds_of_more_tokens_than_were_sampled_are_refused(trained):
     def too_many(samples):
-        samples[1].sample.seeds = [(12, 7)]
+        samples[1].seeds = [(12, 7)]
         return samples
 
     with pytest.raises(ParityError, match="prompt 1, sample 0: seeds=7 tokens, sampled=6:"):
@@ -236,8 +209,8 @@ def test_rows_that_several_sequences_share_are_drawn_from_once_for_each(make):
 
 
 def test_a_trainer_asked_by_a_probe_draws_every_token_again(make):
-    trainer = make(parity={"redraw_share": 0.01})
-    samples = [s.sample for s in sampled(trainer, temperature=1.0)]
+    trainer = make()
+    samples = sampled(trainer, temperature=1.0)
     asked = [s.token_ids for s in samples], [len(s.prompt.prompt_ids) for s in samples], 1.0
     found = trainer.rescore(*asked, seeds=[s.seeds[0][0] for s in samples])
     assert [each.drawn.tolist() for each in found] == [s.response_ids for s in samples]

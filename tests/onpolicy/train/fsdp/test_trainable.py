@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from onpolicy.models.trainable import trainable_parameters
-from onpolicy.train.fsdp import sharded_model
+from onpolicy.models.size import trainable_parameters
+from onpolicy.train.fsdp import fsdp_model
 from tests.onpolicy.train.fsdp.test_trainer import RATES, make, make_samples, weights
 
 __all__ = ["make"]
@@ -15,7 +15,7 @@ FROZEN = ("embed_tokens.weight", "layers.0.mlp.up_proj.weight")
 @pytest.fixture
 def frozen(make, monkeypatch):
     """A trainer some of whose parameters are frozen when its model is loaded."""
-    load = sharded_model.load_sharded_policy
+    load = fsdp_model.load_sharded_policy
 
     def load_and_freeze(*args, **kwargs):
         module = load(*args, **kwargs)
@@ -23,7 +23,7 @@ def frozen(make, monkeypatch):
             parameter.requires_grad_(not name.endswith(FROZEN))
         return module
 
-    monkeypatch.setattr(sharded_model, "load_sharded_policy", load_and_freeze)
+    monkeypatch.setattr(fsdp_model, "load_sharded_policy", load_and_freeze)
     return make
 
 

@@ -1,9 +1,7 @@
 """The FSDP2 engine on one rank; two ranks and the rollout are in tests/e2e."""
 
 import dataclasses
-import json
 import math
-import pickle
 import random
 
 import psutil
@@ -15,14 +13,11 @@ from transformers import AutoModelForCausalLM
 from onpolicy.compat.process import HAS_GLIBC
 from onpolicy.config import TrainConfig, groups
 from onpolicy.config.flags import with_flags
-from onpolicy.errors import CheckpointError, ConfigError, ParityError, TrainingError
-from onpolicy.models.export import export_checkpoint
+from onpolicy.errors import CheckpointError, ParityError, TrainingError
 from onpolicy.models.hf_config import load_config
 from onpolicy.run.launch.contracts import contract_for
-from onpolicy.train import distributed, make_trainer, marks
-from onpolicy.train.batch import packed_batch
-from onpolicy.trajectory import Span
-from tests.support.samples import make_train_sample, with_log_probs, with_trajectory
+from onpolicy.train import distributed, make_trainer
+from tests.support.samples import make_train_sample, with_log_probs
 
 RATES = [1e-3]
 
@@ -77,7 +72,7 @@ def weights(trainer):
 
 
 def with_log_prob(sample, position, value):
-    changed = list(sample.sample.rollout_log_probs)
+    changed = list(sample.rollout_log_probs)
     changed[position] = value
     return with_log_probs(sample, changed)
 
@@ -97,7 +92,7 @@ def test_master_weights_are_sharded_float32_and_the_checkpoints_bits(make, check
 def test_log_probs_do_not_depend_on_packing(make, dtype):
     trainer, packed_otherwise = make(dtype), make(dtype, trainer={"max_tokens_per_gpu": 1})
     for a, b in zip(make_samples(trainer), make_samples(packed_otherwise), strict=True):
-        assert a.sample.rollout_log_probs == b.sample.rollout_log_probs
+        assert a.rollout_log_probs == b.rollout_log_probs
 
 
 def test_on_policy_samples_match_and_the_ratio_is_one(make):
@@ -108,23 +103,6 @@ def test_on_policy_samples_match_and_the_ratio_is_one(make):
     assert metrics["train/train_rollout_logprob_abs_diff"] == metrics["train/k3_kl"] == 0
     assert metrics["train/ppo_kl"] == metrics["train/pg_clipfrac"] == 0
     assert metrics["train/grad_norm"] > 0 and metrics["train/entropy"] > 0
-
-
-def test_training_makes_good_samples_likelier(make):
-    trainer = make()
-    samples = make_samples(trainer)
-    before = weights(trainer)
-    trainer.train(samples, 0, RATES)
-    assert any(not torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
-    sampled = [s.sample for s in samples]
-    after = trainer.log_probs(
-        [s.token_ids for s in sampled], [len(s.prompt.prompt_ids) for s in sampled], 1.0
-    )
-    gain = sum(
-        s.sample.reward * (new - torch.tensor(s.sample.rollout_log_probs)).sum().item()
-        for s, new in zip(samples, after, strict=True)
-    )
-    assert gain > 0
 
 
 def test_gradients_and_their_sums_go_with_the_step(make):
@@ -141,7 +119,7 @@ def test_with_several_optimizer_steps_only_the_first_is_compared(make):
     samples = make_samples(trainer)
     outcome = trainer.train(samples, 0, 4 * RATES)
     metrics = outcome.metrics
-    first = sum(len(s.sample.rollout_log_probs) for s in samples[:2])
+    first = sum(len(s.rollout_log_probs) for s in samples[:2])
     assert metrics["parity/num_compared_tokens"] == first
     assert metrics["parity/num_mismatched_tokens"] == 0
     assert outcome.findings.mismatched_tokens == [0, 0, *[None] * 6]
@@ -164,7 +142,7 @@ def test_every_optimizer_step_has_its_own_rate(make):
 def test_one_wrong_log_prob_stops_before_the_backward_pass(make, wrong):
     trainer = make()
     samples = make_samples(trainer)
-    samples[3] = with_log_prob(samples[3], 2, wrong(samples[3].sample.rollout_log_probs[2]))
+    samples[3] = with_log_prob(samples[3], 2, wrong(samples[3].rollout_log_probs[2]))
     before = weights(trainer)
     with pytest.raises(
         ParityError,
@@ -175,7 +153,7 @@ def test_one_wrong_log_prob_stops_before_the_backward_pass(make, wrong):
     findings = refused.value.findings
     assert findings.mismatched_tokens[3] == 1
     number, log_probs = findings.apart
-    assert (number, len(log_probs)) == (3, len(samples[3].sample.response_ids))
+    assert (number, len(log_probs)) == (3, len(samples[3].response_ids))
     assert set(findings.mismatched_tokens) <= {0, 1, None}
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
 
@@ -196,9 +174,7 @@ def test_under_a_stock_contract_old_log_probs_are_the_trainers_own(make, rates, 
     """So the ratio starts at 1 although the rollout's log-probabilities differ; what one optimizer
     step computes anyway is not computed before it."""
     trainer, passes = make(aligned=False), []
-    samples = [
-        with_log_prob(s, 0, s.sample.rollout_log_probs[0] - 0.5) for s in make_samples(trainer)
-    ]
+    samples = [with_log_prob(s, 0, s.rollout_log_probs[0] - 0.5) for s in make_samples(trainer)]
     score = trainer.policy.score
     monkeypatch.setattr(trainer.policy, "score", lambda *args: passes.append(args) or score(*args))
     metrics = trainer.train(samples, 0, rates).metrics
@@ -212,9 +188,7 @@ def test_under_a_stock_contract_old_log_probs_are_the_trainers_own(make, rates, 
 def test_bypass_takes_the_rollouts_log_probs_and_computes_none(make, monkeypatch):
     flags = {"use_rollout_logprobs": True, "get_mismatch_metrics": True}
     trainer = make(aligned=False, fallback=flags)
-    samples = [
-        with_log_prob(s, 0, s.sample.rollout_log_probs[0] - 0.1) for s in make_samples(trainer)
-    ]
+    samples = [with_log_prob(s, 0, s.rollout_log_probs[0] - 0.1) for s in make_samples(trainer)]
     scored = []
     monkeypatch.setattr(trainer.policy, "score", lambda *args: scored.append(args))
     metrics = trainer.train(samples, 0, RATES).metrics
@@ -233,7 +207,7 @@ def test_corrections_do_not_depend_on_the_micro_batches(make):
         samples = make_samples(trainer)
         rng = random.Random(5)
         samples = [
-            with_log_probs(s, [x + rng.uniform(-0.1, 0.1) for x in s.sample.rollout_log_probs])
+            with_log_probs(s, [x + rng.uniform(-0.1, 0.1) for x in s.rollout_log_probs])
             for s in samples
         ]
         metrics = trainer.train(samples, 0, RATES).metrics
@@ -258,7 +232,7 @@ def test_a_log_prob_that_is_not_finite_stops_the_run_in_plain_words_or_is_reject
     ):
         stops.train(samples, 0, RATES)
     metrics = rejects.train(samples, 0, RATES).metrics
-    total = sum(len(s.sample.rollout_log_probs) for s in samples)
+    total = sum(len(s.rollout_log_probs) for s in samples)
     for name in ("mismatch/nonfinite_fraction", "correction/nonfinite_fraction"):
         assert metrics[name] == pytest.approx(1 / total)
     # What the parity check compared was that far apart.
@@ -270,7 +244,7 @@ def test_a_mismatch_falls_back_before_any_step_was_taken(make, caplog):
     flags = {"fallback": MIS, "parity": {"true_on_policy_mode": True, "parity_policy": "fallback"}}
     falls, follows = make(**flags), make(aligned=False, fallback=MIS)
     samples = make_samples(falls)
-    samples[-1] = with_log_prob(samples[-1], 0, samples[-1].sample.rollout_log_probs[0] - 0.2)
+    samples[-1] = with_log_prob(samples[-1], 0, samples[-1].rollout_log_probs[0] - 0.2)
     metrics = falls.train(samples, 0, RATES).metrics
     assert "Going on with the fallback correction" in caplog.text
     assert metrics["parity/num_fallbacks"] == 1
@@ -287,21 +261,12 @@ def test_a_mismatch_falls_back_before_any_step_was_taken(make, caplog):
 def test_a_multiplier_is_in_the_checkpoint(make, tmp_path):
     flags = {"aligned": False, "fallback": {"dc_mode": "lagrangian"}}
     first, second = make(**flags), make(**flags)
-    samples = [
-        with_log_prob(s, 0, s.sample.rollout_log_probs[0] - 1.0) for s in make_samples(first)
-    ]
+    samples = [with_log_prob(s, 0, s.rollout_log_probs[0] - 1.0) for s in make_samples(first)]
     first.train(samples, 0, RATES)
     assert first.learner.corrections.penalty.lam != 0.1
     first.save(tmp_path)
     second.load(tmp_path)
     assert second.learner.corrections.penalty.lam == first.learner.corrections.penalty.lam
-
-
-def test_activation_checkpointing_changes_no_bit(make):
-    plain, recomputed = make(), make(trainer={"activation_checkpointing": True})
-    for trainer in (plain, recomputed):
-        trainer.train(make_samples(trainer), 0, RATES)
-    assert all(torch.equal(weights(plain)[n], t) for n, t in weights(recomputed).items())
 
 
 def test_the_reference_model_stays_and_its_kl_starts_at_zero(make):
@@ -315,18 +280,11 @@ def test_the_reference_model_stays_and_its_kl_starts_at_zero(make):
 def test_gradients_that_are_not_finite_stop_the_run(make):
     trainer = make()
     samples = make_samples(trainer)
-    samples[0].sample.reward = math.inf
+    samples[0].reward = math.inf
     before = weights(trainer)
     with pytest.raises(TrainingError, match=r"grad_norm=.*no optimizer step was taken"):
         trainer.train(samples, 0, RATES)
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
-
-
-def test_weights_come_in_buckets_of_bounded_size(make):
-    buckets = list(make().policy.weight_buckets(60_000))
-    assert len(buckets) > 3
-    for bucket in buckets:
-        assert sum(tensor.nbytes for _, tensor in bucket) <= 60_000 or len(bucket) == 1
 
 
 def test_a_loaded_trainer_goes_on_with_the_same_bits(make, tmp_path):
@@ -350,44 +308,6 @@ def test_a_damaged_checkpoint_is_refused(make, tmp_path):
         trainer.load(tmp_path)
 
 
-def test_code_hidden_in_a_checkpoints_index_is_not_run(make, tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return eval, ("1 + 1",)
-
-    trainer = make()
-    trainer.save(tmp_path)
-    (tmp_path / "sharded" / ".metadata").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(CheckpointError, match=r"names builtins.eval, which is no part of an index"):
-        trainer.load(tmp_path)
-
-
-def test_the_export_is_a_checkpoint_that_transformers_loads(make, checkpoint, tmp_path):
-    trainer = make(dtype="bfloat16")
-    trainer.train(make_samples(trainer), 0, RATES)
-    export_checkpoint(
-        trainer.policy.weight_buckets(60_000), tmp_path / "hf", checkpoint, "bfloat16"
-    )
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
-    assert loaded.dtype == torch.bfloat16
-    exported = dict(loaded.named_parameters())
-    assert exported.keys() == weights(trainer).keys()
-    assert all(torch.equal(exported[name], tensor) for name, tensor in weights(trainer).items())
-    assert (tmp_path / "hf" / "tokenizer.json").is_file()
-
-
-def test_weights_that_do_not_belong_to_the_configuration_are_refused(make, checkpoint, tmp_path):
-    import shutil
-
-    broken = shutil.copytree(checkpoint, tmp_path / "broken")
-    config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(
-        json.dumps({**config, "num_hidden_layers": 3, "layer_types": None})
-    )
-    with pytest.raises(ConfigError, match=r"needs tensors that it lacks: .*layers\.2"):
-        make(model={"hf_checkpoint": str(broken)})
-
-
 def test_the_hook_that_miles_users_have_gives_what_our_flags_give(make):
     hook = "fallback_correction.adapters.miles.compute_mis_weights_with_cp"
     tis = {"use_tis": True, "tis_upper_bound": 1.02}
@@ -395,118 +315,11 @@ def test_the_hook_that_miles_users_have_gives_what_our_flags_give(make):
         make(aligned=False, fallback={**tis, "custom_tis_function_path": path})
         for path in ("", hook)
     )
-    samples = [with_log_prob(s, 0, s.sample.rollout_log_probs[0] - 0.5) for s in make_samples(ours)]
+    samples = [with_log_prob(s, 0, s.rollout_log_probs[0] - 0.5) for s in make_samples(ours)]
     expected, got = ours.train(samples, 0, RATES).metrics, hooked.train(samples, 0, RATES).metrics
     assert got["tis/mis_tis_truncate_fraction"] > 0
     assert got["train/pg_loss"] == pytest.approx(expected["train/pg_loss"], rel=1e-5)
     assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-4)
-
-
-COV = {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.01}
-
-
-def learnt_by_entropy(trainer, change=lambda samples: samples):
-    """(forward passes before the step, metrics, what is told of shown samples, weights) of a rollout."""
-    samples, passes, score = change(make_samples(trainer)), [], trainer.policy.score
-    samples[0].sample.is_shown = True
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.policy, "score", lambda x: passes.append(x) or score(x))
-        found = trainer.train(samples, 0, RATES)
-    assert 0.2 < found.metrics["train/learnt_fraction"] < 0.42
-    assert 0.0 in found.learnt[0].weights
-    metrics = {k: x for k, x in found.metrics.items() if not k.startswith("perf/")}
-    return len(passes), metrics, found.learnt, weights(trainer)
-
-
-@pytest.mark.parametrize(
-    ("aligned", "max_tokens", "more", "passes"),
-    [(True, 999, COV, 0), (False, 999, {}, 0), (False, 999, COV, 1), (True, 100, {}, 1)],
-)
-def test_entropies_of_the_losss_own_pass_tell_tokens_apart_as_those_of_a_pass_before(
-    make, monkeypatch, aligned, max_tokens, more, passes
-):
-    """Which is saved where that pass holds the whole step."""
-    algorithm = {"top_entropy_quantile": 0.4, **more}
-    trainer = {"max_tokens_per_gpu": max_tokens}
-    ours = learnt_by_entropy(make(aligned=aligned, algorithm=algorithm, trainer=trainer))
-    monkeypatch.setattr(marks, "knows_entropies", lambda steps, config: False)
-    theirs = learnt_by_entropy(make(aligned=aligned, algorithm=algorithm, trainer=trainer))
-    assert (ours[0], theirs[0]) == (passes, 1) and ours[1:3] == theirs[1:3]
-    assert all(torch.equal(ours[3][name], tensor) for name, tensor in theirs[3].items())
-
-
-def telling(trainer, off=0.0):
-    """The samples with the entropies that an engine tells; the last one's are `off` from it."""
-
-    def change(samples):
-        batch = packed_batch(dict(enumerate(samples)), torch.device("cpu"))
-        (scores,) = trainer.policy.score([batch.packed])
-        parts = list(scores.entropy.split(batch.response_lens))
-        parts[-1] = torch.nextafter(parts[-1], parts[-1] + off)
-        return [
-            with_trajectory(sample, entropy=part.tolist())
-            for sample, part in zip(samples, parts, strict=True)
-        ]
-
-    return change
-
-
-@pytest.mark.parametrize("more", [{}, COV])
-def test_entropies_that_engines_tell_save_the_pass_before_the_step(make, more):
-    settings = {
-        "algorithm": {"top_entropy_quantile": 0.4, **more},
-        "trainer": {"max_tokens_per_gpu": 100},
-    }
-    theirs = learnt_by_entropy(make(**settings))
-    trainer = make(**settings)
-    ours = learnt_by_entropy(trainer, telling(trainer))
-    assert (ours[0], theirs[0]) == (0, 1) and ours[1:3] == theirs[1:3]
-    assert all(torch.equal(ours[3][name], tensor) for name, tensor in theirs[3].items())
-    stock = make(aligned=False, **settings)
-    assert learnt_by_entropy(stock, telling(stock))[0] == 1, "told by another policy"
-    trainer = make(**settings)
-    part = learnt_by_entropy(trainer, lambda s: [*telling(trainer)(s)[:-1], s[-1]])
-    assert part[0] == 1, "not told of all tokens"
-
-
-def untold(samples):
-    return [with_trajectory(sample, entropy=[]) for sample in samples]
-
-
-def lagging(samples):
-    """Every other sample was sampled by the policy before, which was surer of its last tokens."""
-    found = []
-    for i, sample in enumerate(samples):
-        entropy = sample.sample.trajectory.entropy
-        before = [x / (1 + place) for place, x in enumerate(entropy)]
-        spans = (Span(version=0, start=0, end=len(entropy)),)
-        old = with_trajectory(sample, entropy=before, spans=spans)
-        old = dataclasses.replace(old, policy_version=1)
-        found.append(sample if i % 2 else old)
-    return found
-
-
-def test_a_lagging_token_is_told_apart_by_the_policy_that_drew_it(make):
-    """Its entropy is not the policy's, which nobody is asked for; that of a fresh token has to be."""
-    algorithm = {"top_entropy_quantile": 0.4}
-    cut = make(algorithm=algorithm, trainer={"max_tokens_per_gpu": 100})
-    passes, _, learnt, _ = learnt_by_entropy(cut, lambda s: lagging(telling(cut)(s)))
-    whole = make(algorithm=algorithm, trainer={"max_tokens_per_gpu": 999})
-    found = learnt_by_entropy(whole, lambda s: lagging(telling(whole)(s)))
-    assert (passes, found[0]) == (0, 0) and learnt == found[2]
-    asked = make(algorithm=algorithm, trainer={"max_tokens_per_gpu": 100})
-    others = learnt_by_entropy(asked, lambda s: untold(lagging(telling(asked)(s))))
-    assert others[0] == 1 and others[2] != learnt, "nobody told, and it is another policy"
-    with pytest.raises(ParityError, match="have another entropy in training"):
-        learnt_by_entropy(cut, lambda s: lagging(telling(cut, off=1.0)(s)))
-
-
-def test_an_entropy_that_is_not_the_trainers_is_refused(make):
-    trainer = make(algorithm={"top_entropy_quantile": 0.4}, trainer={"max_tokens_per_gpu": 100})
-    before = weights(trainer)
-    with pytest.raises(ParityError, match=r"^\d+ of \d+ tokens have another entropy in training"):
-        learnt_by_entropy(trainer, telling(trainer, off=1.0))
-    assert all(torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
 
 
 @pytest.mark.skipif(not HAS_GLIBC, reason="no glibc")
@@ -519,3 +332,37 @@ def test_training_on_a_rollout_gives_back_what_lies_unused_between_buffers(make)
     before = psutil.Process().memory_info().rss
     trainer.train(samples, 1, RATES)
     assert before - psutil.Process().memory_info().rss > 128 << 20  # of 256
+
+
+def train_shown(trainer, samples, shown):
+    for number in shown:
+        samples[number].is_shown = True
+    return trainer.train(samples, 0, RATES).learnt
+
+
+def test_of_the_shown_samples_alone_it_is_told_what_their_tokens_counted_for(make):
+    trainer = make()
+    samples = make_samples(trainer)
+    assert train_shown(trainer, samples, ()) == {}
+    trainer = make()
+    learnt = train_shown(trainer, samples, (5, 2))
+    assert list(learnt) == [2, 5]
+    for number, found in learnt.items():
+        sample = samples[number]
+        (advantage,) = {*found.advantages}
+        assert abs(advantage - sample.reward) < 1e-7
+        assert len(found.advantages) == len(found.weights) == sample.trajectory.num_sampled
+        assert {*found.weights} == {1.0}
+
+
+def test_weights_are_those_of_the_correction_and_0_where_it_rejects(make):
+    """Each token's own: e of the difference between its log-probabilities, up to the bound."""
+    flags = {"use_tis": True, "tis_mode": "mask"}
+    trainer = make(aligned=False, fallback={**flags, "tis_level": "token"})
+    samples = make_samples(trainer)
+    own = samples[1].rollout_log_probs
+    samples[1] = with_log_prob(with_log_prob(samples[1], 0, own[0] + 0.5), 1, own[1] - 9.0)
+    found_weights = train_shown(trainer, samples, [1])[1].weights
+    assert abs(found_weights[0] - 0.6065307) < 1e-4
+    assert found_weights[1] == 0
+    assert all(abs(weight - 1) < 1e-4 for weight in found_weights[2:])

@@ -1,7 +1,5 @@
 """Groups of ranks, started once for all tests of a file."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.megatron_ranks import Ranks

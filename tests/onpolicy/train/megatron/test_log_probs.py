@@ -1,4 +1,4 @@
-"""Two ranks of Megatron against the Hugging Face model on one: the same bits, whatever is shared.
+"""Ranks of Megatron against the Hugging Face model on one: the same bits, whatever is shared.
 
 Nothing here needs CUDA names. Sequences have odd lengths, the vocabulary does not divide, and
 several sequences share a micro-batch.
@@ -9,15 +9,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onpolicy.train.megatron.layout import MegatronLayout
+from onpolicy.train.megatron.rank_layout import MegatronLayout
 from tests.support.megatron_ranks import (
     Job,
     differentiate,
     random_sequences,
     reference,
     score,
+    train,
     with_blocks,
 )
+from tests.support.tiny import make_checkpoint
 
 DENSE = ["qwen3", "qwen3-tied", "qwen2", "llama", "mistral", "smollm3", "olmo2"]
 SPARSE = ["qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe"]
@@ -71,25 +73,13 @@ def test_experts_of_other_ranks_give_the_bits_of_one_rank(two_ranks, model_of, l
 @pytest.mark.parametrize(
     ("architecture", "layout"),
     [
-        ("qwen3", DATA),
-        ("qwen3", TENSOR),
-        ("qwen3", CONTEXT),
-        ("qwen3-tied", TENSOR),
-        ("qwen2", TENSOR),
-        ("smollm3", TENSOR),
-        ("olmo2", TENSOR),
-        ("qwen3-moe", TENSOR),
-        ("qwen3-moe", CONTEXT),
-        ("qwen3-moe", EXPERTS),
-        ("qwen3-moe", EXPERTS_GATHERED),
-        ("qwen3-moe", EXPERTS_CONTEXT),
-        ("mixtral", EXPERTS),
-        ("qwen2-moe", TENSOR),
-        ("qwen2-moe", EXPERTS),
-        ("glm4-moe", TENSOR),
-        ("glm4-moe", EXPERTS),
+        ("qwen3", DATA), ("qwen3", TENSOR), ("qwen3", CONTEXT), ("qwen3-tied", TENSOR),
+        ("qwen2", TENSOR), ("smollm3", TENSOR), ("olmo2", TENSOR), ("qwen3-moe", TENSOR),
+        ("qwen3-moe", CONTEXT), ("qwen3-moe", EXPERTS), ("qwen3-moe", EXPERTS_GATHERED),
+        ("qwen3-moe", EXPERTS_CONTEXT), ("mixtral", EXPERTS), ("qwen2-moe", TENSOR),
+        ("qwen2-moe", EXPERTS), ("glm4-moe", TENSOR), ("glm4-moe", EXPERTS),
     ],
-)
+)  # fmt: skip
 def test_gradients_are_those_of_one_rank(two_ranks, model_of, architecture, layout):
     job = make_job(model_of(architecture), layout, "float32")
     answers = two_ranks.run(differentiate, job)
@@ -121,3 +111,64 @@ def require_close_gradients(got, want):
         torch.testing.assert_close(
             got[name], gradient, rtol=0, atol=1e-5 * gradient.norm().item(), msg=name
         )
+
+
+FOUR_BATCHES = [random_sequences(5, 40, 91, 2), random_sequences(33, 3, seed=1)]
+
+
+def require_equal_log_probs(answers, results):
+    for data_rank, log_probs, *_ in answers:
+        assert torch.equal(log_probs, results[data_rank][0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tensor_model_parallel_size": 4},
+        {"context_parallel_size": 4},
+        {"tensor_model_parallel_size": 2, "context_parallel_size": 2},
+    ],
+    ids=["tensor", "context", "both"],
+)
+def test_log_probs_on_four_ranks_have_the_bits_of_one(four_ranks, tmp_path, sizes, dtype):
+    path = make_checkpoint(tmp_path, "qwen3", num_key_value_heads=4)
+    job = with_blocks(
+        Job(path=path, batches=FOUR_BATCHES[:1], dtype=dtype), MegatronLayout(**sizes)
+    )
+    require_equal_log_probs(four_ranks.run(score, job), reference(job)[0])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks_of_data"),
+    [
+        (
+            {
+                "tensor_model_parallel_size": 2,
+                "sequence_parallel": True,
+                "expert_model_parallel_size": 2,
+            },
+            2,
+        ),
+        (
+            {
+                "tensor_model_parallel_size": 2, "sequence_parallel": True,
+                "context_parallel_size": 2, "expert_model_parallel_size": 2,
+                "moe_token_dispatcher_type": "allgather", "recompute_activations": True,
+            },
+            1,
+        ),
+        ({"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}, 1),
+    ],
+    ids=["tensor and experts", "tensor, context and experts", "tensor and pipeline"],
+)  # fmt: skip
+def test_experts_with_the_cpu_stand_in_give_the_bits_and_gradients_of_one_rank(
+    four_ranks, model_of, sizes, ranks_of_data
+):
+    job = Job(path=model_of("qwen3-moe"), batches=FOUR_BATCHES[:ranks_of_data])
+    job = with_blocks(job, MegatronLayout(**sizes))
+    answers = four_ranks.run(train, job, 2)
+    results, gradients = reference(job, 2)
+    require_equal_log_probs(answers, results)
+    for name, gradient in gradients.items():
+        assert (answers[0][3][name] - gradient).norm() <= 1e-5 * gradient.norm(), name

@@ -20,7 +20,7 @@ CASES = {
     ),
     "tensor, blocks": (
         "qwen3", "fp8_e4m3_block128", "bfloat16",
-        {"megatron_tp": 2, "megatron_distributed_optimizer": False},
+        {"megatron_tp": 2},
     ),
     "pipeline": ("qwen3", "int4_group128", "bfloat16", {"megatron_pp": 2}),
     "experts": ("qwen3-moe", "int3", "float32", {"megatron_ep": 2}),
@@ -45,7 +45,7 @@ def learn(job, cut=False, stale=False):
 
     `cut`: each tensor-parallel rank rounds its own part; `stale`: nothing is rounded after the step.
     """
-    from onpolicy.train.megatron import masters
+    from onpolicy.train.megatron import megatron_optimizer as masters
 
     with pytest.MonkeyPatch.context() as patch:
         if cut:
@@ -56,7 +56,7 @@ def learn(job, cut=False, stale=False):
         if stale:
             patch.setattr(masters.Masters, "round", lambda self: None)
         metrics = trainer.train(samples, 0, [RATE]).metrics
-        log_probs = [each.sample.rollout_log_probs for each in samples]
+        log_probs = [each.rollout_log_probs for each in samples]
         return before, log_probs, metrics, weights(trainer), held(trainer)
 
 
@@ -66,7 +66,7 @@ def test_what_it_computes_with_are_the_bits_of_the_other_engine(two_ranks, model
     before, log_probs, metrics, after, masters = two_ranks.run(learn, job)[0]
     theirs = make(replace(job, backend="fsdp"))
     assert equal(before, weights(theirs))
-    assert log_probs == [each.sample.rollout_log_probs for each in make_samples(theirs)]
+    assert log_probs == [each.rollout_log_probs for each in make_samples(theirs)]
     assert metrics["parity/num_mismatched_tokens"] == 0 < metrics["parity/num_compared_tokens"]
     assert equal(after, deployed(masters, CASES[case][1], *[getattr(torch, job.dtype)] * 2))
     assert not equal(after, before)
@@ -81,7 +81,7 @@ def test_scales_that_tensor_parallelism_cuts_are_noticed(two_ranks, model_of, ca
     before, log_probs, *_ = two_ranks.run(learn, job, True)[0]
     theirs = make(replace(job, backend="fsdp"))
     assert not equal(before, weights(theirs))
-    assert log_probs != [each.sample.rollout_log_probs for each in make_samples(theirs)]
+    assert log_probs != [each.rollout_log_probs for each in make_samples(theirs)]
 
 
 def test_rounded_weights_of_before_a_step_are_noticed(two_ranks, model_of):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.ops.experts import expert_outputs, gated_halves
+from onpolicy.ops.mixture_of_experts import expert_outputs, gated_halves
 from onpolicy.ops.row_parallel import RowParallel
 from tests.support.megatron_ranks import dispatch_rows, expert_weights, loss_of
 

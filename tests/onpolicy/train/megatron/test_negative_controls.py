@@ -2,7 +2,7 @@
 
 import pytest
 
-from onpolicy.train.megatron.layout import MegatronLayout
+from onpolicy.train.megatron.rank_layout import MegatronLayout
 from tests.support.megatron_ranks import (
     Job,
     random_sequences,

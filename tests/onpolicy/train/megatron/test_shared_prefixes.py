@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from onpolicy.ops.shared_rows import SharedRows
-from onpolicy.train.megatron.layout import MegatronLayout
+from onpolicy.train.megatron.rank_layout import MegatronLayout
 from tests.support.megatron_ranks import Job, random_sequences, reference, train, with_blocks
 
 PROMPT, OTHER, A, B, C = random_sequences(70, 42, 30, 9, 5)

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.support.megatron_training import (
     train,
     train_on_a_wrong_one,
     train_on_drawn,
+    train_with_frozen,
 )
 
 pytest.importorskip("megatron.core")
@@ -25,20 +27,15 @@ pytestmark = pytest.mark.long
 
 LAYOUTS = {
     "data": {},
-    "data, whole optimizer": {"megatron_distributed_optimizer": False},
     "tensor": {"megatron_tp": 2},
     "tensor and sequence": {"megatron_tp": 2, "megatron_sequence_parallel": True},
     "context": {"megatron_cp": 2},
     "pipeline": {"megatron_pp": 2},
 }
 MIS = {
-    "use_tis": True,
-    "use_rs": True,
-    "tis_level": "sequence",
-    "rs_level": "geometric",
-    "tis_upper_bound": 1.05,
-    "tis_batch_normalize": True,
-}
+    "use_tis": True, "use_rs": True, "tis_level": "sequence", "rs_level": "geometric",
+    "tis_upper_bound": 1.05, "tis_batch_normalize": True,
+}  # fmt: skip
 SMOOTH = {"trainer": {"adam_eps": 1e-2}}
 """With the default AdamW gives a gradient that is nothing but rounding a step of the whole rate."""
 FALLS_BACK = {"parity": {"parity_policy": "fallback"}, "fallback": MIS}
@@ -120,9 +117,16 @@ def test_one_wrong_log_prob_stops_before_the_backward_pass(ranks, job, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_every_layout_tokens_are_drawn_again_and_an_engine_that_draws_otherwise_is_found(
-    ranks, job, layout
+    ranks, job, checkpoint, layout
 ):
-    for metrics, error in ranks.run(train_on_drawn, job.under(LAYOUTS[layout])):
+    """The rows of log-probabilities have the digests of one rank of FSDP."""
+    full = {"parity": {"parity_check": "full"}}
+    *_, expected = train_on_drawn(Job(path=checkpoint, backend="fsdp", changes=full))
+    assert all(all(each) for each in expected)
+    for metrics, error, digests in ranks.run(train_on_drawn, job.under(LAYOUTS[layout], **full)):
+        assert digests == expected
+        assert metrics["parity/num_compared_rows"] == 15
+        assert metrics["parity/num_mismatched_rows"] == 0
         found = [
             metrics[f"parity/num_{x}_tokens"] for x in ("redrawn", "drawn_otherwise", "excused")
         ]
@@ -143,16 +147,6 @@ def test_a_sequence_level_correction_is_that_of_one_rank(ranks, job, checkpoint,
     assert metrics["correction/truncated_fraction"] > 0
     assert {n: metrics[n] for n in corrected} == {n: expected[n] for n in corrected}
     assert not equal(before, after)
-
-
-@pytest.mark.parametrize("layout", ["data", "data, whole optimizer", "pipeline"])
-def test_a_loaded_trainer_goes_on_with_the_same_bits(ranks, job, layout, tmp_path):
-    job = job.under(LAYOUTS[layout])
-    _, metrics, weights = ranks.run(train, job, 2, tmp_path)[0]
-    _, resumed, loaded = ranks.run(train, job, 2, None, tmp_path)[0]
-    for name in ("train/loss", "train/grad_norm", "train/lr"):
-        assert resumed[0][name] == metrics[1][name]
-    assert equal(loaded, weights)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -208,3 +202,54 @@ def test_code_hidden_in_a_checkpoint_is_run_by_megatrons_readers(
     job = Job(path=checkpoint)
     [(_, ran)] = alone.run(load_crafted_with_megatrons_readers, job, tmp_path, attack)
     assert ran
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["data", "tensor"])
+def test_a_trainer_that_left_its_device_learns_the_same_bits(ranks, checkpoint, layout, dtype):
+    job = Job(path=checkpoint, dtype=dtype).under(LAYOUTS[layout])
+    (stays, *_), (leaves, *_) = (ranks.run(train, job, 3, None, None, 1, x) for x in (False, True))
+    assert leaves[0] == stays[0]
+    for ours, theirs in zip(leaves[1], stays[1], strict=True):
+        assert ours["train/loss"] == theirs["train/loss"]
+        assert ours["train/grad_norm"] == theirs["train/grad_norm"]
+    assert equal(leaves[2], stays[2])
+
+
+def is_frozen(name):
+    return "layers.0.mlp.gate_proj" in name or "layers.0.mlp.up_proj" in name or "embed" in name
+
+
+@pytest.fixture(scope="module")
+def frozen_reference(checkpoint):
+    """The other engine's, on one rank."""
+    return train_with_frozen(Job(path=checkpoint, backend="fsdp", changes=SMOOTH))
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_every_layout_only_what_is_trained_moves_and_as_in_the_other_engine(
+    ranks, job, frozen_reference, layout
+):
+    under = job.under(LAYOUTS[layout], **SMOOTH)
+    before = ranks.run(train, under, 0)[0][2]
+    results = ranks.run(train_with_frozen, under)
+    require_same_steps(results[0][:3], frozen_reference[:3])
+    after = results[0][2]
+    assert any(map(is_frozen, before)) and before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor) == is_frozen(name), name
+    for *_, digests in results:
+        assert len(digests) == 4 and len(set(digests)) == 1
+
+
+@pytest.mark.runs
+def test_it_goes_on_with_the_same_bits_where_a_weight_is_frozen_in_some_layers_only(
+    ranks, job, tmp_path
+):
+    under = job.under(LAYOUTS["pipeline"], **SMOOTH)
+    whole = ranks.run(partial(train_with_frozen, save=tmp_path), under)[0]
+    resumed = ranks.run(partial(train_with_frozen, load=tmp_path), under)[0]
+    assert resumed[0] == whole[0][1:]
+    assert equal(resumed[2], whole[2])

@@ -4,15 +4,13 @@ import itertools
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from onpolicy.errors import ConfigError
-from onpolicy.models import weight_files
 from onpolicy.models.weight_files import CheckpointReader
-from onpolicy.train.megatron.layout import MegatronLayout
 from onpolicy.train.megatron.parts import is_expert
+from onpolicy.train.megatron.rank_layout import MegatronLayout
 from onpolicy.train.megatron.weight_map import WeightMap
 
 DENSE = ["qwen3", "qwen3-tied", "qwen2", "llama", "smollm3", "olmo2"]
@@ -82,36 +80,3 @@ def test_a_checkpoint_with_other_tensors_is_refused_by_their_names(path, tmp_pat
     reader, shapes = changed(path, tmp_path, change)
     with pytest.raises(ConfigError, match=message):
         reader.require(shapes)
-
-
-def test_many_names_are_counted(path, tmp_path):
-    def drop_layer(weights):
-        for name in [name for name in weights if name.startswith("model.layers.0.")]:
-            del weights[name]
-
-    reader, shapes = changed(path, tmp_path, drop_layer)
-    missing = sum(name.startswith("model.layers.0.") for name in shapes)
-    with pytest.raises(ConfigError, match=f"and {missing - 5} more|layers.0.self_attn.v_proj"):
-        reader.require(shapes)
-
-
-def test_what_compares_and_reads_a_checkpoint_opens_each_file_once(path, monkeypatch):
-    opened = []
-
-    def counted(file, framework):
-        opened.append(file)
-        return safe_open(file, framework)
-
-    monkeypatch.setattr(weight_files, "safe_open", counted)
-    reader = CheckpointReader(path)
-    reader.require(WeightMap(AutoConfig.from_pretrained(path), MegatronLayout()).shapes())
-    reader.read("model.norm.weight", ())
-    assert opened == [path / "model.safetensors"]
-
-
-def test_blocks_are_read_as_they_are_stored(path):
-    reader, stored = CheckpointReader(path), load_file(path / "model.safetensors")
-    for name, tensor in stored.items():
-        assert torch.equal(reader.read(name, ()), tensor)
-        block = (slice(1, 4),) if tensor.dim() == 1 else (slice(None), slice(3, 7))
-        assert torch.equal(reader.read(name, block), tensor[block])

@@ -7,12 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from onpolicy.train.megatron.layout import MegatronLayout
+from onpolicy.train.megatron.rank_layout import MegatronLayout
 from tests.support.megatron_ranks import (
     Job,
-    export,
     layer_forwards,
     random_sequences,
     reference,
@@ -59,22 +57,12 @@ def test_the_cpu_stand_in_is_asked_for_by_name_and_says_so(two_ranks, model_of):
 @pytest.mark.parametrize(
     ("architecture", "layout"),
     [
-        ("qwen3", DATA),
-        ("qwen3", SEQUENCE),
-        ("qwen3", PIPELINE),
-        ("qwen3-tied", PIPELINE),
-        ("qwen2", SEQUENCE),
-        ("olmo2", SEQUENCE),
-        ("smollm3", PIPELINE),
-        ("qwen2-moe", SEQUENCE),
-        ("glm4-moe", SEQUENCE),
-        ("glm4-moe", PIPELINE),
-        ("qwen3-moe", SEQUENCE),
-        ("qwen3-moe", PIPELINE),
-        ("qwen3-moe", CONTEXT),
-        ("qwen3-moe", EXPERTS),
+        ("qwen3", DATA), ("qwen3", SEQUENCE), ("qwen3", PIPELINE), ("qwen3-tied", PIPELINE),
+        ("qwen2", SEQUENCE), ("olmo2", SEQUENCE), ("smollm3", PIPELINE), ("qwen2-moe", SEQUENCE),
+        ("glm4-moe", SEQUENCE), ("glm4-moe", PIPELINE), ("qwen3-moe", SEQUENCE),
+        ("qwen3-moe", PIPELINE), ("qwen3-moe", CONTEXT), ("qwen3-moe", EXPERTS),
     ],
-)
+)  # fmt: skip
 def test_schedules_with_the_cpu_stand_in_give_the_bits_and_gradients_of_one_rank(
     two_ranks, model_of, architecture, layout, dtype
 ):
@@ -103,17 +91,6 @@ def test_the_rollouts_experts_with_the_cpu_stand_in_stay_with_their_micro_batch(
         assert (answers[0][3][name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3-tied", "qwen3-moe"])
-def test_weights_of_a_pipeline_with_the_cpu_stand_in_come_out_as_they_went_in(
-    two_ranks, model_of, architecture
-):
-    path = model_of(architecture)
-    (_, weights), _ = two_ranks.run(export, make_job(path, PIPELINE), 30_000)
-    stored = load_file(path / "model.safetensors")
-    assert weights.keys() == stored.keys()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in stored.items())
-
-
 def test_recomputation_with_the_cpu_stand_in_runs_every_layer_twice(two_ranks, model_of):
     job = Job(path=model_of("qwen3"), batches=BATCHES)
     layers = 2
@@ -126,12 +103,10 @@ def test_recomputation_with_the_cpu_stand_in_runs_every_layer_twice(two_ranks, m
 @pytest.mark.parametrize(
     ("architecture", "layout", "dtype"),
     [
-        ("qwen3-moe", EXPERTS, "bfloat16"),
-        ("qwen3-tied", PIPELINE, "float32"),
-        ("olmo2", SEQUENCE, "float32"),
-        ("qwen2-moe", SEQUENCE, "float32"),
+        ("qwen3-moe", EXPERTS, "bfloat16"), ("qwen3-tied", PIPELINE, "float32"),
+        ("olmo2", SEQUENCE, "float32"), ("qwen2-moe", SEQUENCE, "float32"),
     ],
-)
+)  # fmt: skip
 def test_a_step_and_a_checkpoint_with_the_cpu_stand_in(
     two_ranks, model_of, tmp_path, architecture, layout, dtype, distributed
 ):
@@ -150,6 +125,9 @@ def test_a_step_and_a_checkpoint_with_the_cpu_stand_in(
 
 def test_every_stage_learns_what_the_last_computed_with_the_cpu_stand_in(two_ranks, model_of):
     job = make_job(model_of("qwen3"), PIPELINE)
-    (*first, drawn), (*last, also_drawn) = two_ranks.run(score_in_stages, job)
+    answers = two_ranks.run(score_in_stages, job)
+    (*first, drawn, digests), (*last, also_drawn, also_digests) = answers
     assert all(torch.equal(a, b) for a, b in zip(first, last, strict=True))
     assert drawn.isnan().all() and also_drawn.isnan().all()  # nothing was to be drawn again
+    assert digests.dtype == also_digests.dtype == torch.int64
+    assert not (digests.any() or also_digests.any())

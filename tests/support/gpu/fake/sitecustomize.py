@@ -4,8 +4,6 @@ What asks about GPUs sees them; what computes on one still fails, since there is
 whose kernels need one can be imported, and whatever is called of them raises.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib.abc import Loader, MetaPathFinder
@@ -28,7 +26,7 @@ H100 = SimpleNamespace(
 
 
 class _AnyName(type):
-    def __getattr__(cls, name: str) -> type:
+    def __getattr__(cls, name):
         if name.startswith("__"):
             raise AttributeError(name)
         return Kernel
@@ -37,12 +35,12 @@ class _AnyName(type):
 class Kernel(metaclass=_AnyName):
     """Stands for whatever is imported from LIBRARIES."""
 
-    def __init__(self, *args: object, **options: object):
+    def __init__(self, *args, **options):
         raise RuntimeError("a kernel was launched, and the GPU is a fake")
 
 
 class _Library(ModuleType):
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
         return (lambda *_: None) if name in SETTINGS else Kernel
@@ -60,7 +58,7 @@ class _Finder(MetaPathFinder, Loader):
         pass
 
 
-def _show_gpus(count: int) -> None:
+def _show_gpus(count):
     """Answer what is asked of `torch.cuda`, and make tensors for a GPU on the CPU."""
     import torch
     from torch.overrides import TorchFunctionMode
