@@ -19,7 +19,7 @@ import yaml
 from onpolicy.config.secrets import reveal
 from onpolicy.rollout.client import EngineClient
 from tests.support.footprint import Footprint
-from tests.support.processes import command_line, is_guard, listening_addresses
+from tests.support.processes import command_line, is_guard, listening_addresses, variables
 from tests.support.train_runs import finish, metrics_of, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.runs]
@@ -50,10 +50,7 @@ def engine_of(process):
 
 
 def what_others_read(process):
-    try:
-        return " ".join([*process.cmdline(), *process.environ().values()])
-    except psutil.Error:  # it has ended
-        return ""
+    return " ".join([command_line(process), *variables(process).values()])
 
 
 def under_way(tmp_path, process):

@@ -10,6 +10,7 @@ import pytest
 
 from onpolicy.contract import CONTRACT_VARIABLE
 from tests.support.engines_fixture import make_engines, running
+from tests.support.processes import variables
 
 pytestmark = [pytest.mark.engine, pytest.mark.runs]
 
@@ -26,7 +27,7 @@ def chosen(environment):
 def test_every_process_of_an_engine_inherits_what_chose_the_trainers_kernels(checkpoint, tmp_path):
     """The engine is started anew, since a forked process shows the environment of another."""
     with running(make_engines(checkpoint, tmp_path), anew=True) as engines:
-        children = [p.environ() for p in psutil.Process().children(recursive=True)]
+        children = map(variables, psutil.Process().children(recursive=True))
         of_engines = [environment for environment in children if CONTRACT_VARIABLE in environment]
         assert len(of_engines) > 1  # the server and its scheduler at least
         for environment in of_engines:

@@ -35,6 +35,14 @@ def command_line(process):
         return ""
 
 
+def variables(process):
+    """Returns the environment that it was started with; none if it has ended."""
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}
+
+
 def is_guard(process):
     """Whether it is what a run starts for a server; where it was forked, its command is one word."""
     return "sglang_patches.server_process" in command_line(process)

@@ -7,7 +7,7 @@ import sys
 import psutil
 import pytest
 
-from tests.support.processes import command_line, is_gone, trainer_ranks
+from tests.support.processes import command_line, is_gone, trainer_ranks, variables
 from tests.support.train_runs import ROOT, wait_for
 
 PARENT = """
@@ -49,5 +49,6 @@ def test_a_process_that_has_ended_and_was_not_waited_for_has_no_command_and_is_n
     with pytest.raises(psutil.ZombieProcess):
         process.cmdline()
     assert command_line(process) == "" and trainer_ranks(os.getpid()) == []
+    assert variables(process) == {}
     ended.wait()
-    assert command_line(process) == ""
+    assert command_line(process) == "" and variables(process) == {}
