@@ -36,7 +36,7 @@ OF_EXAMPLES = {
 }  # fmt: skip
 """The settings in which the examples differ, as in their config.yaml."""
 
-BOXED = re.compile(r"\\boxed\{(-?\d+)\}")
+BOXED, NUMBER = re.compile(r"\\boxed\{(-?\d+)\}"), re.compile(r"-?\d+")
 
 
 class Stamps(TrainerCallback):
@@ -48,11 +48,11 @@ class Stamps(TrainerCallback):
         self.rewards: list[float] = []
 
     def score(self, completions: list[Any], label: list[str], **_: Any) -> list[float]:
-        """Return whether each answer, or the last number in a box of a chat's, is the label. TRL calls
-        it when a rollout has been sampled."""
+        """Return whether each answer, or a chat's last number, one in a box before others, is the label.
+        TRL calls it when a rollout has been sampled."""
         self.rollouts.append(time.time())
         given = [
-            c.strip() if isinstance(c, str) else _in_a_box(c[0]["content"]) for c in completions
+            c.strip() if isinstance(c, str) else _last_number(c[0]["content"]) for c in completions
         ]
         return [float(answer == x) for answer, x in zip(given, label, strict=True)]
 
@@ -64,8 +64,8 @@ class Stamps(TrainerCallback):
             self.rewards.append(logs["reward"])
 
 
-def _in_a_box(text: str) -> str:
-    return (BOXED.findall(text) or [""])[-1]
+def _last_number(text: str) -> str:
+    return (BOXED.findall(text) or NUMBER.findall(text) or [""])[-1]
 
 
 def settings(example: str, steps: int, directory: Path) -> GRPOConfig:
