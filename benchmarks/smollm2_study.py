@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import runpy
 import shutil
 import subprocess
@@ -26,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "common"))
-from curves import REWARD, named_curves, read_metrics, short
+from curves import REWARD, named_curves, read_metrics, read_run_hash, short
 from driver import add_record, drive_into, surroundings
 
 EXAMPLE = runpy.run_path(str(ROOT / "examples" / "smollm2" / "prepare.py"))
@@ -153,11 +152,10 @@ def record(run: Run, directory: Path) -> dict[str, Any]:
     rollouts = [each for each in records if REWARD in each]
     if len(rollouts) != ROLLOUTS:
         raise ValueError(f"{directory}: {len(rollouts)} rollouts, not {ROLLOUTS}.")
-    log = (directory / "logs" / "train.log").read_text()
     curves = named_curves(rollouts, CURVES)
     return {
         "command": " ".join(["examples/smollm2/run.sh", *run.flags]),
-        "run_hash": re.findall(r"run hash (\w+)", log)[-1],
+        "run_hash": read_run_hash(directory),
         "seconds": round(sum(each["perf/step_time"] for each in rollouts)),
         "compared_tokens": sum(each.get(COMPARED, 0) for each in rollouts),
         "mismatched_tokens": sum(each.get(MISMATCHED, 0) for each in rollouts),

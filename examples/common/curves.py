@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -18,6 +19,11 @@ Summary = dict[str, Any]
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
     """The records of a run's rollouts and evaluations, as they stand in its metrics.jsonl."""
     return [*map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())]
+
+
+def read_run_hash(directory: Path) -> str:
+    """The hash of a run that has ended, from the end of its log."""
+    return re.findall(r"run hash (\w{32})", (directory / "logs" / "train.log").read_text())[-1]
 
 
 def read_rollouts(directory: Path) -> list[dict[str, Any]]:

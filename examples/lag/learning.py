@@ -10,7 +10,6 @@ command, how it ended, and the curves. Run directories are in WORK_DIR (runs/lag
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
-from curves import read_metrics, read_rollouts, short
+from curves import read_metrics, read_rollouts, read_run_hash, short
 from driver import add_record, drive_into
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,10 +100,9 @@ def carry_out(run: Run) -> None:
 def record(run: Run, directory: Path) -> dict[str, Any]:
     """Returns the record of a run that has ended."""
     records = read_metrics(directory)
-    (run_hash,) = re.findall(r"run hash (\w+)", (directory / "logs" / "train.log").read_text())
     return {
         "command": " ".join(run.command),
-        "run_hash": run_hash,
+        "run_hash": read_run_hash(directory),
         "mismatched_tokens": sum(r.get(name, 0) for r in records for name in MISMATCHED),
         "evaluation": records[-1]["eval/avg@1"],
         "curves": read_curves(directory),

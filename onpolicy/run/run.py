@@ -290,7 +290,8 @@ class Run:
             saving.save(self.config, self.engines, state, write)
 
     def summary(self) -> RunSummary:
-        """Return the run's summary."""
+        """Return the run's summary, after writing its hash into the log."""
+        logger.debug("run hash %s", self.run_hash.value)
         return RunSummary(
             run_dir=self.config.output.run_dir,
             run_hash=self.run_hash.value,

@@ -44,8 +44,9 @@ def plain(start, data, tmp_path_factory):
 
 
 def test_a_run_compares_every_token_of_the_first_step_and_none_differs(plain):
-    directory, output, _ = plain
+    directory, output, hashed = plain
     records = metrics_of(directory)
+    assert f"run hash {hashed}" in (directory / "run" / "logs" / "train.log").read_text()
     assert [r["step"] for r in records] == list(range(ROLLOUTS))
     for record in records:
         assert record["parity/num_compared_tokens"] > 100
