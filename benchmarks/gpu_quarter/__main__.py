@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from benchmarks.gpu_quarter.result_lines import Line, lines_of, read_lines
 ROOT = Path(__file__).parents[2]
 REHEARSAL = 3600.0
 """Seconds of a rehearsal and of each of its items: it measures no time."""
+MODELS = ROOT / "runs" / "gpu_quarter"
+"""The folder of checkpoints, which are too large for what is sent back."""
 GRACE = 5.0
 """Seconds that an item out of time has to end what it started."""
 LAST_BYTES = 1500
@@ -49,6 +52,8 @@ class Running:
         self.output, self.log = (folder / f"{item.name}.{end}" for end in ("jsonl", "log"))
         self.read = 0
         self.started = time.monotonic()
+        if item.record:
+            item.record.unlink(missing_ok=True)  # an earlier call's
         with open(self.output, "w") as output, open(self.log, "w") as log:
             self.process = subprocess.Popen(
                 item.command, stdout=output, stderr=log, cwd=ROOT, start_new_session=True
@@ -69,7 +74,8 @@ class Running:
         line: Line = {"item": self.item.name, "outcome": outcome}
         line["seconds"] = round(time.monotonic() - self.started, 1)
         if self.item.record and self.item.record.exists():
-            line["record"] = json.loads(self.item.record.read_text())
+            with suppress(ValueError):  # cut while it was written
+                line["record"] = json.loads(self.item.record.read_text())
         if outcome != "ended":
             line["exit_code"] = code
             line["log"] = self.log.read_bytes()[-LAST_BYTES:].decode(errors="replace")
@@ -77,12 +83,12 @@ class Running:
         return True
 
     def _pass_on(self) -> None:
-        with open(self.output, errors="replace") as output:
+        with open(self.output, "rb") as output:
             output.seek(self.read)
-            text = output.read()
-        whole = text[: text.rfind("\n") + 1]
-        self.read += len(whole.encode())
-        for line in lines_of(whole):
+            written = output.read()
+        whole = written[: written.rfind(b"\n") + 1]
+        self.read += len(whole)
+        for line in lines_of(whole.decode(errors="replace")):
             self.write({"item": self.item.name, **line})
 
     def stop(self) -> None:
@@ -153,7 +159,11 @@ def _writer(record: Path, about: Line) -> Write:
             file.write(text + "\n")
         print(text[:300], flush=True)
         if "outcome" in line:
-            record.with_suffix(".md").write_text(page(read_lines(record)))
+            try:
+                text = page(read_lines(record))
+            except Exception as error:  # no page is worth the items that are still to come
+                text = f"{record} cannot be shown: {error!r}\n"
+            record.with_suffix(".md").write_text(text)
 
     return write
 
@@ -174,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     args = parser.parse_args(argv)
     folder = args.record.absolute().with_suffix("")
-    chosen = items(args.call, folder, args.rehearse)
+    chosen = items(args.call, folder, folder if args.rehearse else MODELS, args.rehearse)
     if unknown := {*(args.only or ())} - {item.name for item in chosen}:
         names = ", ".join(item.name for item in chosen)
         parser.error(f"--only={', '.join(sorted(unknown))}: call {args.call} has {names}.")

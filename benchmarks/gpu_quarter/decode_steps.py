@@ -39,6 +39,8 @@ PATIENCE = 75.0
 """Seconds that an engine waits for others to load before it measures beside them."""
 MARGIN = 64
 """Tokens of the cache for each sequence beside its context: the steps, and what SGLang keeps free."""
+LAST_CHARACTERS = 800
+"""Characters kept of a failed engine's log."""
 KERNELS = 12
 """The most kernels of a profile."""
 
@@ -247,18 +249,33 @@ def main(argv: Sequence[str] | None = None) -> int:
             fcntl.flock(lock, fcntl.LOCK_SH)
             measure(args.kinds, args.models[0], cells_of(args.cells), lock, output)
         return 0
-    command = [sys.executable, "-m", "benchmarks.gpu_quarter.decode_steps", "--cells", args.cells]
-    command += ["--lock", str(args.lock), "--kinds"]
-    engines = [(kind, model) for kind in args.kinds.split(",") for model in args.models]
-    running = [
-        subprocess.Popen([*command, kind, "--models", model], stdout=output)
-        for kind, model in engines
-    ]
-    codes = [process.wait() for process in running]
-    for (kind, model), code in zip(engines, codes, strict=True):
-        if code:
-            write_line(output, {"kind": kind, "model": model, "error": f"exit code {code}"})
-    return int(any(codes))
+    pairs = [(kind, Path(model)) for kind in args.kinds.split(",") for model in args.models]
+    return run_side_by_side(pairs, args.cells, args.lock, output)
+
+
+def run_side_by_side(
+    engines: Sequence[tuple[str, Path]], cells: str, lock: Path, output: int
+) -> int:
+    """Run engines, each in its own process with a log beside `lock`; say of one that fails why, and
+    return 1 if any did."""
+    command = [sys.executable, "-m", "benchmarks.gpu_quarter.decode_steps", "--cells", cells]
+    command += ["--lock", str(lock), "--kinds"]
+    running, has_failed = {}, False
+    for kind, model in engines:
+        with open(lock.with_name(f"decode-{kind}-{model.name}.log"), "w") as log:
+            own = [*command, kind, "--models", str(model)]
+            running[kind, model.name, log.name] = subprocess.Popen(own, stdout=output, stderr=log)
+    while running:
+        ended = {names: process.poll() for names, process in running.items()}
+        for names in [names for names, code in ended.items() if code is not None]:
+            del running[names]
+            if ended[names]:
+                has_failed, (kind, model, log) = True, names
+                said = Path(log).read_text(errors="replace")[-LAST_CHARACTERS:]
+                line = {"kind": kind, "model": model, "exit_code": ended[names], "error": said}
+                write_line(output, line)
+        time.sleep(0.1)
+    return int(has_failed)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from benchmarks.gpu_ops import report
@@ -106,7 +107,7 @@ def _decode(lines: Sequence[Line]) -> Iterator[str]:
         yield table(["batch", "context", "engine", "step", "forward", "over stock"], rows)
     for line in lines:
         if "error" in line:
-            yield f"- {line.get('kind')}: {line['error']}"
+            yield f"{line['kind']} failed:\n\n" + indent(line["error"].strip(), "    ")
 
 
 def _kinds(kinds: dict[str, list[Line]]) -> Iterator[list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ def lines_of(text: str) -> list[Line]:
     found = []
     for part in text.splitlines(keepends=True):
         if part.startswith("{") and part.endswith("}\n"):
-            found.append(json.loads(part))
+            with suppress(ValueError):  # a library's dictionary, printed
+                found.append(json.loads(part))
     return found
 
 

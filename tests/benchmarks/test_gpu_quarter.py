@@ -11,6 +11,8 @@ import psutil
 import pytest
 
 from benchmarks.gpu_quarter import __main__ as quarter
+from benchmarks.gpu_quarter.decode_steps import run_side_by_side
+from benchmarks.gpu_quarter.machine_lines import make_shell
 from benchmarks.gpu_quarter.quarter_items import Item, items
 from benchmarks.gpu_quarter.quarter_page import extrapolated, page
 from benchmarks.gpu_quarter.result_lines import lines_of, read_lines
@@ -45,6 +47,20 @@ def test_an_item_that_fails_is_told_with_its_log_and_the_next_one_runs(tmp_path)
     )
     assert not is_well and ended["one"]["outcome"] == "failed" and ended["one"]["exit_code"] == 1
     assert "no memory" in ended["one"]["log"] and ended["two"]["outcome"] == "ended"
+
+
+def test_an_earlier_calls_record_is_not_taken_for_this_ones(tmp_path):
+    record = tmp_path / "own.json"
+    record.write_text('{"a": 1}')
+    _, _, ended = run([item("one", "raise SystemExit(1)", record=record)], tmp_path)
+    assert ended["one"]["outcome"] == "failed" and "record" not in ended["one"]
+
+
+def test_a_record_that_was_cut_ends_no_call(tmp_path):
+    record = tmp_path / "own.json"
+    script = f"open({str(record)!r}, 'w').write('{{\"a\": ')"
+    is_well, _, ended = run([item("one", script, record=record), item("two", "print()")], tmp_path)
+    assert is_well and "record" not in ended["one"] and ended["two"]["outcome"] == "ended"
 
 
 GRANDCHILD = """
@@ -86,16 +102,17 @@ def test_an_item_waits_for_the_one_beside_that_it_needs(tmp_path):
 
 def test_a_line_that_was_cut_is_no_result():
     assert lines_of('{"a": 1}\nword\n{"b": 2}\n{"c": ') == [{"a": 1}, {"b": 2}]
+    assert lines_of("{'a': 1}\n{\"b\": 2}\n") == [{"b": 2}]  # what a library prints
 
 
 @pytest.mark.parametrize("call", [1, 2])
 def test_a_call_fits_into_seven_minutes(call, tmp_path):
-    chosen = items(call, tmp_path, False)
+    chosen = items(call, tmp_path, tmp_path, False)
     assert sum(each.seconds for each in chosen if not each.is_beside) <= 420
 
 
 def test_the_step_is_asked_for_with_flags_that_there_are(tmp_path):
-    (step,) = (each for each in items(1, tmp_path, False) if each.name == "step")
+    (step,) = (each for each in items(1, tmp_path, tmp_path, False) if each.name == "step")
     config = parse(BenchConfig, step.command[4:], "onpolicy bench")
     assert (config.what, config.num_tokens, config.operators.operators) == (
         "step",
@@ -142,6 +159,18 @@ def test_a_negative_control_that_does_not_differ_is_told():
     assert "shows nothing" in page([line("cublas", []), line("triton", [])])
     text = page([line("cublas", [1, 8]), line("triton", [])])
     assert "shows nothing" not in text and "| o | 2,560 x 4,096 | cublas | 1, 8 | 1: 2.0 |" in text
+
+
+@pytest.mark.runs
+def test_an_engine_that_cannot_be_made_is_told_with_its_reason(tmp_path):
+    make_shell("tiny", tmp_path / "tiny-1-layers")
+    said = tmp_path / "said.jsonl"
+    with open(said, "w") as output:
+        pairs = [("fast", tmp_path / "tiny-1-layers")]
+        assert run_side_by_side(pairs, "1x16", tmp_path / "lock", output.fileno()) == 1
+    (line,) = read_lines(said)
+    assert line["kind"] == "fast" and line["exit_code"] == 1 and "operators" in line["error"]
+    assert "fast failed:" in page([{"item": "decode", **line}])
 
 
 def begin(record, *arguments):
