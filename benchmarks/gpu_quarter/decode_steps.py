@@ -208,8 +208,10 @@ def measure(kind: str, model: str, cells: Sequence[Cell], lock: IO[str], output:
     """Measure one engine in this process, which SGLang fills with its global state."""
     flags, variables = engine(kind, model, cells)
     os.environ.update(variables)
-    from sglang_patches.server_process import import_lightly
+    from sglang_patches.server_process import RENDEZVOUS_VARIABLE, import_lightly
 
+    # Engines that start side by side might choose one port; each meets itself in a file.
+    os.environ[RENDEZVOUS_VARIABLE] = f"file://{os.path.abspath(lock.name)}-{os.getpid()}"
     import_lightly()
     from sglang.benchmark import one_batch
     from sglang.srt.plugins import load_plugins

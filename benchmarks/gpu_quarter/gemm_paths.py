@@ -106,9 +106,15 @@ def measure(
         limit = min(most, HEAD_ROWS) if name == "lm_head" else most
         rows, timed = ([m for m in some if m <= limit] for some in (ROWS, TIMED))
         x, weight = normal(rows[-1], k, seed=1), normal(n, k, scale=k**-0.5)
-        bits = {path: differing(f, x, weight, rows[:-1]) for path, f in products.items()}
-        times = {m: _microseconds(products, m, n, k, l2_bytes) for m in timed}
-        for path in products:
+        bits: dict[str, list[int]] = {}
+        for path, product in products.items():
+            try:
+                bits[path] = differing(product, x, weight, rows[:-1])
+            except Exception as error:  # of this path at this shape
+                write({"path": path, "linear": name, "error": f"{error}"[:300]})
+        kept = {path: products[path] for path in bits}
+        times = {m: _microseconds(kept, m, n, k, l2_bytes) for m in timed}
+        for path in kept:
             took = {str(m): round(times[m][path], 2) for m in timed}
             where = {"path": path, "linear": name, "out": n, "in": k}
             write(where | {"differing_rows": bits[path], "of": rows, "microseconds": took})

@@ -57,6 +57,9 @@ def _outcomes(lines: Sequence[Line]) -> Iterator[list[Any]]:
 
 
 def _gemm(lines: Sequence[Line]) -> Iterator[str]:
+    for line in lines:
+        if "error" in line:
+            yield f"{line['path']} {line.get('linear', '')} failed: {line['error']}"
     measured = [line for line in lines if "differing_rows" in line]
     if not measured:
         return

@@ -12,12 +12,14 @@ import pytest
 
 from benchmarks.gpu_quarter import __main__ as quarter
 from benchmarks.gpu_quarter.decode_steps import run_side_by_side
+from benchmarks.gpu_quarter.gemm_paths import measure
 from benchmarks.gpu_quarter.machine_lines import make_shell
 from benchmarks.gpu_quarter.quarter_items import Item, items
 from benchmarks.gpu_quarter.quarter_page import extrapolated, page
 from benchmarks.gpu_quarter.result_lines import lines_of, read_lines
 from onpolicy.cli.parse import parse
 from onpolicy.config.tool_flags import BenchConfig
+from tests.support.gpu.shapes import TINY
 from tests.support.train_runs import ROOT
 
 
@@ -161,6 +163,21 @@ def test_a_negative_control_that_does_not_differ_is_told():
     assert "shows nothing" not in text and "| o | 2,560 x 4,096 | cublas | 1, 8 | 1: 2.0 |" in text
 
 
+def test_a_path_that_fails_at_a_shape_takes_no_other_along():
+    def refuses_the_head(x, weight):
+        if len(weight) == TINY.vocab:
+            raise RuntimeError("no such tile")
+        return x @ weight.t()
+
+    lines = []
+    products = {"cublas": lambda x, weight: x @ weight.t(), "deep_gemm": refuses_the_head}
+    measure(products, TINY, 8, lines.append)
+    measured = {(line["path"], line["linear"]) for line in lines if "differing_rows" in line}
+    names = TINY.joint_linears()
+    assert measured == {(p, n) for p in products for n in names} - {("deep_gemm", "lm_head")}
+    assert "deep_gemm lm_head failed: no such tile" in page([{"item": "gemm", **x} for x in lines])
+
+
 @pytest.mark.runs
 def test_an_engine_that_cannot_be_made_is_told_with_its_reason(tmp_path):
     make_shell("tiny", tmp_path / "tiny-1-layers")
@@ -169,7 +186,7 @@ def test_an_engine_that_cannot_be_made_is_told_with_its_reason(tmp_path):
         pairs = [("fast", tmp_path / "tiny-1-layers")]
         assert run_side_by_side(pairs, "1x16", tmp_path / "lock", output.fileno()) == 1
     (line,) = read_lines(said)
-    assert line["kind"] == "fast" and line["exit_code"] == 1 and "operators" in line["error"]
+    assert line["kind"] == "fast" and line["exit_code"] == 2 and "operators" in line["error"]
     assert "fast failed:" in page([{"item": "decode", **line}])
 
 
