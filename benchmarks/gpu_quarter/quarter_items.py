@@ -50,7 +50,7 @@ def _first(folder: Path, models: Path, rehearse: bool) -> list[Item]:
     kinds, cells, operators = KINDS, CELLS, "hopper"
     chosen = ["--only", REWRITTEN, "--models", MODELS, "--seconds", "45"]
     if rehearse:
-        geometry, depths, layers, tokens = ("tiny", (1, 2), 1, 256)
+        geometry, depths, layers, tokens = ("tiny", (1,), 1, 256)
         kinds, cells, operators = "stock,cpu", "1x16,3x32", "cpu"
         chosen = ["--rehearse"]
     shells = [models / f"{geometry}-{depth}-layers" for depth in depths]

@@ -119,7 +119,7 @@ def _kinds(kinds: dict[str, list[Line]]) -> Iterator[list[str]]:
         shallow, *others = sorted(lines, key=lambda line: line["layers"])
         deep = [line for line in others if line["layers"] > shallow["layers"]]
         if not deep:
-            yield [kind, f"only {shallow['layers']} layers", "", ""]
+            yield [kind, f"depth {shallow['layers']} alone", "", ""]
             continue
         pair = (shallow, deep[-1])
         step, forward = (extrapolated(*pair, name) for name in ("step_ms", "forward_ms"))

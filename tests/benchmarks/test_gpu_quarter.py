@@ -142,7 +142,7 @@ def test_two_depths_give_the_step_of_a_whole_model():
     text = page([shallow, deep, *aligned])
     assert "| 8 | 1024 | stock | 5.75 | 1.00 | 1.00 |" in text
     assert "| 8 | 1024 | hopper | 10.00 | 1.00 | 0.57 |" in text
-    assert "| 8 | 1024 | triton | only 2 layers |" in page([decoded("triton", 2, 1.5)])
+    assert "| 8 | 1024 | triton | depth 2 alone |" in page([decoded("triton", 2, 1.5)])
 
 
 def test_a_step_that_replayed_no_graph_is_told():
@@ -226,7 +226,7 @@ def test_a_call_that_is_cut_loses_only_what_it_had_not_measured(tmp_path, cut):
 
 def rehearse(record, call):
     process = begin(record, "--call", str(call))
-    code = process.wait(timeout=400)
+    code = process.wait(timeout=550)
     lines = read_lines(record)
     outcomes = {line["item"]: line["outcome"] for line in lines if "outcome" in line}
     assert code == 0 and set(outcomes.values()) == {"ended"}, json.dumps(lines)[-3000:]
@@ -243,9 +243,9 @@ def test_the_first_call_is_rehearsed_with_cpu_operators(tmp_path):
     cells = {
         (line["kind"], line["layers"], line["batch_size"]) for line in lines if "step_ms" in line
     }
-    assert cells == {(kind, n, b) for kind in ("stock", "cpu") for n in (1, 2) for b in (1, 3)}
-    assert sum("profile_us" in line for line in lines) == 4
-    assert "A rehearsal on a CPU" in text and "eager" in text
+    assert cells == {(kind, 1, batch) for kind in ("stock", "cpu") for batch in (1, 3)}
+    assert sum("profile_us" in line for line in lines) == 2
+    assert "A rehearsal on a CPU" in text and "| 3 | 32 | cpu | depth 1 alone |" in text
     for part in ("gemm", "decode", "operators", "step"):
         assert f"## {part}" in text
 
