@@ -19,17 +19,15 @@ INSTALLED := $(VENV)/.installed
 
 # On a machine with a GPU there is no .venv: this Python has torch, triton, transformers and pytest.
 #   make gpu-test GPU_TEST_ARGS='--gpu-models Qwen3-4B -k gemm'
-#   make gpu-engines GPU_ENGINES_ARGS='--only train verify_hopper'
-#   make gpu-bench GPU_BENCH_ARGS='--parts decode,step --layers 8'
+#   make gpu-quarter GPU_QUARTER_ARGS='--call 2'
 GPU_PYTHON ?= python3
 GPU_TEST_ARGS ?=
-GPU_ENGINES_ARGS ?=
-GPU_BENCH_ARGS ?=
+GPU_QUARTER_ARGS ?=
 
 CPU_SETTINGS ?=
 ARCHITECTURES_ARGS ?=
 
-.PHONY: setup demo test test-runs test-kernels test-all test-cpus test-sglang soak architectures lint gpu-test gpu-engines gpu-bench
+.PHONY: setup demo test test-runs test-kernels test-all test-cpus test-sglang soak architectures lint gpu-test gpu-quarter
 .DEFAULT_GOAL := setup
 
 setup: $(INSTALLED)
@@ -101,8 +99,5 @@ lint: setup
 gpu-test:
 	$(GPU_PYTHON) -m tests.gpu.run --json benchmarks/results/gpu_test.json $(GPU_TEST_ARGS)
 
-gpu-engines:
-	$(GPU_PYTHON) -m tests.gpu.engines --json benchmarks/results/gpu_engines.json $(GPU_ENGINES_ARGS)
-
-gpu-bench:
-	$(GPU_PYTHON) -m benchmarks.gpu_bench --json benchmarks/results/gpu_bench.json $(GPU_BENCH_ARGS)
+gpu-quarter:
+	$(GPU_PYTHON) -m benchmarks.gpu_quarter $(GPU_QUARTER_ARGS)

@@ -28,8 +28,8 @@ NOT_OURS = {
     "rewards.py", "path/to/file.py", "report.html",  # the user's
     "mis.py", "model_runner.py", "p2p_communication.py",  # of Miles, SGLang and Megatron-core
     "deep_gemm/__init__.py", "deep_gemm/cuda_helpers.py", "sgl_kernel/flash_attn.py",  # on GPUs alone
-    "results/gpu_test.md", "benchmarks/results/gpu_test.json", "benchmarks/results/gpu_bench.*",
-    # written there
+    "results/gpu_test.md", "benchmarks/results/gpu_test.json",  # written there
+    "benchmarks/results/gpu_quarter.jsonl", "gpu_quarter.md",
 }  # fmt: skip
 
 

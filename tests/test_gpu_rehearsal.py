@@ -120,12 +120,9 @@ for name in map(str, names):
 
 def test_commands_of_the_engines_suite_are_valid_on_one_gpu(tmp_path, checkpoints, forked):
     """One of each sort; SGLang reads the flags of each for seconds."""
-    names = ["train_hopper", "verify_fp8", "lora_hopper", "train_again"]
-    (tmp_path / "quickstart").mkdir()
-    for link in ("quickstart/model", "qwen3-0.6b"):
-        (tmp_path / link).symlink_to(checkpoints["qwen3"])
-    for name in ("data.jsonl", "eval.jsonl"):
-        write_problems(tmp_path / "quickstart" / name)
+    names = ["train_hopper", "verify_fp8", "lora_hopper"]
+    (tmp_path / "qwen3-0.6b").symlink_to(checkpoints["qwen3"])
+    write_problems(tmp_path / "data.jsonl")
     (tmp_path / "check.py").write_text(CHECK)
     seeing = seeing_gpus(1)
     done = subprocess.run(
@@ -141,23 +138,21 @@ def test_commands_of_the_engines_suite_are_valid_on_one_gpu(tmp_path, checkpoint
 def result(**changes):
     return {
         "exit_code": 0, "num_compared_tokens": 9, "num_mismatched_tokens": 0, "seconds": 1.0,
-        "run_hash": None, **changes,
+        **changes,
     }  # fmt: skip
 
 
 def test_the_engines_suite_names_what_did_not_hold():
-    good = {"verify_triton": result()} | {name: result(run_hash="a") for name in engines.SAME}
+    good = {"verify_int4": result(), "verify_fp8": result()}
     assert not engines.failures(good)
     for changes in ({"exit_code": 1}, {"num_mismatched_tokens": 2}, {"num_compared_tokens": 0}):
-        (failure,) = engines.failures({**good, "verify_triton": result(**changes)})
-        assert failure.startswith("verify_triton: exit code")
-    (failure,) = engines.failures({**good, "train_again": result(run_hash="b")})
-    assert failure.endswith("more than one hash")
+        (failure,) = engines.failures({**good, "verify_fp8": result(**changes)})
+        assert failure.startswith("verify_fp8: exit code")
 
 
-def test_the_engines_suite_reads_what_commands_leave_behind(tmp_path, capsys):
+def test_the_engines_suite_reads_what_commands_leave_behind(tmp_path):
     """A command that is refused, and the records of others."""
-    refused = engines.run("verify_triton", ["verify"], tmp_path)
+    refused = engines.run("verify_fp8", ["verify"], tmp_path)
     assert refused["exit_code"] == 2 and "hf-checkpoint" in " ".join(refused["last_lines"])
     (tmp_path / "verify.json").write_text(
         json.dumps({"num_compared_tokens": 8, "num_mismatched_tokens": 1})
@@ -167,7 +162,6 @@ def test_the_engines_suite_reads_what_commands_leave_behind(tmp_path, capsys):
     (tmp_path / "train" / "metrics.jsonl").write_text(f"{json.dumps(step)}\n" * 2 + "{}\n")
     assert [*engines._compared(tmp_path, "verify").values()] == [8, 1]
     assert [*engines._compared(tmp_path, "train").values()] == [16, 2]
-    assert engines.RUN_HASH.search("│ run hash   │ f3b3aa8a │")[1] == "f3b3aa8a"
 
 
 RESOLVE = """
@@ -191,6 +185,29 @@ found = {name: getattr(view, name) for name in (
 )} | {"decode": list(view.cuda_graph_config.decode.bs)}
 print("RESOLVED", json.dumps(found))
 """
+
+
+STEPS = """
+import json, os, sys
+from onpolicy.compat.process import prepare_process
+prepare_process()
+from benchmarks.gpu_quarter.decode_steps import engine
+flags, variables = engine(sys.argv[1], sys.argv[2], [(8, 1024), (1, 8192)])
+os.environ.update(variables)
+sys.argv[1:] = flags
+"""
+
+
+@pytest.mark.parametrize("kind", ["hopper", "deterministic"])
+def test_sglang_captures_the_steps_that_are_measured_in_process(checkpoints, kind):
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS + RESOLVE, kind, str(checkpoints["qwen3"])],
+        env=seeing_gpus(1), cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESOLVED")]
+    assert lines, done.stderr[-3000:]
+    resolved = json.loads(lines[0].removeprefix("RESOLVED"))
+    assert resolved["decode"] == [1, 8] and resolved["enable_deterministic_inference"]
 
 
 def resolved_by_sglang(checkpoints, *sglang_args):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_ops import __main__ as bench
-from benchmarks.gpu_ops import attention, cases, linears, report, rowwise
+from benchmarks.gpu_ops import attention, linears, report, rowwise
 from benchmarks.gpu_ops.cases import Case, Goal
 from onpolicy.errors import ContractError
 from onpolicy.ops.cpu import CpuOperators
@@ -23,7 +23,7 @@ from tests.gpu import run
 from tests.gpu.tally import Tally
 from tests.support.gpu.machine import write_json
 from tests.support.gpu.operators import make_gpu_operators
-from tests.support.gpu.shapes import ModelShape
+from tests.support.gpu.shapes import TINY
 
 pytestmark = pytest.mark.runs
 
@@ -198,19 +198,11 @@ def test_backends_that_a_machine_cannot_keep_are_named():
         make_gpu_operators("hopper")
 
 
-TINY = ModelShape(
-    name="tiny", hidden=64, layers=1, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=137
-)
-
-
 @pytest.fixture
 def on_a_cpu(monkeypatch):
     """The benchmark's own sizes would take minutes here, and its device does not exist."""
-    for module in (attention, cases, linears, rowwise):
-        monkeypatch.setattr(module, "DEVICE", "cpu")
     for module in (linears, rowwise):
         monkeypatch.setattr(module, "ROW_COUNTS", (1, 8))
-    monkeypatch.setattr(linears, "sglang_matmul", lambda: None)  # needs a GPU
     monkeypatch.setattr(attention, "DECODING", ((2, 64),))
     monkeypatch.setattr(attention, "PACKED", ((2, 32),))
 

@@ -3,12 +3,14 @@
     python -m benchmarks.gpu_ops --seconds 300 [--only linear,attention] [--models Qwen3-4B]
 
 The record is rewritten after every case, so a run that is cut short leaves what it has measured.
+`--rehearse` measures a few small cases of CPU operators, where there is no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_ops import attention, linears, rowwise
 from benchmarks.gpu_ops.attention import attention_cases
 from benchmarks.gpu_ops.cases import DEVICE, Case
 from benchmarks.gpu_ops.linears import expert_cases, linear_cases, row_parallel_cases
@@ -25,9 +28,10 @@ from benchmarks.gpu_ops.rowwise import rowwise_cases
 from benchmarks.gpu_ops.timing import alternate
 from onpolicy.compat.process import prepare_process
 from onpolicy.ops import Operators
+from onpolicy.ops.cpu import CpuOperators
 from tests.support.gpu.machine import describe_machine, write_json
 from tests.support.gpu.operators import BACKENDS, make_gpu_operators, missing
-from tests.support.gpu.shapes import MODELS, QWEN3_4B, QWEN3_8B, QWEN3_30B_A3B
+from tests.support.gpu.shapes import MODELS, QWEN3_4B, QWEN3_8B, QWEN3_30B_A3B, TINY
 
 SECONDS_PER_CASE = 0.5
 """Seconds of measuring; making the operands and compiling kernels come on top."""
@@ -49,6 +53,14 @@ def make_cases(only: list[str], models: list[str]) -> list[Case]:
     return [case for case in cases if _is_chosen(case, only, models)]
 
 
+def make_small_cases() -> list[Case]:
+    """Return the cases of a rehearsal, whose sizes a CPU computes in seconds."""
+    linears.ROW_COUNTS = rowwise.ROW_COUNTS = (1, 8)
+    attention.DECODING, attention.PACKED = ((2, 64),), ((2, 32),)
+    kinds = (linear_cases, row_parallel_cases, attention_cases, rowwise_cases)
+    return [next(iter(kind(TINY))) for kind in kinds]
+
+
 def _is_chosen(case: Case, only: list[str], models: list[str]) -> bool:
     named = [model for model in MODELS if model in case.where]
     return (not only or any(case.operator.startswith(prefix) for prefix in only)) and (
@@ -65,9 +77,9 @@ def make_aligned(chosen: list[str]) -> tuple[dict[str, Operators], dict[str, str
 
 def measure_ceilings(l2_bytes: int) -> dict[str, float]:
     """Return the speed of a large cuBLAS product and of a large copy: FLOP/s, bytes/s."""
-    size = 8192
+    size, copied = (8192, max(1 << 30, 8 * l2_bytes)) if DEVICE == "cuda" else (256, 1 << 20)
     x, y = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    source = torch.empty(max(1 << 30, 8 * l2_bytes), dtype=torch.uint8, device=DEVICE)
+    source = torch.empty(copied, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     calls = {"mm": lambda _: torch.mm(x, y), "copy": lambda _: target.copy_(source)}
     seconds = alternate(calls, 1, 1.0)
@@ -123,8 +135,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="operators by how they begin; commas between")
     parser.add_argument("--models", default="", help="models by name; commas between")
     parser.add_argument("--backends", default=",".join(BACKENDS), help="aligned operators")
+    parser.add_argument("--rehearse", action="store_true", help="a few cases, on a CPU")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/gpu_ops.json"))
     args = parser.parse_args(argv)
+    if args.rehearse:
+        return write(run(make_small_cases(), {"cpu": CpuOperators()}, 0, math.inf), {}, args.json)
     if not torch.cuda.is_available():
         print(
             "benchmarks.gpu_ops measures kernels on a GPU, and torch finds none here "
@@ -142,11 +157,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     cases = make_cases(_names(args.only), _names(args.models))
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-    for result in run(cases, aligned, l2_bytes, end):
+    return write(run(cases, aligned, l2_bytes, end), lacks, args.json)
+
+
+def write(results: Iterator[dict[str, Any]], lacks: dict[str, str], file: Path) -> int:
+    """Write every record that `run` yields and its page; return 1 if a case failed."""
+    for result in results:
         result["missing"] = lacks
-        write_json(args.json, result)
-        args.json.with_suffix(".md").write_text(markdown(result))
-    print(f"goals: {result['goals']}; {args.json} and {args.json.with_suffix('.md')}")
+        write_json(file, result)
+        file.with_suffix(".md").write_text(markdown(result))
+    print(f"goals: {result['goals']}; {file} and {file.with_suffix('.md')}")
     return 1 if result["failed"] else 0
 
 

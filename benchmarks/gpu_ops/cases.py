@@ -20,7 +20,8 @@ Calls = tuple[dict[str, Call], int]
 Sets = list[tuple[Tensor, ...]]
 """Sets of operands of a call."""
 
-DEVICE = "cuda"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""A CPU is for rehearsals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def rotating(make: Callable[[int], tuple[Tensor, ...]], l2_bytes: int) -> Sets:
 
 
 def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    """Return bfloat16 normal numbers on the GPU."""
+    """Return bfloat16 normal numbers on the device."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     numbers = torch.randn(*shape, generator=generator, device=DEVICE, dtype=torch.bfloat16)
     return numbers.mul_(scale)

@@ -64,7 +64,9 @@ def _case(where: str, m: int, n: int, k: int, blocks: int = 1) -> Case:
 
 def sglang_matmul() -> Callable[[Tensor, Tensor], Tensor] | None:
     """Return SGLang's own batch-invariant product, [M, K] x [K, N] -> [M, N]; None if not
-    installed."""
+    installed, or without a GPU."""
+    if DEVICE == "cpu":
+        return None
     try:
         from sglang.srt.batch_invariant_ops.batch_invariant_ops import matmul_persistent
     except ImportError:

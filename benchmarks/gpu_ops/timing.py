@@ -45,24 +45,33 @@ def alternate(calls: Mapping[str, Call], sets: int, seconds: float) -> dict[str,
     return {name: median(values) for name, values in times.items()}
 
 
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 class _Burst:
     """A burst of calls that are queued together and timed together."""
 
     def __init__(self, call: Call, sets: int):
         self.call, self.sets, self.next_set = call, sets, 0
         self._run(3)  # compiles, and fills caches of plans and memory
-        torch.cuda.synchronize()
+        _synchronize()
         seconds = self._timed(3, wait=0.0)
         self.count = max(1, min(MAX_BURST, round(BURST_SECONDS / max(seconds, 1e-7))))
         started = time.perf_counter()
         self._run(self.count)
         self.wait = 1.5 * (time.perf_counter() - started)
-        torch.cuda.synchronize()
+        _synchronize()
 
     def seconds_per_call(self) -> float:
         return self._timed(self.count, self.wait)
 
     def _timed(self, count: int, wait: float) -> float:
+        if not torch.cuda.is_available():  # a rehearsal
+            started = time.perf_counter()
+            self._run(count)
+            return (time.perf_counter() - started) / count
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if wait:
             torch.cuda._sleep(int(wait * CYCLES_PER_SECOND))

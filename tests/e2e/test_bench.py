@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from benchmarks.gpu_page import page
 from onpolicy.cli.main import main
 
 pytestmark = [pytest.mark.engine, pytest.mark.runs]
@@ -43,8 +42,6 @@ def test_prefill_and_decoding_are_measured_apart_for_what_fits(checkpoint, tmp_p
             assert cell[phase]["ratio"] > 0
             for kind in ("aligned", "stock"):
                 assert len(cell[phase][kind]["runs"]) == 2 and min(cell[phase][kind]["runs"]) > 0
-    text = page({"machine": {"device": "a CPU"}, "model": "tiny", "parts": {"decode": result}})
-    assert "| 8 | 3 | decode | stock |" in text
     why = {
         (cell["batch_size"], cell["context_len"]): cell["why"] for cell in result["not_measured"]
     }

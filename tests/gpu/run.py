@@ -42,14 +42,16 @@ def main(argv):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--json", type=Path, required=True, help="what all files recorded")
     parser.add_argument("--jobs", type=int, default=1, help="files side by side on the GPU")
+    parser.add_argument("--files", nargs="+", choices=FILES, default=FILES, help="these alone")
     own, arguments = parser.parse_known_args(argv)
     folder = own.json.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     tests = {}
     run = partial(_run, folder=folder, arguments=arguments, shown=own.jobs == 1)
     with ThreadPoolExecutor(own.jobs) as pool:
-        beside = pool.map(run, [name for name in FILES if name != ALONE])
-        for found in itertools.chain(beside, map(run, [ALONE])):
+        beside = pool.map(run, [name for name in own.files if name != ALONE])
+        last = [name for name in own.files if name == ALONE]
+        for found in itertools.chain(beside, map(run, last)):
             tests |= found
             if tests:
                 write_json(own.json, record_of(tests))

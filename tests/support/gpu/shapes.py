@@ -36,6 +36,17 @@ class ModelShape:
             shapes["down"] = (self.hidden, self.intermediate)
         return {**shapes, "lm_head": (self.vocab, self.hidden)}
 
+    def joint_linears(self):
+        """The linears of a dense model as the engines join them, and the head: (N, K) by name."""
+        attention, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "qkv": (attention + 2 * kv, self.hidden),
+            "o": (self.hidden, attention),
+            "gate_up": (2 * self.intermediate, self.hidden),
+            "down": (self.hidden, self.intermediate),
+            "lm_head": (self.vocab, self.hidden),
+        }
+
     def expert_linears(self):
         """Grouped linears as (experts E, N, K); empty for a dense model."""
         if not self.experts:
@@ -65,5 +76,10 @@ QWEN3_30B_A3B = ModelShape(
     experts=128,
     experts_per_token=8,
 )
+
+TINY = ModelShape(
+    name="tiny", hidden=64, layers=1, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=137
+)
+"""Sizes of rehearsals."""
 
 MODELS = {shape.name: shape for shape in (QWEN3_0_6B, QWEN3_4B, QWEN3_8B, QWEN3_30B_A3B)}
