@@ -6,7 +6,6 @@ import copy
 import logging
 import os
 
-import torch
 from torch import nn
 from transformers import PretrainedConfig
 

@@ -73,8 +73,12 @@ def test_the_extras_compiler_replaces_an_older_one_or_none_at_all_and_says_so_on
     monkeypatch.setenv(name, str(hosts))
     assert {find_cuda_toolkit() for _ in range(3)} == {CudaToolkit(str(ours))}
     (said,) = caplog.messages
-    found = f"is of release {release}, and at least 13.0" if release else "has no executable bin/nvcc"
-    assert said.startswith(f"{name}={hosts}") and found in said and said.endswith("extra gpu instead")
+    found = (
+        f"is of release {release}, and at least 13.0" if release else "has no executable bin/nvcc"
+    )
+    assert (
+        said.startswith(f"{name}={hosts}") and found in said and said.endswith("extra gpu instead")
+    )
 
 
 def test_a_toolkit_as_new_as_the_extras_is_kept_and_nothing_is_said(monkeypatch, tmp_path, caplog):
