@@ -152,10 +152,7 @@ OLDEST_NVCC = (12, 9)
 """Oldest version that sgl-deep-gemm 0.2 accepts."""
 
 WHEELS = "cu13"
-"""Folder of the package `nvidia` that holds the compiler installed by the extra `gpu`."""
-
-WHEELS_NVCC = (13, 0)
-"""Oldest version that is taken where WHEELS has a compiler: PyTorch is then built with CUDA 13."""
+"""Folder of the package `nvidia` with the compiler of the extra `gpu`, for a PyTorch of CUDA 13."""
 
 USUAL = Path("/usr/local/cuda")
 
@@ -170,21 +167,19 @@ REMEDY = (
 def find_cuda_toolkit() -> CudaToolkit:
     """Find the CUDA toolkit.
 
-    If CUDA_HOME or CUDA_PATH is set, only that one counts, unless the extra's packages compile and it
-    cannot, or is older than theirs. Otherwise it is the first that compiles of: the extra's packages,
-    PATH, /usr/local/cuda. DeepGEMM does not search the extra's packages, so it gets the result as
-    CUDA_HOME.
+    If CUDA_HOME or CUDA_PATH is set, only that one counts, unless it compiles nothing, or only CUDA 12,
+    and the extra's packages can; else it is the first that compiles of: the extra's packages, PATH,
+    /usr/local/cuda. DeepGEMM does not search the extra's packages, so it gets the result as CUDA_HOME.
     """
     given = [name for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     if given:
         home = Path(os.environ[given[0]])
         ours = next((each for each in _wheels() if not _problem(each)), None)
-        problem = _problem(home, WHEELS_NVCC if ours else OLDEST_NVCC)
-        said = problem and f"{given[0]}={problem}"
+        problem = _problem(home, (13, 0) if ours else OLDEST_NVCC)
         if problem and ours:
-            _say_replaced(said, ours)
+            _say_replaced(f"{given[0]}={problem}", ours)
             return CudaToolkit(str(ours))
-        return CudaToolkit(None if problem else str(home), said)
+        return CudaToolkit(None if problem else str(home), problem and f"{given[0]}={problem}")
     problems = []
     for home in _homes():
         problem = _problem(home)

@@ -17,27 +17,26 @@ from onpolicy.ops.backends import GPU_BACKENDS
 logger = logging.getLogger(__name__)
 
 OLDEST = {"12": 525, "13": 580}
-"""Oldest driver branch by the major version of CUDA. Source: NVIDIA, CUDA Compatibility, minor version
-compatibility."""
+"""Oldest driver for each major version of CUDA. Source: NVIDIA, CUDA Compatibility, minor versions."""
 
 VERSION = Path("/proc/driver/nvidia/version")
-"""File of the kernel module, which tells its version without CUDA."""
 
 
 def device_of(config: TrainConfig | ServeConfig) -> str:
     """Return where a command computes: "cuda" or "cpu". Raises ConfigError if it asks for GPUs that an
-    old driver does not show; one that asks for neither is warned."""
+    old driver does not show; a command that asks for nothing is warned."""
     if torch.cuda.is_available():
         return "cuda"
     if problem := old_driver():
         operators = config.operators.operators
-        asked = {f"--operators={operators}": operators in {each.name for each in GPU_BACKENDS}}
+        on_gpus = operators in {backend.name for backend in GPU_BACKENDS}
+        flags = [f"--operators={operators}"] * on_gpus
         if isinstance(config, TrainConfig):
             gpus = config.cluster.actor_num_gpus_per_node
-            asked |= {"--colocate": config.engine.colocate}
-            asked |= {f"--actor-num-gpus-per-node={gpus}": gpus is not None}
-        if flag := next((flag for flag, is_asked in asked.items() if is_asked), None):
-            raise ConfigError(f"{flag}: {problem}")
+            flags += ["--colocate"] * config.engine.colocate
+            flags += [f"--actor-num-gpus-per-node={gpus}"] * bool(gpus)
+        if flags:
+            raise ConfigError(f"{flags[0]}: {problem}")
         if operators == "auto":
             _warn(problem)
     return "cpu"
