@@ -6,6 +6,7 @@ of steps. Nothing is computed on the GPUs, which are fakes (tests/support/gpu/fa
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,8 +31,8 @@ SIZES = {
     "max_position_embeddings": 16384, "head_dim": 128, "hidden_size": 256, "intermediate_size": 256,
     "vocab_size": 512,
 }  # fmt: skip
-LAYERS = {"qwen3": 2, "qwen3-moe": 6}
-"""Three pipeline stages share the second's out."""
+LAYERS = {"qwen3": 2, "qwen3-moe": 8}
+"""Four pipeline stages share the second's out."""
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +59,10 @@ def forked():
         yield directory
 
 
-def launch(script, count, checkpoint, cwd, forked):
-    write_problems(cwd / "data.jsonl")
+def launch(script, count, checkpoint, cwd, forked, *argv, chats=False):
+    write_problems(cwd / "data.jsonl", chats)
     return subprocess.run(
-        [str(EXAMPLES / "true_on_policy" / script), "--dry-run"],
+        [str(EXAMPLES / script), *argv, "--dry-run"],
         env={
             **seeing_gpus(count),
             "PATH": f"{forked}:{os.environ['PATH']}",
@@ -76,23 +77,47 @@ def launch(script, count, checkpoint, cwd, forked):
 @pytest.mark.parametrize(
     "script, model, engines",
     [
-        ("run_qwen3_4b.sh", "qwen3", 4),
-        ("run_qwen3_32b_lora.sh", "qwen3", 2),
-        ("run_qwen3_30b_a3b_megatron.sh", "qwen3-moe", 2),
+        ("run_qwen3_4b.sh", "qwen3", 8),
+        ("run_qwen3_4b_ppo.sh", "qwen3", 8),
+        ("run_qwen3_32b_lora.sh", "qwen3", 4),
+        ("run_qwen3_30b_a3b.sh", "qwen3-moe", 8),
+        ("run_qwen3_30b_a3b_megatron.sh", "qwen3-moe", 8),
     ],
 )
 def test_a_launcher_is_a_valid_run_on_8_gpus(tmp_path, checkpoints, forked, script, model, engines):
-    done = launch(script, 8, checkpoints[model], tmp_path, forked)
+    done = launch(f"true_on_policy/{script}", 8, checkpoints[model], tmp_path, forked)
     assert done.returncode == 0, done.stderr
     assert "aligned operators: hopper, bfloat16" in done.stderr
     assert "the fullest GPU has 78.23 GiB free" in done.stderr
     assert f'"rollout_num_engines": {engines}' in done.stdout
     assert "1024 samples = global_batch_size 1024 x 1 optimizer steps" in done.stdout
     assert '"true_on_policy_mode": true' in done.stdout
+    assert shares_all_gpus(done, engines)
+
+
+def shares_all_gpus(done, engines=8):
+    """Whether 8 ranks and the servers are on the same 8 GPUs, and none is left over."""
+    (places,) = re.findall(r"trainer rank 0 \(GPU 0\);.*", done.stdout + done.stderr)
+    gpus = {
+        side: re.findall(rf"{side} \d+ \(GPU ([\d, ]+)\)", places) for side in ("rank", "engine")
+    }
+    numbers = {
+        side: [int(n) for each in found for n in each.split(",")] for side, found in gpus.items()
+    }
+    return numbers["rank"] == numbers["engine"] == [*range(8)] and len(gpus["engine"]) == engines
+
+
+@pytest.mark.parametrize("argv", [["dapo_math_8gpu/run.sh"], ["agents_8gpu/run.sh", "code"]])
+def test_the_other_launchers_for_8_gpus_share_them_too(tmp_path, checkpoints, forked, argv):
+    script, *argv = argv
+    chats = script.startswith("agents")
+    done = launch(script, 8, checkpoints["qwen3"], tmp_path, forked, *argv, chats=chats)
+    assert done.returncode == 0, done.stderr
+    assert shares_all_gpus(done)
 
 
 def test_the_launcher_of_one_gpu_is_a_valid_run_on_it(tmp_path, checkpoints, forked):
-    done = launch("run_qwen3_4b_lora.sh", 1, checkpoints["qwen3"], tmp_path, forked)
+    done = launch("true_on_policy/run_qwen3_4b_lora.sh", 1, checkpoints["qwen3"], tmp_path, forked)
     assert done.returncode == 0, done.stderr
     assert "memory of a shared GPU while servers sample" in done.stderr
     assert '"lora_rank": 32' in done.stdout and '"colocate": true' in done.stdout

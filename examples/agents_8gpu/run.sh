@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# An agent that searches, or one that runs Python, on one host with 8 GPUs: FSDP2 on the first 4, SGLang on
-# the others. It runs from any directory. More flags may follow: run.sh code --num-rollout 5
+# An agent that searches, or one that runs Python, on one host with 8 GPUs, which FSDP2's ranks and
+# SGLang's servers share, each in its turn. It runs from any directory. More flags may follow: run.sh code --num-rollout 5
 #
 #   HF_CHECKPOINT=/models/Qwen3-4B PROMPT_DATA=/data/nq.jsonl SEARCH_URL=http://host:8000/retrieve run.sh search
 #   HF_CHECKPOINT=/models/Qwen3-4B PROMPT_DATA=/data/dapo-math-17k.jsonl run.sh code
@@ -26,8 +26,8 @@ onpolicy train \
   --custom-config-path "$here/config.yaml" \
   --hf-checkpoint "$HF_CHECKPOINT" \
   --prompt-data "$PROMPT_DATA" \
-  --actor-num-gpus-per-node "${NUM_TRAINERS:-4}" \
-  --rollout-num-engines "${NUM_ENGINES:-4}" \
+  --actor-num-gpus-per-node "${NUM_TRAINERS:-8}" \
+  --rollout-num-engines "${NUM_ENGINES:-8}" \
   --run-dir "$work/run" \
   --save "$work/checkpoints" --load "$work/checkpoints" \
   "${agent[@]}" "$@"

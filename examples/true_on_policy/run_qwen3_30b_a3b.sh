@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Qwen3-30B-A3B (128 experts) on DAPO-Math-17k, true on-policy, on one host with 8 H200: FSDP2 on the first
-# 6 GPUs, which share 480 GB of weights, gradients and optimizer state, SGLang on the other 2. Runs from
+# Qwen3-30B-A3B (128 experts) on DAPO-Math-17k, true on-policy, on one host with 8 H200: 8 FSDP2 ranks, which
+# share 480 GB of weights, gradients and optimizer state, and a server on each of their GPUs. Runs from
 # any directory. More flags may follow: run_qwen3_30b_a3b.sh --num-rollout 5
 #
 #   HF_CHECKPOINT=/models/Qwen3-30B-A3B PROMPT_DATA=/data/dapo-math-17k.jsonl run_qwen3_30b_a3b.sh
@@ -8,8 +8,8 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 : "${HF_CHECKPOINT:?must name a local Hugging Face checkpoint}"
 : "${PROMPT_DATA:?must name a .jsonl or .parquet file of prompts}"
-num_trainers=${NUM_TRAINERS:-6}
-num_engines=${NUM_ENGINES:-2}
+num_trainers=${NUM_TRAINERS:-8}
+num_engines=${NUM_ENGINES:-8}
 work=${WORK_DIR:-runs/true_on_policy_qwen3_30b_a3b}
 
 flags=(

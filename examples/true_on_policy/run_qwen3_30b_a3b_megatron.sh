@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# As run_qwen3_30b_a3b.sh, with Megatron-core as the trainer: 3 pipeline stages on the first 6 of 8 H200,
-# two GPUs to a stage, each with half of its experts and half of the samples; SGLang on the other 2. Runs
-# from any directory. More flags may follow: run_qwen3_30b_a3b_megatron.sh --num-rollout 5
+# As run_qwen3_30b_a3b.sh, with Megatron-core as the trainer: 4 pipeline stages on 8 H200, two GPUs to a
+# stage, each with half of its experts and half of the samples, and a server on each GPU. Runs from any
+# directory. More flags may follow: run_qwen3_30b_a3b_megatron.sh --num-rollout 5
 #
 #   HF_CHECKPOINT=/models/Qwen3-30B-A3B PROMPT_DATA=/data/dapo-math-17k.jsonl run_qwen3_30b_a3b_megatron.sh
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 : "${HF_CHECKPOINT:?must name a local Hugging Face checkpoint}"
 : "${PROMPT_DATA:?must name a .jsonl or .parquet file of prompts}"
-num_trainers=${NUM_TRAINERS:-6}
-num_engines=${NUM_ENGINES:-2}
+num_trainers=${NUM_TRAINERS:-8}
+num_engines=${NUM_ENGINES:-8}
 work=${WORK_DIR:-runs/true_on_policy_qwen3_30b_a3b_megatron}
 
 flags=(
   --custom-config-path "$here/config.yaml"
   --hf-checkpoint "$HF_CHECKPOINT"
   --prompt-data "$PROMPT_DATA"
-  --train-backend megatron --megatron-pp 3 --megatron-ep 2
+  --train-backend megatron --megatron-pp 4 --megatron-ep 2
   --actor-num-gpus-per-node "$num_trainers"
   --rollout-num-engines "$num_engines"
   --max-tokens-per-gpu 8192

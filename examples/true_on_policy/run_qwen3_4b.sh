@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Qwen3-4B on DAPO-Math-17k, true on-policy, on one host with 8 H100 or H200: FSDP2 on the first 4 GPUs,
-# SGLang on the others. It runs from any directory. More flags may follow: run_qwen3_4b.sh --num-rollout 5
+# Qwen3-4B on DAPO-Math-17k, true on-policy, on one host with 8 H100 or H200, which FSDP2's
+# ranks and SGLang's servers share, each in its turn. It runs from any directory. More flags may follow: run_qwen3_4b.sh --num-rollout 5
 #
 #   HF_CHECKPOINT=/models/Qwen3-4B PROMPT_DATA=/data/dapo-math-17k.jsonl run_qwen3_4b.sh
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 : "${HF_CHECKPOINT:?must name a local Hugging Face checkpoint}"
 : "${PROMPT_DATA:?must name a .jsonl or .parquet file of prompts}"
-num_trainers=${NUM_TRAINERS:-4}
-num_engines=${NUM_ENGINES:-4}
+num_trainers=${NUM_TRAINERS:-8}
+num_engines=${NUM_ENGINES:-8}
 work=${WORK_DIR:-runs/true_on_policy_qwen3_4b}
 
 flags=(

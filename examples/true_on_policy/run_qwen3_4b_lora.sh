@@ -10,6 +10,5 @@ export NUM_TRAINERS=1 NUM_ENGINES=1
 export WORK_DIR=${WORK_DIR:-runs/true_on_policy_qwen3_4b_lora}
 
 exec "$here/run_qwen3_4b.sh" \
-  --colocate --weight-sync auto \
   --lora-rank 32 --lr 1e-5 \
   "$@"

@@ -5,7 +5,9 @@ Among them is the CUDA compiler for DeepGEMM's kernels: where it is, and whether
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import logging
 import os
 import re
 import shutil
@@ -16,6 +18,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from onpolicy.contract import PORTABLE_KERNELS
+
+logger = logging.getLogger(__name__)
 
 DISTRIBUTIONS = {"triton": "triton", "sgl_kernel": "sglang-kernel", "deep_gemm": "sgl-deep-gemm"}
 """Modules that the GPU operators, or SGLang with them, import, and their packages."""
@@ -148,7 +152,7 @@ OLDEST_NVCC = (12, 9)
 """Oldest version that sgl-deep-gemm 0.2 accepts."""
 
 WHEELS = "cu13"
-"""Folder of the package `nvidia` that holds the compiler installed by the extra `gpu`."""
+"""Folder of the package `nvidia` with the compiler of the extra `gpu`, for a PyTorch of CUDA 13."""
 
 USUAL = Path("/usr/local/cuda")
 
@@ -163,14 +167,18 @@ REMEDY = (
 def find_cuda_toolkit() -> CudaToolkit:
     """Find the CUDA toolkit.
 
-    If CUDA_HOME or CUDA_PATH is set, only that one counts; otherwise it is the first that compiles
-    of: the extra's packages, PATH, /usr/local/cuda. DeepGEMM does not search the extra's packages,
-    so it gets the result as CUDA_HOME.
+    If CUDA_HOME or CUDA_PATH is set, only that one counts, unless it compiles nothing, or only CUDA 12,
+    and the extra's packages can; else it is the first that compiles of: the extra's packages, PATH,
+    /usr/local/cuda. DeepGEMM does not search the extra's packages, so it gets the result as CUDA_HOME.
     """
     given = [name for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     if given:
         home = Path(os.environ[given[0]])
-        problem = _problem(home)
+        ours = next((each for each in _wheels() if not _problem(each)), None)
+        problem = _problem(home, (13, 0) if ours else OLDEST_NVCC)
+        if problem and ours:
+            _say_replaced(f"{given[0]}={problem}", ours)
+            return CudaToolkit(str(ours))
         return CudaToolkit(None if problem else str(home), problem and f"{given[0]}={problem}")
     problems = []
     for home in _homes():
@@ -181,18 +189,27 @@ def find_cuda_toolkit() -> CudaToolkit:
     return CudaToolkit(None, "; ".join(problems) or f"none is at {PLACES}")
 
 
-def _homes() -> Iterator[Path]:
-    """Yield existing folders, some of which may hold only libraries."""
+@functools.cache
+def _say_replaced(problem: str, ours: Path) -> None:
+    logger.warning("%s: kernels are compiled with %s of the extra gpu instead", problem, ours)
+
+
+def _wheels() -> list[Path]:
     nvidia = importlib.util.find_spec("nvidia")
     packages = [] if nvidia is None else nvidia.submodule_search_locations or []
+    return [Path(package) / WHEELS for package in packages]
+
+
+def _homes() -> Iterator[Path]:
+    """Yield existing folders, some of which may hold only libraries."""
     compiler = shutil.which("nvcc")
     on_path = [Path(compiler).parents[1]] if compiler else []
-    for home in (*(Path(x) / WHEELS for x in packages), *on_path, USUAL):
+    for home in (*_wheels(), *on_path, USUAL):
         if home.is_dir():
             yield home
 
 
-def _problem(home: Path) -> str:
+def _problem(home: Path, oldest: tuple[int, int] = OLDEST_NVCC) -> str:
     """Return why nothing can be compiled with the toolkit at `home`; empty if it can."""
     nvcc = home / "bin" / "nvcc"
     if not os.access(nvcc, os.X_OK):
@@ -204,8 +221,8 @@ def _problem(home: Path) -> str:
     release = re.search(r"release (\d+)\.(\d+)", said)
     if release is None:
         return f"{nvcc} --version names no release"
-    if tuple(map(int, release.groups())) < OLDEST_NVCC:
-        wanted = ".".join(map(str, OLDEST_NVCC))
+    if tuple(map(int, release.groups())) < oldest:
+        wanted = ".".join(map(str, oldest))
         return f"{nvcc} is of release {'.'.join(release.groups())}, and at least {wanted} is needed"
     if shutil.which("g++") is None:
         return f"{nvcc} needs g++, which is not on PATH"

@@ -6,6 +6,7 @@ import pytest
 
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig, validate
+from onpolicy.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "examples").rglob("*.yaml"))
@@ -23,6 +24,25 @@ def test_it_is_valid(file):
         argv += ["--custom-agent-function-path", "module.function"]
     config = parse(TrainConfig, [*argv, "--custom-config-path", str(file)], "onpolicy train")
     validate(config)
+
+
+FOR_8_GPUS = ("agents_8gpu", "dapo_math_8gpu", "true_on_policy")
+
+
+@pytest.mark.parametrize("example", FOR_8_GPUS)
+def test_both_sides_share_8_gpus_and_weights_go_by_a_way_for_one_gpu(example):
+    """Groups of NCCL's fail there, at the first push (OpenRLHF issue 726, AReaL issue 481).
+
+    Real servers get this push in tests/e2e/test_push_faults.py.
+    """
+    argv = ["--hf-checkpoint", "/m", "--prompt-data", "/d.jsonl", "--save", "/s"]
+    argv += ["--custom-agent-function-path", "module.function"] * (example == "agents_8gpu")
+    argv += ["--custom-config-path", str(ROOT / "examples" / example / "config.yaml")]
+    config = parse(TrainConfig, argv, "onpolicy train")
+    validate(config)
+    assert config.engine.colocate and config.sync.weight_sync == "tensor"
+    with pytest.raises(ConfigError, match=r"with --colocate .* NCCL"):
+        validate(parse(TrainConfig, [*argv, "--weight-sync", "distributed"], "onpolicy train"))
 
 
 def test_the_keys_of_miles_keep_their_names():

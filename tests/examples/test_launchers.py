@@ -71,11 +71,11 @@ def write_problems(file, chats=False):
     file.write_text("".join(json.dumps({"prompt": p, "label": "7"}) + "\n" for p in prompts))
 
 
-ON_A_CPU = ("--operators", "auto")
-ENGINES = '"rollout_num_engines": 4'
+ON_A_CPU = ("--operators", "auto", "--no-colocate")
+ENGINES = '"rollout_num_engines": 8'
 STEPS = "1024 samples = global_batch_size 512 x 2 optimizer steps"
 LAUNCHERS = [
-    ("dapo_math_8gpu/run.sh", ["--num-rollout", "3"], [STEPS, ENGINES, '"num_rollout": 3']),
+    ("dapo_math_8gpu/run.sh", [*ON_A_CPU, "--num-rollout", "3"], [STEPS, ENGINES, '"num_rollout": 3']),
     ("true_on_policy/run_qwen3_4b_ppo.sh", [*ON_A_CPU, "--lambd", "0.95"],
      ['"num_critic_only_steps": 20', '"lambd": 0.95']),
     ("calculator_agent/run.sh", [], ['calculator_agent/environment.py:Calculator"']),

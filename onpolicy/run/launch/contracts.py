@@ -6,7 +6,6 @@ import copy
 import logging
 import os
 
-import torch
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -31,6 +30,7 @@ from onpolicy.ops.backends import backend_of, choose_backend
 from onpolicy.ops.backends.base import FP8_BLOCK
 from onpolicy.ops.machine import Machine
 from onpolicy.ops.refused_environment import require_exact, require_ours
+from onpolicy.run.launch.gpu_driver import device_of
 from onpolicy.weights.rounding import is_rounded
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ def contract_for(
     """Return the contract of a model on this machine, with aligned or stock operators. Raises
     ConfigError if the model, the machine or the environment cannot keep it."""
     require_ours(os.environ)
+    device = device_of(config)
     model, blocks = config.model, config.plan.row_parallel_blocks
     facts = ModelFacts(hf_config, model.trust_remote_code)
     context = context_length(config.sglang_args) or hf_config.max_position_embeddings
@@ -70,7 +71,7 @@ def contract_for(
         backend=backend,
         weight_format=weight_format,
         activation_format=activation_format,
-        device="cuda" if torch.cuda.is_available() else "cpu",
+        device=device,
         dtype=model.dtype,
         shapes=shapes,
         row_parallel_blocks=blocks,

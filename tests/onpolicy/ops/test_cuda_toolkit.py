@@ -14,6 +14,7 @@ def no_toolkit(monkeypatch, tmp_path):
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(machine, "USUAL", tmp_path / "nowhere")
+    machine._say_replaced.cache_clear()
     executable(tmp_path / "path" / "g++")
     monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/bin")
 
@@ -56,6 +57,50 @@ def test_what_cuda_home_names_is_taken_or_refused_and_never_replaced(monkeypatch
     monkeypatch.setenv("CUDA_HOME", str(runtime_only))
     refused = f"CUDA_HOME={runtime_only} has no executable bin/nvcc"
     assert find_cuda_toolkit() == CudaToolkit(None, refused)
+
+
+@pytest.mark.parametrize("name", ["CUDA_HOME", "CUDA_PATH"])
+@pytest.mark.parametrize("release", ["12.4", "12.8", "12.9", None])
+def test_the_extras_compiler_replaces_an_older_one_or_none_at_all_and_says_so_once(
+    monkeypatch, tmp_path, caplog, name, release
+):
+    """PyTorch refuses to compile with another major version than its own (pytorch3d issue 1786)."""
+    ours = toolkit(tmp_path / "packages" / "nvidia" / "cu13")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    hosts = tmp_path / "cuda"
+    if release:
+        toolkit(hosts, release)
+    monkeypatch.setenv(name, str(hosts))
+    assert {find_cuda_toolkit() for _ in range(3)} == {CudaToolkit(str(ours))}
+    (said,) = caplog.messages
+    found = (
+        f"is of release {release}, and at least 13.0" if release else "has no executable bin/nvcc"
+    )
+    assert (
+        said.startswith(f"{name}={hosts}") and found in said and said.endswith("extra gpu instead")
+    )
+
+
+def test_a_toolkit_as_new_as_the_extras_is_kept_and_nothing_is_said(monkeypatch, tmp_path, caplog):
+    toolkit(tmp_path / "packages" / "nvidia" / "cu13")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    for release in ("13.0", "13.2"):
+        home = toolkit(tmp_path / f"cuda-{release}", release)
+        monkeypatch.setenv("CUDA_HOME", str(home))
+        assert find_cuda_toolkit() == CudaToolkit(str(home))
+    assert not caplog.messages
+
+
+def test_an_extra_that_cannot_compile_replaces_nothing(monkeypatch, tmp_path, caplog):
+    """Its libraries are there, as with torch alone, or its compiler is as old."""
+    libraries = tmp_path / "packages" / "nvidia" / "cu13"
+    (libraries / "lib").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.setenv("CUDA_HOME", str(toolkit(tmp_path / "cuda", "12.8")))
+    for _ in range(2):
+        assert "release 12.8, and at least 12.9" in find_cuda_toolkit().problem
+        toolkit(libraries, "12.8")
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(
