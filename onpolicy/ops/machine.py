@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from onpolicy.contract import PORTABLE_KERNELS
+from onpolicy.contract import VARIABLES
 
 DISTRIBUTIONS = {"triton": "triton", "sgl_kernel": "sglang-kernel", "deep_gemm": "sgl-deep-gemm"}
 """Modules that the GPU operators, or SGLang with them, import, and their packages."""
@@ -74,7 +74,7 @@ class Machine:
     """Kind of PyTorch's kernels on this CPU. Example: AVX512"""
 
     asked_kernels: Mapping[str, str] = field(default_factory=dict)
-    """Variables of PORTABLE_KERNELS that are set. Example: {"MKL_CBWR": "AUTO,STRICT"}"""
+    """Variables of VARIABLES that are set. Example: {"MKL_CBWR": "AUTO,STRICT"}"""
 
     @staticmethod
     def here() -> Machine:
@@ -89,7 +89,9 @@ class Machine:
             cuda_toolkit=find_cuda_toolkit(),
             bfloat16_products=_multiplies_bfloat16(os.environ),
             cpu_kernels=torch.backends.cpu.get_cpu_capability(),
-            asked_kernels={x: os.environ[x] for x in PORTABLE_KERNELS if x in os.environ},
+            asked_kernels={
+                x: os.environ[x] for asked in VARIABLES.values() for x in asked if x in os.environ
+            },
         )
 
     @property
