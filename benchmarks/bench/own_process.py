@@ -69,8 +69,8 @@ def _serve(pipe: Connection, make: MakeTrainer) -> None:
 
 @contextmanager
 def as_users_start_it(kind: str) -> Iterator[None]:
-    """Within the context start servers and ranks of this kind of operators under the variables of MKL and
-    cuBLAS under which their users start them: a stock one without onpolicy's."""
+    """Within the context start servers and ranks of this kind of operators under their users' variables
+    of MKL and cuBLAS: a stock one without onpolicy's."""
     names = {STRICT_SUMS[0], *NO_SPLIT_K} & os.environ.keys()
     before = {name: os.environ[name] for name in names}
     if kind != "aligned":

@@ -65,6 +65,7 @@ def commands(inputs, folder):
         "verify_triton": verify(real, "triton"),
         "verify_hopper": verify(real, "hopper", "--rollout-activation-format", "fp8_e4m3"),
         "verify_deep_gemm": verify(real, "deep_gemm"),
+        "verify_cublaslt": verify(real, "cublaslt"),
         "verify_fp8": verify(real, "hopper_fp8", *IN_BYTES),
         "verify_int4": verify(real, "triton", *INT4, "--lora-rank", "16"),
         "lora_hopper": verify(real, "hopper", "--lora-rank", "16"),

@@ -180,7 +180,7 @@ def _unfit_for_deep_gemm(demand: Demand, machine: Machine) -> str | None:
     uneven = [n for n, _, _ in demand.shapes.linear if n % multiple] if blocks > 1 else []
     if uneven:
         return (
-            f"out_features={uneven[0]}: with up to {blocks} tensor-parallel ranks Hopper's products need "
+            f"out_features={uneven[0]}: up to {blocks} tensor-parallel ranks share Hopper's products in "
             f"multiples of {multiple}. Lower the degree, or choose --operators triton."
         )
     return None

@@ -1,7 +1,8 @@
 """The aligned operators on Hopper GPUs (H100, H200), in bfloat16.
 
-Matrix products are DeepGEMM's or cuBLASLt's, and attention is FlashAttention-3, in the builds that SGLang runs;
-everything else, and layouts that they do not support, is inherited from the Triton operators.
+Matrix products are DeepGEMM's or cuBLASLt's, and attention is FlashAttention-3, in the builds that
+SGLang runs; everything else, and layouts that they do not support, is inherited from the Triton
+operators.
 
 Experts are inherited too: DeepGEMM's grouped product pads every expert to 128 rows and can only
 write bfloat16, while the experts of a token are added in float32 before they are rounded.

@@ -5,9 +5,9 @@ a sum over K into parts, is the known reason why a row's bits then depend on it.
 only if there is memory for the parts (`NO_SPLIT_K` in `onpolicy/contract.py`) and PyTorch allows it;
 where cuBLASLt finds no other kernel, PyTorch raises an error, since cuBLAS cannot be told. NVIDIA
 promises no order of sums, and a kernel for a single row might have one of its own (PyTorch avoids that
-kernel on GPUs of 10.0 and newer alone), so the self-check decides. This was read in PyTorch's source
-(aten/src/ATen/cuda/CUDABlas.cpp) and has not run on a GPU. vLLM does the same on these GPUs
-(vllm/model_executor/layers/batch_invariant.py).
+kernel on GPUs of 10.0 and newer alone), so the self-check decides. All this was read in PyTorch's
+source (aten/src/ATen/cuda/CUDABlas.cpp); none of it has run on a GPU. vLLM's batch-invariant mode uses
+the same settings.
 """
 
 from __future__ import annotations

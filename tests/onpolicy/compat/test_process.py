@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from onpolicy import contract
 from onpolicy.compat.process import (
     HAS_GLIBC,
     KERNEL_CACHES,
     prepare_process,
     use_variables_of,
 )
-from onpolicy import contract
 from onpolicy.contract import NO_SPLIT_K, PORTABLE_KERNELS
 from onpolicy.errors import ConfigError, ContractError
 from onpolicy.ops.checks.fixed_numbers import require_equal
@@ -154,7 +154,9 @@ def test_variables_that_would_come_after_the_first_use_of_a_gpu_are_refused(monk
     for name in NO_SPLIT_K:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG is not set: .*reads once.*Export"):
+    with pytest.raises(
+        ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG is not set: .*reads once.*Export"
+    ):
         use_variables_of("cublaslt")
     for name, value in NO_SPLIT_K.items():
         monkeypatch.setenv(name, value)

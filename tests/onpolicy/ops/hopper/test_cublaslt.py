@@ -28,7 +28,9 @@ class StandIn:
         self._sums = CpuOperators(2)
 
     def __call__(self, x, columns, out_dtype, *, out):
-        assert x.dtype == columns.dtype and out.dtype == out_dtype  # aten/src/ATen/native/cuda/Blas.cpp
+        assert (
+            x.dtype == columns.dtype and out.dtype == out_dtype
+        )  # aten/src/ATen/native/cuda/Blas.cpp
         assert out_dtype in (x.dtype, torch.float32)
         assert out.shape == (len(x), columns.shape[1]) and out.is_contiguous()
         self.calls.append((x, columns))
@@ -163,14 +165,16 @@ def test_the_self_check_refuses_rows_whose_bits_depend_on_their_number(
         check()
 
 
-def test_bfloat16_hides_another_order_of_one_row_but_not_of_many(operators, product):
+def test_one_row_in_bfloat16_hides_another_order_that_float32_shows(operators, product):
     product.parts = ORDERS["one row"]
     weight = probe(N, K, seed=5).div_(K**0.5).bfloat16()
     x = probe(300, K, seed=7).bfloat16()
     with torch.no_grad():
         check_rows("linear", (N, K), lambda rows: operators.linear(rows, weight), x, (1, 2))
         with pytest.raises(ContractError, match="case='1 rows'"):
-            check_rows("partial", (N, K), lambda rows: operators.partial_linear(rows, weight), x, (1,))
+            check_rows(
+                "partial", (N, K), lambda rows: operators.partial_linear(rows, weight), x, (1,)
+            )
 
 
 def test_a_tail_of_k_that_a_kernel_leaves_out_for_few_rows_is_found(operators, monkeypatch):
@@ -183,4 +187,6 @@ def test_a_tail_of_k_that_a_kernel_leaves_out_for_few_rows_is_found(operators, m
 
     monkeypatch.setattr(gemm, "in_blocks", without_tail)
     with torch.no_grad(), pytest.raises(ContractError, match="case='1 rows': 16 of 16"):
-        check_rows("linear", (16, 1032), lambda x: operators.partial_linear(x, ones[:16]), ones, (1,))
+        check_rows(
+            "linear", (16, 1032), lambda x: operators.partial_linear(x, ones[:16]), ones, (1,)
+        )
