@@ -37,6 +37,13 @@ PORTABLE_KERNELS = {
 """Environment variables that make MKL, PyTorch and oneDNN take kernels that every x86-64 processor with
 AVX2 runs, whoever made it. Each library reads its own once."""
 
+NO_SPLIT_K = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+"""Environment variables that leave cuBLAS and cuBLASLt too little memory to cut a sum over K into parts.
+PyTorch reads each once, at its first product on a GPU."""
+
+VARIABLES = {"portable": PORTABLE_KERNELS, "cublaslt": NO_SPLIT_K}
+"""Environment variables under which every process of these operators must start."""
+
 ATTENTION_CHUNK = 512
 """Number of keys that attention sums as one chunk. Chunks begin at multiples of it, counted from a
 sequence's first token, and are combined in ascending order. A multiple of every key block of the
@@ -116,8 +123,8 @@ class NumericsContract:
     backend: str
     """Name of the aligned operators (`ops/backends`): `cpu`, `onednn` (CPU, products by bfloat16
     instructions), `portable` (CPU, kernels that all x86-64 processors with AVX2 have), `triton` (any
-    GPU from Ampere on) or `hopper` (FlashAttention-3 and DeepGEMM). `stock`: each engine uses its own
-    kernels, and nothing is promised."""
+    GPU from Ampere on), `hopper` (FlashAttention-3 and DeepGEMM) or `cublaslt` (FlashAttention-3 and
+    cuBLASLt). `stock`: each engine uses its own kernels, and nothing is promised."""
 
     device: str
     """Device type that both engines compute on: `cpu` or `cuda`."""
@@ -158,7 +165,7 @@ class NumericsContract:
     @property
     def variables(self) -> dict[str, str]:
         """Return the environment variables under which processes must start to keep this contract."""
-        return PORTABLE_KERNELS if self.backend == "portable" else {}
+        return VARIABLES.get(self.backend, {})
 
     @property
     def unrounded(self) -> NumericsContract:

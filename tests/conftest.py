@@ -23,7 +23,7 @@ import tests.support.quick_disk
 import tests.support.quick_parsing
 import tests.support.triton_interpreter  # noqa: F401 (before anything imports Triton)
 from onpolicy.compat.process import collect_rarely
-from onpolicy.contract import PORTABLE_KERNELS
+from onpolicy.contract import VARIABLES
 
 collect_rarely()  # thousands of tests are objects that stay
 
@@ -82,7 +82,7 @@ def _log_levels_of_a_fresh_process():
 @pytest.fixture(autouse=True)
 def _kernels_as_before():
     """A command with `--operators portable` asks for its own in this process's environment."""
-    before = {name: os.environ.get(name) for name in PORTABLE_KERNELS}
+    before = {name: os.environ.get(name) for asked in VARIABLES.values() for name in asked}
     yield
     for name, value in before.items():
         os.environ.pop(name, None)

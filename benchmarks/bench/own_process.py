@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from onpolicy.compat.process import STRICT_SUMS
+from onpolicy.contract import NO_SPLIT_K
 from onpolicy.train.policy_trainer import PolicyTrainer
 
 T = TypeVar("T")
@@ -68,24 +69,26 @@ def _serve(pipe: Connection, make: MakeTrainer) -> None:
 
 @contextmanager
 def as_users_start_it(kind: str) -> Iterator[None]:
-    """Within the context start servers and ranks of this kind of operators in the mode of MKL in which
-    their users start them: a stock one without onpolicy's."""
-    name, _ = STRICT_SUMS
-    before = os.environ.get(name)
+    """Within the context start servers and ranks of this kind of operators under their users' variables
+    of MKL and cuBLAS: a stock one without onpolicy's."""
+    names = {STRICT_SUMS[0], *NO_SPLIT_K} & os.environ.keys()
+    before = {name: os.environ[name] for name in names}
     if kind != "aligned":
         _take_usual_sums()
     try:
         yield
     finally:
-        if before is not None:
-            os.environ[name] = before
+        os.environ.update(before)
 
 
 def _take_usual_sums() -> None:
-    """Take onpolicy's mode of MKL out of the environment; a mode that the user chose stays."""
+    """Take what onpolicy asks of MKL and of cuBLAS out of the environment; what the user chose stays."""
     name, strict = STRICT_SUMS
     if os.environ.get(name) == strict:
         os.environ[name] = USUAL_SUMS
+    for name, value in NO_SPLIT_K.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
 
 
 def mkl_mode(_: PolicyTrainer) -> str | None:

@@ -27,7 +27,7 @@ from tyro.constructors import (
 
 from onpolicy.cli.gone_flags import ours_for, override_in, require_not_gone
 from onpolicy.cli.help import help_asked, show_help
-from onpolicy.compat.process import use_portable_kernels
+from onpolicy.compat.process import use_variables_of
 from onpolicy.config import sglang_flags
 from onpolicy.config.flags import (
     SGLANG_ARGS,
@@ -76,8 +76,7 @@ def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
         if SGLANG_ARGS not in {field.name for field in dataclasses.fields(config)}:  # type: ignore[arg-type]
             raise ConfigError(f"{' '.join(sglang_args)}: {prog} starts no server.")
         config = dataclasses.replace(config, sglang_args=sglang)  # type: ignore[type-var]
-    if getattr(config, "operators", OperatorsConfig()).is_portable:
-        use_portable_kernels()
+    use_variables_of(getattr(config, "operators", OperatorsConfig()).operators)
     return config
 
 

@@ -31,7 +31,7 @@ from onpolicy.cluster.trainer_rank import Answer, TrainerRank
 from onpolicy.compat.process import STRICT_SUMS
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
-from onpolicy.contract import PORTABLE_KERNELS, NumericsContract
+from onpolicy.contract import VARIABLES, NumericsContract
 from onpolicy.errors import ConfigError, ContractError, OnPolicyError, TrainerLostError
 from onpolicy.system.network import LOOPBACK
 from onpolicy.train.base import Rescored, Trainer, TrainerMemory
@@ -99,7 +99,7 @@ class TrainerRanks(Trainer):
         on_host = NodeAffinitySchedulingStrategy(slot.host.name, soft=False)
         actor = ray.remote(TrainerRank).options(num_cpus=0, scheduling_strategy=on_host)
         threads = self.config.engine.cpu_threads or slot.cpu_threads
-        variables = PORTABLE_KERNELS if self.config.operators.is_portable else _chosen_sums()
+        variables = _chosen_sums() | VARIABLES.get(self.config.operators.operators, {})
         return actor.remote(rank, str(self._logs[rank]), threads, os.getcwd(), variables)
 
     def _join(self, slots: Sequence[Slot]) -> None:

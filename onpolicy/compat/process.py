@@ -6,9 +6,10 @@ import atexit
 import ctypes
 import gc
 import os
+import sys
 from contextlib import suppress
 
-from onpolicy.contract import PORTABLE_KERNELS
+from onpolicy.contract import VARIABLES
 from onpolicy.errors import ConfigError
 from onpolicy.system.network import proxy_exceptions
 
@@ -72,18 +73,24 @@ def collect_rarely() -> None:
     atexit.register(gc.freeze)
 
 
-def use_portable_kernels() -> None:
-    """Set PORTABLE_KERNELS; children inherit it. Call it before torch is imported. Raises
-    ConfigError if the environment sets others. (STRICT_SUMS, the default of `prepare_process`, may
-    be replaced.)"""
-    for name, value in PORTABLE_KERNELS.items():
+def use_variables_of(operators: str) -> None:
+    """Set the VARIABLES of these operators; children inherit them. Call it before torch is imported.
+    Raises ConfigError if the environment sets others, or if it is too late. (STRICT_SUMS, the default
+    of `prepare_process`, may be replaced.)"""
+    torch = sys.modules.get("torch")
+    for name, value in VARIABLES.get(operators, {}).items():
         asked = os.environ.get(name, value)
         if asked != value and (name, asked) != STRICT_SUMS:
             raise ConfigError(
-                f"{name}={asked}: --operators portable computes under {name}={value}, on kernels of all "
-                "x86-64 processors with AVX2. Unset the variable, or choose --operators cpu."
+                f"{name}={asked}: --operators {operators} computes under {name}={value}. Unset the "
+                "variable, or leave --operators out."
             )
-    os.environ.update(PORTABLE_KERNELS)
+        if name not in os.environ and torch is not None and torch.cuda.is_initialized():
+            raise ConfigError(
+                f"{name} is not set: --operators {operators} computes under {name}={value}, which "
+                "PyTorch reads once, and it has begun to use a GPU in this process. Export the variable."
+            )
+        os.environ[name] = value
 
 
 WORTH_GIVING_BACK = 256 << 20

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from onpolicy.contract import PORTABLE_KERNELS
+from onpolicy.contract import VARIABLES
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Machine:
     """Kind of PyTorch's kernels on this CPU. Example: AVX512"""
 
     asked_kernels: Mapping[str, str] = field(default_factory=dict)
-    """Variables of PORTABLE_KERNELS that are set. Example: {"MKL_CBWR": "AUTO,STRICT"}"""
+    """Variables of VARIABLES that are set. Example: {"MKL_CBWR": "AUTO,STRICT"}"""
 
     @staticmethod
     def here() -> Machine:
@@ -93,7 +93,9 @@ class Machine:
             cuda_toolkit=find_cuda_toolkit(),
             bfloat16_products=_multiplies_bfloat16(os.environ),
             cpu_kernels=torch.backends.cpu.get_cpu_capability(),
-            asked_kernels={x: os.environ[x] for x in PORTABLE_KERNELS if x in os.environ},
+            asked_kernels={
+                x: os.environ[x] for asked in VARIABLES.values() for x in asked if x in os.environ
+            },
         )
 
     @property

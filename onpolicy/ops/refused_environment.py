@@ -34,6 +34,7 @@ _BREAKING = {
         _ON,
         "it rounds float32 products to TF32, rotary angles among them",
     ),
+    "PYTORCH_TUNABLEOP_ENABLED": (_ON, "it chooses the kernels of products by their speed"),
     "CUBLAS_EMULATE_SINGLE_PRECISION": (_ON, "it computes float32 products from bfloat16 ones"),
 }
 """Variable: (values that break an aligned contract, why)."""

@@ -49,10 +49,18 @@ def pytest_configure(config):
         config.pluginmanager.register(Summary(Path(file)))
 
 
+def _backends(module):
+    """Return the backends of a file's tests. `cublaslt` is `hopper` but for its products; it is skipped
+    unless its variables are exported."""
+    return (*BACKENDS, "cublaslt") if module.endswith("test_gemm") else BACKENDS
+
+
 def pytest_generate_tests(metafunc):
     rehearsed = _option(metafunc.config, "rehearse")
     if "backend" in metafunc.fixturenames:
-        metafunc.parametrize("backend", ["cpu"] if rehearsed else BACKENDS)
+        metafunc.parametrize(
+            "backend", ["cpu"] if rehearsed else _backends(metafunc.module.__name__)
+        )
     if "model" in metafunc.fixturenames:
         models = _setting(metafunc.config).models
         if names := _option(metafunc.config, "gpu_models"):

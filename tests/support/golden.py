@@ -25,9 +25,9 @@ from tests.support.train_runs import ROOT, finish, run_hash, start_train, write_
 FILE = Path(__file__).with_name("golden.json")
 
 DIGESTS = """
-from onpolicy.compat.process import prepare_process, use_portable_kernels
+from onpolicy.compat.process import prepare_process, use_variables_of
 prepare_process()
-use_portable_kernels()
+use_variables_of("portable")
 import json
 import sys
 from tests.support.golden import digests

@@ -77,7 +77,8 @@ class OperatorsConfig:
 
     operators: Annotated[
         Literal[
-            "auto", "cpu", "onednn", "portable", "triton", "hopper", "hopper_fp8", "deep_gemm",
+            "auto", "cpu", "onednn", "portable", "triton", "hopper", "hopper_fp8", "cublaslt",
+            "deep_gemm",
         ],
         Against(lambda run: not run.plan.may_align,
             "without --true-on-policy-mode each engine runs its own operators",
@@ -85,10 +86,11 @@ class OperatorsConfig:
     ] = "auto"  # fmt: skip
     """Aligned operators. On GPUs: `hopper` (FlashAttention-3 and DeepGEMM; H100 and H200, bfloat16),
     `hopper_fp8` (the same with FP8 products, for --rollout-weight-format fp8_e4m3_block128 with
-    --rollout-activation-format fp8_e4m3), `triton` (A100 to H200, also float32), `deep_gemm` (triton
-    with DeepGEMM products; H100 and H200, bfloat16). On CPUs: `cpu` (float32 products), `onednn`
-    (products by the CPU's bfloat16 instructions), `portable` (the same bits on any x86-64 CPU with
-    AVX2). `auto` takes hopper where it can run, otherwise triton, and cpu on CPUs."""
+    --rollout-activation-format fp8_e4m3), `cublaslt` (hopper with cuBLASLt's products), `triton` (A100
+    to H200, also float32), `deep_gemm` (triton with DeepGEMM products; H100 and H200, bfloat16). On
+    CPUs: `cpu` (float32 products), `onednn` (products by the CPU's bfloat16 instructions), `portable`
+    (the same bits on any x86-64 CPU with AVX2). `auto` takes hopper where it can run, otherwise triton,
+    and cpu on CPUs."""
 
     @property
     def is_portable(self) -> bool:

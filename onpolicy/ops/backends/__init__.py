@@ -12,6 +12,7 @@ from onpolicy.errors import ConfigError, ContractError
 from onpolicy.ops.backends.base import Backend, Demand
 from onpolicy.ops.backends.entries import (
     CPU,
+    CUBLASLT,
     DEEP_GEMM,
     HOPPER,
     HOPPER_FP8,
@@ -40,7 +41,7 @@ CPU_BACKENDS = (CPU, ONEDNN, PORTABLE)
 """CPU backends in the order that `--operators auto` tries. The one that every CPU keeps comes
 first, so that a run has the same bits on a CPU with bfloat16 instructions and on one without."""
 
-GPU_BACKENDS = (HOPPER, HOPPER_FP8, DEEP_GEMM, TRITON)
+GPU_BACKENDS = (HOPPER, HOPPER_FP8, CUBLASLT, DEEP_GEMM, TRITON)
 """GPU backends in the order that `--operators auto` tries, the most specialised first."""
 
 BACKENDS = (*CPU_BACKENDS, *GPU_BACKENDS, STOCK)

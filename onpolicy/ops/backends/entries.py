@@ -1,6 +1,6 @@
 """The entries of the registry of operator backends, for CPUs and for GPUs.
 
-On a GPU Triton serves every model and dtype; three others are for Hopper.
+On a GPU Triton serves every model and dtype; four others are for Hopper.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from onpolicy.contract import PORTABLE_KERNELS
+from onpolicy.contract import VARIABLES
 from onpolicy.ops.backends.base import GEMM_COLUMNS, MAX_HEAD_DIM, Backend, Demand
 from onpolicy.ops.base import Operators
 from onpolicy.ops.machine import Machine
@@ -65,20 +65,26 @@ def _make_portable(num_threads: int) -> Operators:
     return PortableOperators(num_threads)
 
 
-def _unfit_for_portable(demand: Demand, machine: Machine) -> str | None:
-    for name, value in PORTABLE_KERNELS.items():
+def _other_variables(operators: str, machine: Machine) -> str | None:
+    for name, value in VARIABLES[operators].items():
         asked = machine.asked_kernels.get(name)
         if asked != value:
             return (
-                f"{name}={asked}: portable operators compute under {name}={value}. The commands of "
-                "onpolicy set it for --operators portable; let a process of your own begin with "
-                "onpolicy.compat.process.use_portable_kernels(), or export it."
+                f"{name}={asked}: {operators} operators compute under {name}={value}. The commands of "
+                f"onpolicy set it for --operators {operators}; let a process of your own begin with "
+                f"onpolicy.compat.process.use_variables_of({operators!r}), or export it."
             )
+    return None
+
+
+def _unfit_for_portable(demand: Demand, machine: Machine) -> str | None:
+    if problem := _other_variables("portable", machine):
+        return problem
     if machine.cpu_kernels != "AVX2":
         return (
             f"PyTorch's kernels={machine.cpu_kernels}: portable operators need those for AVX2, which "
             "this processor does not have, or which were asked for after PyTorch had chosen others. "
-            "Let the process begin with onpolicy.compat.process.use_portable_kernels(), or give "
+            "Let the process begin with onpolicy.compat.process.use_variables_of('portable'), or give "
             "--operators cpu."
         )
     unknown = [
@@ -163,18 +169,18 @@ def _make_deep_gemm(num_threads: int) -> Operators:
 def _unfit_for_deep_gemm(demand: Demand, machine: Machine) -> str | None:
     if machine.capability != (9, 0):
         return (
-            f"compute capability={machine.capability_name}: DeepGEMM's products are made for 9.0 (H100, "
+            f"compute capability={machine.capability_name}: Hopper's products are made for 9.0 (H100, "
             f"H200). {_OTHER}"
         )
     if demand.dtype != "bfloat16":
-        return f"dtype={demand.dtype}: DeepGEMM's products are of bfloat16 only. {_OTHER}"
+        return f"dtype={demand.dtype}: Hopper's products are of bfloat16 only. {_OTHER}"
     # Tensor parallelism shards columns; the parts must use the same kernel as the whole.
     blocks = demand.row_parallel_blocks
     multiple = GEMM_COLUMNS * blocks
     uneven = [n for n, _, _ in demand.shapes.linear if n % multiple] if blocks > 1 else []
     if uneven:
         return (
-            f"out_features={uneven[0]}: with up to {blocks} tensor-parallel ranks DeepGEMM needs "
+            f"out_features={uneven[0]}: up to {blocks} tensor-parallel ranks share Hopper's products in "
             f"multiples of {multiple}. Lower the degree, or choose --operators triton."
         )
     return None
@@ -233,3 +239,25 @@ HOPPER_FP8 = replace(
 )
 """The hopper backend with FP8 products; the caller, who knows the linears' names, checks their
 shapes (`onpolicy/run/launch/contracts.py`)."""
+
+
+def _make_cublaslt(num_threads: int) -> Operators:
+    from onpolicy.ops.hopper import CublasLtOperators
+
+    exact_float32()
+    return CublasLtOperators()
+
+
+def _unfit_for_cublaslt(demand: Demand, machine: Machine) -> str | None:
+    return _unfit_for_hopper(demand, machine) or _other_variables("cublaslt", machine)
+
+
+CUBLASLT = replace(
+    HOPPER,
+    name="cublaslt",
+    make=_make_cublaslt,
+    unfit=_unfit_for_cublaslt,
+    modules=("sgl_kernel", "triton"),
+    by_name_alone=True,  # no record of a GPU says that its rows are invariant
+)
+"""The hopper backend with cuBLASLt's products, which need no compiler."""

@@ -27,6 +27,7 @@ from onpolicy.ops.base import Operators
 from onpolicy.ops.checks.fixed_numbers import (
     ROWS,
     Results,
+    check_alone,
     check_rows,
     columns_to_check,
     probe,
@@ -146,7 +147,10 @@ def _check_linear(
         return operators.row_parallel_linear(x, weight, bias, row_parallel)
 
     name = "linear" if row_parallel is WHOLE else "row-parallel linear"
-    return check_rows(name, (n, k), linear, x, counts)[:ROWS]
+    results = check_rows(name, (n, k), linear, x, counts)
+    if device != "cpu":
+        check_alone(name, (n, k), linear, x, results)
+    return results[:ROWS]
 
 
 def gpu_row_counts(longest: int, most: int) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """The aligned operators on Hopper GPUs (H100, H200), in bfloat16.
 
-Matrix products are DeepGEMM's and attention is FlashAttention-3, in the builds that SGLang runs;
-everything else, and layouts that they do not support, is inherited from the Triton operators.
+Matrix products are DeepGEMM's or cuBLASLt's, and attention is FlashAttention-3, in the builds that
+SGLang runs; everything else, and layouts that they do not support, is inherited from the Triton
+operators.
 
 Experts are inherited too: DeepGEMM's grouped product pads every expert to 128 rows and can only
 write bfloat16, while the experts of a token are added in float32 before they are rounded.
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from onpolicy.ops.base import Operators
-from onpolicy.ops.hopper import flash_attention, gemm
+from onpolicy.ops.hopper import cublaslt, flash_attention, gemm
 from onpolicy.ops.hopper.gemm import Fp8Linears
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.triton import TritonOperators
@@ -83,6 +84,24 @@ class HopperOperators(DeepGemmLinears, FlashAttention):
 
     Creating them loads both, or raises ContractError.
     """
+
+
+class CublasLtOperators(FlashAttention):
+    """Row-invariant operators with FlashAttention-3 and cuBLASLt's products, gradients' included.
+
+    Creating them loads FlashAttention-3, or raises ContractError, and forbids split-K in the process.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        cublaslt.forbid_split_k()
+
+    def _product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, blocks: int
+    ) -> Tensor:
+        if not gemm.fits(weight, blocks):
+            return super()._product(x, weight, bias, out_dtype, blocks)
+        return gemm.in_blocks(cublaslt.multiply, x, weight, bias, out_dtype, blocks)
 
 
 class HopperFp8Operators(HopperOperators):

@@ -54,6 +54,19 @@ def test_a_mode_that_the_user_chose_stays_and_all_is_as_before_afterwards(
     assert os.environ.get(NAME) == chosen
 
 
+@pytest.mark.parametrize(
+    ("kind", "chosen", "seen"),
+    [
+        ("aligned", ":16:8", ":16:8"), ("stock", ":16:8", None), ("stock", ":4096:8", ":4096:8"),
+    ],
+)  # fmt: skip
+def test_a_stock_side_has_the_memory_of_cublas_that_its_users_have(monkeypatch, kind, chosen, seen):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", chosen)
+    with as_users_start_it(kind):
+        assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == seen
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == chosen
+
+
 def test_servers_of_each_kind_start_in_their_users_mode(config, monkeypatch):
     seen = {}
 

@@ -11,7 +11,8 @@ import psutil
 import pytest
 import torch
 
-from onpolicy.config.groups import ClusterConfig
+from onpolicy.config.groups import ClusterConfig, OperatorsConfig
+from onpolicy.contract import NO_SPLIT_K
 from onpolicy.errors import CheckpointError, ParityError, TrainerLostError
 from onpolicy.explain.microscope import recorded_log_probs, recordings
 from onpolicy.explain.source import count_sites
@@ -89,6 +90,21 @@ def test_ranks_check_and_score_as_a_trainer_in_this_process(ranks, alone):
     assert ranks.self_check == alone.self_check
     theirs, ours = (t.log_probs(SEQUENCES, PROMPTS, 1.0) for t in (ranks, alone))
     assert all(torch.equal(x, y) for x, y in zip(theirs, ours, strict=True))
+
+
+def test_ranks_start_under_the_variables_of_their_operators(parts, hosts):
+    from onpolicy.cluster.placement import Slot
+    from onpolicy.cluster.trainer_ranks import TrainerRanks
+
+    config, contract, directory = parts
+    config = dataclasses.replace(config, operators=OperatorsConfig(operators="cublaslt"))
+    slot = Slot(host=hosts[0], devices=(), cpu_threads=1)
+    ranks = TrainerRanks(config, contract, directory / "logs of variables", [slot])
+    try:
+        (environment,) = ranks.on_each_rank(lambda trainer: dict(os.environ))
+    finally:
+        ranks.close()
+    assert environment.items() >= NO_SPLIT_K.items()
 
 
 def test_ranks_record_what_a_trainer_in_this_process_does(ranks, alone):

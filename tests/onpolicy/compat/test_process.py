@@ -11,13 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from onpolicy import contract
 from onpolicy.compat.process import (
     HAS_GLIBC,
     KERNEL_CACHES,
     prepare_process,
-    use_portable_kernels,
+    use_variables_of,
 )
-from onpolicy.contract import PORTABLE_KERNELS
+from onpolicy.contract import NO_SPLIT_K, PORTABLE_KERNELS
 from onpolicy.errors import ConfigError, ContractError
 from onpolicy.ops.checks.fixed_numbers import require_equal
 
@@ -100,48 +101,73 @@ def test_an_import_prepares_nothing():
     assert run(f"import onpolicy, onpolicy.compat.process\n{SHOW}") == "[None, None, None, None]\n"
 
 
-COMMAND = f"""
+COMMAND = """
 import os, sys
 from onpolicy.cli.main import main
 
 class Torch:
     def find_spec(name, *where):
         if name == "torch":
-            print({{name: os.environ.get(name) for name in {[*PORTABLE_KERNELS]}}}, flush=True)
+            print({name: os.environ.get(name) for name in sys.argv[2:]}, flush=True)
             os._exit(0)
 
 sys.meta_path.insert(0, Torch)
-main(["verify", "--hf-checkpoint", "nowhere", "--operators", "portable"])
+main(["verify", "--hf-checkpoint", "nowhere", "--operators", sys.argv[1]])
 """
 """It ends where torch would be imported."""
 
 
-def test_a_command_asks_for_the_kernels_of_portable_operators_before_torch_is_there():
+@pytest.mark.parametrize("operators", contract.VARIABLES)
+def test_a_command_sets_the_variables_of_its_operators_before_torch_is_there(operators):
+    asked = contract.VARIABLES[operators]
     answer = subprocess.run(
-        [sys.executable, "-c", COMMAND],
-        env={k: v for k, v in os.environ.items() if k not in PORTABLE_KERNELS},
+        [sys.executable, "-c", COMMAND, operators, *asked],
+        env={k: v for k, v in os.environ.items() if k not in asked},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert answer.stdout.splitlines()[-1] == str(PORTABLE_KERNELS)
+    assert answer.stdout.splitlines()[-1] == str(asked)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("MKL_CBWR", "AVX2"), ("ATEN_CPU_CAPABILITY", "avx512"), ("ONEDNN_MAX_CPU_ISA", "ALL")],
-)
-def test_portable_operators_refuse_other_kernels_that_were_asked_for(monkeypatch, name, value):
-    for other, wanted in PORTABLE_KERNELS.items():
+    ("operators", "name", "value"),
+    [
+        ("portable", "MKL_CBWR", "AVX2"), ("portable", "ATEN_CPU_CAPABILITY", "avx512"),
+        ("portable", "ONEDNN_MAX_CPU_ISA", "ALL"),
+        # What many launchers export for deterministic products.
+        ("cublaslt", "CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
+        ("cublaslt", "CUBLASLT_WORKSPACE_SIZE", "32768"),
+    ],
+)  # fmt: skip
+def test_operators_refuse_another_value_of_their_variables(monkeypatch, operators, name, value):
+    for other, wanted in contract.VARIABLES[operators].items():
         monkeypatch.setenv(other, wanted)
+    use_variables_of(operators)
     monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=rf"{name}={value}: .*{name}=\w+.*--operators cpu"):
-        use_portable_kernels()
+    with pytest.raises(
+        ConfigError, match=rf"{name}={value}: .*{operators}.*{name}=\S+\. .*leave --operators out"
+    ):
+        use_variables_of(operators)
+
+
+def test_variables_that_would_come_after_the_first_use_of_a_gpu_are_refused(monkeypatch):
+    """cuBLAS keeps the memory that it had at its first product, whatever the environment says later."""
+    for name in NO_SPLIT_K:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(
+        ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG is not set: .*reads once.*Export"
+    ):
+        use_variables_of("cublaslt")
+    for name, value in NO_SPLIT_K.items():
+        monkeypatch.setenv(name, value)
+    use_variables_of("cublaslt")
 
 
 def test_portable_operators_take_the_place_of_the_strict_mode_that_nobody_asked_for(monkeypatch):
     for name in PORTABLE_KERNELS:
         monkeypatch.delenv(name, raising=False)
     prepare_process()
-    use_portable_kernels()
+    use_variables_of("portable")
     assert {name: os.environ[name] for name in PORTABLE_KERNELS} == PORTABLE_KERNELS
 
 

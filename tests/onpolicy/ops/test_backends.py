@@ -12,6 +12,7 @@ import torch
 
 from onpolicy.config.groups import OperatorsConfig
 from onpolicy.contract import (
+    NO_SPLIT_K,
     PORTABLE_KERNELS,
     AttentionShape,
     NumericsContract,
@@ -35,6 +36,7 @@ CPU = Machine(capability=None, packages={"triton": "3.6.0"})
 CPU_BFLOAT16 = dataclasses.replace(CPU, bfloat16_products=True)
 CPU_PORTABLE = dataclasses.replace(CPU, cpu_kernels="AVX2", asked_kernels=PORTABLE_KERNELS)
 H200 = Machine(capability=(9, 0), packages=PACKAGES, cuda_toolkit=CudaToolkit("/usr/local/cuda"))
+H200_NO_SPLIT_K = dataclasses.replace(H200, asked_kernels=NO_SPLIT_K)
 RUNTIME_ONLY = CudaToolkit(None, "/cuda has no executable bin/nvcc")
 A100 = Machine(capability=(8, 0), packages=PACKAGES)
 L40 = Machine(capability=(8, 9), packages=PACKAGES)
@@ -78,8 +80,16 @@ def without(machine, *modules):
         ("deep_gemm", "bfloat16", 64, H200, "deep_gemm"),
         ("deep_gemm", "bfloat16", 128, without(H200, "sgl_kernel"), "deep_gemm"),
         ("auto", "bfloat16", 128, without(A100, "sgl_kernel", "deep_gemm"), "triton"),
+        ("cublaslt", "bfloat16", 128, H200_NO_SPLIT_K, "cublaslt"),
+        (
+            "cublaslt", "bfloat16", 128,
+            dataclasses.replace(without(H200_NO_SPLIT_K, "deep_gemm"), cuda_toolkit=RUNTIME_ONLY),
+            "cublaslt",
+        ),
+        ("auto", "bfloat16", 128, H200_NO_SPLIT_K, "hopper"),
+        ("auto", "bfloat16", 64, H200_NO_SPLIT_K, "triton"),
     ],
-)
+)  # fmt: skip
 def test_the_choice(operators, dtype, head_dim, machine, backend):
     assert choose_backend(operators, dtype, shapes(head_dim), 1, machine) == backend
 
@@ -105,9 +115,9 @@ def test_a_matrix_whose_parts_deep_gemm_does_not_take_is_left_to_triton():
     assert choose_backend("auto", "bfloat16", odd, 1, H200) == "hopper"
     assert choose_backend("auto", "bfloat16", odd, 4, H200) == "triton"
     assert choose_backend("auto", "bfloat16", shapes(), 8, H200) == "hopper"
-    for operators in ("hopper", "deep_gemm"):
+    for operators in ("hopper", "cublaslt", "deep_gemm"):
         with pytest.raises(ConfigError, match=r"out_features=151664: .*multiples of 64.*triton"):
-            choose_backend(operators, "bfloat16", odd, 4, H200)
+            choose_backend(operators, "bfloat16", odd, 4, H200_NO_SPLIT_K)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +127,7 @@ def test_a_matrix_whose_parts_deep_gemm_does_not_take_is_left_to_triton():
         ("cpu", "bfloat16", 128, H200, r"--operators=cpu: this machine has a GPU.*hopper.* or triton"),
         ("onednn", "bfloat16", 128, CPU, r"no bfloat16 instructions.*--operators cpu"),
         ("onednn", "float32", 128, CPU_BFLOAT16, r"dtype=float32: .*--operators cpu"),
-        ("portable", "bfloat16", 128, CPU, r"MKL_CBWR=None: .*COMPATIBLE.*use_portable_kernels"),
+        ("portable", "bfloat16", 128, CPU, r"MKL_CBWR=None: .*COMPATIBLE.*use_variables_of"),
         (
             "portable", "bfloat16", 128, dataclasses.replace(CPU_PORTABLE, cpu_kernels="AVX512"),
             r"PyTorch's kernels=AVX512: .*AVX2.*--operators cpu",
@@ -129,6 +139,18 @@ def test_a_matrix_whose_parts_deep_gemm_does_not_take_is_left_to_triton():
         ("deep_gemm", "bfloat16", 128, A100, r"capability=8.0: .*9.0 \(H100.*--operators triton"),
         ("deep_gemm", "float32", 128, H200, r"dtype=float32: .*bfloat16 only.*--operators triton"),
         ("hopper_fp8", "bfloat16", 128, A100, r"capability=8.0: .*9.0 \(H100.*--operators triton"),
+        ("cublaslt", "bfloat16", 128, CPU, r"--operators=cublaslt: this machine has no GPU.*cpu or"),
+        ("cublaslt", "bfloat16", 128, A100, r"capability=8.0: .*9.0 \(H100.*--operators triton"),
+        (
+            "cublaslt", "bfloat16", 128, H200,
+            r"CUBLAS_WORKSPACE_CONFIG=None: cublaslt .*=:16:8\. .*use_variables_of\('cublaslt'\)",
+        ),
+        (
+            "cublaslt", "bfloat16", 128,
+            dataclasses.replace(H200, asked_kernels={**NO_SPLIT_K, "CUBLASLT_WORKSPACE_SIZE": "0"}),
+            r"CUBLASLT_WORKSPACE_SIZE=0: .*CUBLASLT_WORKSPACE_SIZE=1\. ",
+        ),
+        ("cublaslt", "bfloat16", 128, without(H200_NO_SPLIT_K, "sgl_kernel"), r"sgl_kernel is missing"),
         ("auto", "bfloat16", 128, B200, r"--operators=auto: compute capability=10.0: .*8.0.*9.0"),
         ("triton", "bfloat16", 128, B200, r"compute capability=10.0"),
         ("auto", "bfloat16", 128, without(H200, "deep_gemm"), r"deep_gemm .*sgl-deep-gemm.*\[gpu\]"),
@@ -170,18 +192,28 @@ def test_this_machine_is_described_as_it_is():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may keep these contracts")
-@pytest.mark.parametrize("backend", ["triton", "hopper", "hopper_fp8", "deep_gemm"])
+@pytest.mark.parametrize("backend", ["triton", "hopper", "hopper_fp8", "cublaslt", "deep_gemm"])
 def test_a_process_that_cannot_keep_its_contract_does_not_start(backend):
     contract = NumericsContract(backend=backend, device="cuda", dtype="bfloat16", shapes=shapes())
     with pytest.raises(ContractError, match=rf"backend={backend}: compute capability=none"):
         make_operators(contract)
 
 
+def test_engines_with_products_of_another_library_exchange_no_token():
+    made = {
+        NumericsContract(
+            backend=backend, device="cuda", dtype="bfloat16", shapes=shapes()
+        ).fingerprint
+        for backend in ("hopper", "cublaslt", "deep_gemm")
+    }
+    assert len(made) == 3
+
+
 def test_an_unknown_backend_is_refused_by_name():
     contract = NumericsContract(backend="tpu", device="cpu", dtype="bfloat16", shapes=shapes())
     with pytest.raises(
         ContractError,
-        match=r"backend='tpu'.*cpu, onednn, portable, hopper, hopper_fp8, deep_gemm, triton, stock.*ver",
+        match=r"backend='tpu'.*portable, hopper, hopper_fp8, cublaslt, deep_gemm, triton, stock.*ver",
     ):
         make_operators(contract)
 

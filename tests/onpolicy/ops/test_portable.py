@@ -56,12 +56,12 @@ def test_operators_gradients_and_optimizer_have_the_bits_of_every_other_machine(
 
 
 def test_a_process_on_other_kernels_is_refused():
-    without = DIGESTS.replace("\nuse_portable_kernels()", "")
+    without = DIGESTS.replace('\nuse_variables_of("portable")', "")
     command = [sys.executable, "-c", without, "1"]
     environment = bare_environment()
     answer = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert answer.returncode and "ContractError: backend=portable: MKL_CBWR=" in answer.stderr
-    assert "use_portable_kernels()" in answer.stderr
+    assert "use_variables_of('portable')" in answer.stderr
 
 
 def numbers(*shape, seed=0):

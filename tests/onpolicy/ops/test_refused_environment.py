@@ -25,6 +25,7 @@ from tests.support.train_runs import ROOT
         ("NVIDIA_TF32_OVERRIDE", "1"),
         ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1"),
         ("CUBLAS_EMULATE_SINGLE_PRECISION", "1"),
+        ("PYTORCH_TUNABLEOP_ENABLED", "1"),
     ],
 )
 def test_a_value_that_breaks_the_contract_is_refused_by_name(name, value):

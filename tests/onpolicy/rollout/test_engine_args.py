@@ -7,7 +7,7 @@ import pytest
 from onpolicy.contract import (
     CONTRACT_VARIABLE,
     DIGESTS_VARIABLE,
-    PORTABLE_KERNELS,
+    VARIABLES,
     NumericsContract,
     OperatorShapes,
 )
@@ -18,6 +18,7 @@ from onpolicy.rollout.engine_args import (
     engine_flags,
     secret_flags,
 )
+from onpolicy.rollout.server import environment_of
 from onpolicy.system.network import GLOO_INTERFACE
 
 SHAPES = OperatorShapes(linear=(), attention=(), norm=(), vocab_size=1)
@@ -51,10 +52,14 @@ def test_an_engine_digests_rows_if_it_is_to_whatever_our_own_environment_says():
     assert engine_environment(spec_of(ALIGNED))[DIGESTS_VARIABLE] == ""
 
 
-def test_an_engine_of_portable_operators_starts_on_their_kernels():
-    portable = dataclasses.replace(ALIGNED, backend="portable")
-    assert engine_environment(spec_of(portable)).items() >= PORTABLE_KERNELS.items()
-    assert not engine_environment(spec_of(ALIGNED)).keys() & PORTABLE_KERNELS.keys()
+@pytest.mark.parametrize("backend", VARIABLES)
+def test_an_engine_starts_under_the_variables_of_its_operators(backend, monkeypatch):
+    asked = VARIABLES[backend]
+    for name in asked:
+        monkeypatch.setenv(name, "another")
+    environment = environment_of(spec_of(dataclasses.replace(ALIGNED, backend=backend)))
+    assert environment.items() >= asked.items()
+    assert not engine_environment(spec_of(ALIGNED)).keys() & asked.keys()
 
 
 def test_only_an_aligned_engine_runs_deterministically_on_the_hugging_face_model():
@@ -81,7 +86,7 @@ def test_an_engine_on_a_gpu_gets_its_own_and_none_of_the_cpu_flags():
     assert not {"torch_native", "--max-total-tokens", "--disable-overlap-schedule"} & set(flags)
 
 
-@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("backend", ["triton", "hopper", "cublaslt"])
 def test_an_aligned_engine_on_a_gpu_attends_through_sglangs_fa3_backend(backend):
     flags = engine_flags(spec_of(dataclasses.replace(ON_GPU, backend=backend)), 1)
     values = {"--attention-backend": "fa3", "--page-size": "1", "--sampling-backend": "pytorch"}
