@@ -100,8 +100,8 @@ def _cut(layout: PagedLayout, pairs: Pairs, rows: int = 0) -> PagedLayout:
     pages, left = divmod(FLASH_CHUNK, layout.page_size)
     if left:
         raise ContractError(
-            f"page_size={layout.page_size}: FlashAttention-3 reads sequences of more than {FLASH_CHUNK} "
-            f"keys in chunks of {FLASH_CHUNK}, which must be whole pages. Use pages of 1."
+            f"page_size={layout.page_size}: the chunks of {FLASH_CHUNK} keys that FlashAttention-3 "
+            "reads must be whole pages. Use pages of 1."
         )
     is_earlier = pairs == "earlier"
     grid = _chunks(layout) - is_earlier, len(layout.key_lens)
@@ -113,12 +113,9 @@ def _cut(layout: PagedLayout, pairs: Pairs, rows: int = 0) -> PagedLayout:
         PAIRS=pairs, CHUNK=FLASH_CHUNK, PAGES=pages, PAGE_SIZE=layout.page_size, **UNFUSED,
     )  # fmt: skip
     return PagedLayout(
-        page_table=table,
-        page_size=layout.page_size,
-        key_lens=lens,
-        query_starts=starts,
+        page_table=table, page_size=layout.page_size, key_lens=lens, query_starts=starts,
         max_query_len=max(layout.max_query_len, rows),
-    )
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["stride_table", "width", "rows"])
@@ -160,9 +157,6 @@ def _cut_kernel(
     tl.store(cut_table + at.to(tl.int64) * PAGES + pages, found, mask=(pages >= 0) & (held > 0))
 
 
-STRIDES = ("stride_part", "stride_out", "stride_head", "stride_lse")
-
-
 def _merge(
     parts: Tensor, part_lse: Tensor, chunks: int, strides: tuple[int, int], out: Tensor, lse: Tensor
 ) -> None:
@@ -170,16 +164,16 @@ def _merge(
     (tokens, heads, dim), rows = out.shape, 16
     _merge_kernel[(triton.cdiv(tokens * heads, rows),)](
         parts, part_lse, out, lse, tokens, chunks, *strides,
-        part_lse.stride(0), *out.stride()[:2], lse.stride(0),
+        part_lse.stride(0), lse.stride(0), *out.stride()[:2],
         HEADS=heads, DIM=dim, DIM_BLOCK=next_power_of_2(dim), ROWS=rows, **UNFUSED,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens", "chunks", "next_chunk", "next_query", *STRIDES])
+@triton.jit(do_not_specialize=[*range(4, 10)])
 def _merge_kernel(
     parts: tl.tensor, part_lse: tl.tensor, out: tl.tensor, lse: tl.tensor,
     tokens: tl.tensor, chunks: tl.tensor, next_chunk: tl.tensor, next_query: tl.tensor,
-    stride_part: tl.tensor, stride_out: tl.tensor, stride_head: tl.tensor, stride_lse: tl.tensor,
+    stride_part: tl.tensor, stride_lse: tl.tensor, stride_out: tl.tensor, stride_head: tl.tensor,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Merge normalised results in ascending order; without any the result is 0, and its lse -inf."""
