@@ -272,7 +272,7 @@ def over_pages(
     """
     if is_cut(layout, scores):
         return attend(q, k, v, layout, scores, out)[0]
-    buffer = {} if out is None else {"out": out}
+    buffer: dict[str, Any] = {} if out is None else {"out": out}
     result: Tensor = _call(q, k, v, layout, scores, **buffer)
     return result
 
