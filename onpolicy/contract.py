@@ -49,6 +49,9 @@ ATTENTION_CHUNK = 512
 sequence's first token, and are combined in ascending order. A multiple of every key block of the
 kernels (64)."""
 
+FLASH_CHUNK = 2048
+"""The same for FlashAttention-3, whose key blocks begin anew with every chunk."""
+
 LOG_PROB = "log_softmax(float32(logits) / temperature)"
 
 
@@ -153,7 +156,10 @@ class NumericsContract:
     log_prob: str = LOG_PROB
 
     attention_chunk: int = ATTENTION_CHUNK
-    """Number of keys that attention sums as one chunk. (FlashAttention-3 sums all keys in one run.)"""
+    """Number of keys that attention sums as one chunk."""
+
+    flash_chunk: int = FLASH_CHUNK
+    """The same of FlashAttention-3, in layers without a window."""
 
     model_definition: str = "transformers"
     """Library whose modelling code both engines run."""

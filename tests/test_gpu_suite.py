@@ -90,6 +90,7 @@ def test_every_test_of_the_suite_runs_on_the_cpu_operators(rehearsal):
         "test_results_and_gradients_of_experts_are_right_and_gradients_repeat",
         "test_verify_finds_no_mismatch",
         "test_flash_attention_3_with_free_splits_depends_on_the_batch",
+        "test_flash_attention_3_without_chunks_has_other_bits_than_with_them",
     }
 
 

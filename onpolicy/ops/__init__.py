@@ -1,6 +1,6 @@
 """The aligned operators, chosen by the contract: both engines use one implementation."""
 
-from onpolicy.contract import ATTENTION_CHUNK, NumericsContract
+from onpolicy.contract import ATTENTION_CHUNK, FLASH_CHUNK, NumericsContract
 from onpolicy.errors import ContractError
 from onpolicy.ops.backends import Demand, backend_of
 from onpolicy.ops.base import Operators
@@ -16,11 +16,12 @@ def make_operators(contract: NumericsContract, num_threads: int = 1) -> Operator
     Raise ContractError if this machine cannot keep it, or no backend has the contract's name.
     """
     backend = backend_of(contract.backend)
-    if contract.attention_chunk != ATTENTION_CHUNK:
-        raise ContractError(
-            f"attention_chunk={contract.attention_chunk}: attention of this version of onpolicy sums "
-            f"{ATTENTION_CHUNK} keys apart. Start both engines with the same version."
-        )
+    for name, chunk in (("attention_chunk", ATTENTION_CHUNK), ("flash_chunk", FLASH_CHUNK)):
+        if (asked := getattr(contract, name)) != chunk:
+            raise ContractError(
+                f"{name}={asked}: attention of this version of onpolicy sums {chunk} keys apart. Start "
+                "both engines with the same version."
+            )
     demand = Demand(
         dtype=contract.dtype,
         shapes=contract.shapes,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from onpolicy.contract import ATTENTION_CHUNK
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.logit_chunks import CPU_LOGITS, rows_of_logits
 from onpolicy.ops.row_parallel import RowParallel, tree_sum
@@ -28,6 +29,9 @@ class Operators(ABC):
 
     column_tile: int | None = None
     """Number of output columns of one GEMM, if `linear` always tiles them; None if it does not."""
+
+    key_chunk: int = ATTENTION_CHUNK
+    """Number of keys that attention sums as one chunk."""
 
     logits_per_chunk: int = CPU_LOGITS
     """Number of logits per chunk; see `rows_per_chunk`."""

@@ -31,6 +31,8 @@ class Setting:
     """Numbers of sequences that decode at once."""
     longest: int
     """Tokens of the longest sequence."""
+    several_chunks: int
+    """Tokens of a sequence whose keys attention sums in several chunks, on every backend."""
     page_sizes: tuple[int, ...]
     small_model: ModelShape
     """The model that generates and is trained, end to end; with experts and without."""
@@ -41,7 +43,9 @@ class Setting:
     """Sequences generated at once, end to end."""
     training_steps: int
     graph_steps: int
-    """Replays of a decoding step in a CUDA graph; they start at 100 tokens."""
+    """Replays of a decoding step in a CUDA graph."""
+    graph_starts: tuple[int, ...]
+    """Tokens at which they start: in the first chunk of keys, and just before its end."""
 
 
 def _around_powers_of_two(first, last):
@@ -62,6 +66,7 @@ GPU = Setting(
     head_dims=(64, 128, 256),
     batch_sizes=(1, 2, 3, 8, 33, 64, 256),
     longest=1500,
+    several_chunks=4500,
     page_sizes=(1, 16, 64, 128),
     small_model=ModelShape(
         name="small",
@@ -79,6 +84,7 @@ GPU = Setting(
     sequences=24,
     training_steps=3,
     graph_steps=40,
+    graph_starts=(100, 2030),
 )
 
 REHEARSAL = Setting(
@@ -98,6 +104,7 @@ REHEARSAL = Setting(
     head_dims=(16,),
     batch_sizes=(1, 3),
     longest=70,
+    several_chunks=1030,
     page_sizes=(1, 16),
     small_model=ModelShape(
         name="small", hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=64,
@@ -108,4 +115,5 @@ REHEARSAL = Setting(
     sequences=3,
     training_steps=1,
     graph_steps=2,
+    graph_starts=(100, 511),
 )  # fmt: skip

@@ -42,6 +42,15 @@ def test_the_heads_of_each_model(operators, backend, model, setting, numbers, ta
         )  # fmt: skip
 
 
+def test_sequences_of_several_chunks_of_keys(operators, backend, setting, numbers, tally):
+    heads = Heads(32, 8, 128) if setting.device == "cuda" else Heads(4, 2, 16)
+    with torch.no_grad():
+        attention_checks.check_paged(
+            operators, paged_attention_of(backend), heads, setting.page_sizes[0],
+            setting.several_chunks, setting.batch_sizes[:3], numbers, tally,
+        )  # fmt: skip
+
+
 def test_a_sequence_does_not_depend_on_its_micro_batch(
     operators, head_dim, setting, numbers, tally
 ):

@@ -102,9 +102,13 @@ def test_the_loss_and_its_gradients_repeat(policy, rollout_of, setting, tally):
             tally.equal(got, want, f"run {run}, {name}")
 
 
-def test_a_cuda_graph_of_a_decoding_step_has_the_bits_of_the_step(policy, backend, setting, tally):
-    """Capture once, and replay for sequences that grow over the borders of pages and key blocks."""
-    count, start, steps, device = setting.sequences, 100, setting.graph_steps, setting.device
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_cuda_graph_of_a_decoding_step_has_the_bits_of_the_step(
+    policy, backend, setting, tally, place
+):
+    """Capture once, and replay for sequences that grow over the borders of pages, blocks and chunks."""
+    start, steps = setting.graph_starts[place], setting.graph_steps
+    count, device = setting.sequences, setting.device
     models = [
         PagedModel(policy, paged_attention_of(backend), count, start + steps, 16) for _ in range(2)
     ]

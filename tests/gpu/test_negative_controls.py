@@ -16,7 +16,7 @@ from tests.gpu.backends import make_contract
 from tests.gpu.generation import generate, make_config, random_prompts, score
 from tests.gpu.row_checks import Numbers
 from tests.gpu.tensor_parallel import sum_of_ranks
-from tests.support.gpu.operators import missing_part
+from tests.support.gpu.operators import make_part, missing_part
 from tests.support.gpu.paged_attention import PagedBatch, flash_attention_3, over_rows
 from tests.support.gpu.paged_model import PagedModel, random_policy
 
@@ -78,6 +78,22 @@ def test_flash_attention_3_with_free_splits_depends_on_the_batch(setting, number
         attention_checks.check_paged(
             SimpleNamespace(attention=packed), free, HEADS, 64, setting.longest,
             setting.batch_sizes, numbers, tally,
+        )  # fmt: skip
+
+
+def test_flash_attention_3_without_chunks_has_other_bits_than_with_them(setting, numbers, tally):
+    if setting.device != "cuda":
+        pytest.skip("FlashAttention-3 needs a GPU")
+    if problem := missing_part("flash_attention_3"):
+        pytest.skip(f"FlashAttention-3: {problem}")
+
+    def whole(q, k, v, batch, scale):
+        return flash_attention_3(q, k, v, batch, scale, num_splits=1)
+
+    with torch.no_grad():
+        attention_checks.check_paged(
+            make_part("flash_attention_3"), whole, HEADS, 1, setting.several_chunks,
+            setting.batch_sizes[:3], numbers, tally,
         )  # fmt: skip
 
 

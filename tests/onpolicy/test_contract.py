@@ -22,6 +22,7 @@ def test_json_keeps_every_field():
         {"dtype": "float32"},
         {"log_prob": "log(softmax)"},
         {"attention_chunk": 1024},
+        {"flash_chunk": 1024},
         {
             "shapes": dataclasses.replace(
                 SHAPES, attention=(dataclasses.replace(ATTENTION, window=8),)
@@ -45,7 +46,7 @@ def test_a_record_of_another_version_is_refused(text):
         NumericsContract.from_json(text)
 
 
-@pytest.mark.parametrize("field", ["attention_chunk", "log_prob"])
+@pytest.mark.parametrize("field", ["attention_chunk", "flash_chunk", "log_prob"])
 def test_a_record_that_lacks_a_field_is_refused_and_not_completed(field):
     """As an older version writes it: its bits are not those of today's default."""
     record = json.loads(CONTRACT.to_json())

@@ -5,6 +5,7 @@ their checks from the sources; a call with another name, type or layout fails he
 What a stand-in computes is the plain mathematics in float32.
 """
 
+import functools
 import inspect
 from types import SimpleNamespace
 
@@ -170,27 +171,41 @@ def flash_attn(calls):
     return SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache)
 
 
-def attend(q, k, v, query_starts, key_starts, scale, before=-1, softcap=0.0):
-    """Causal attention over packed sequences in float32: out [T, H, D_v] and lse [H, T].
+def attend(q, k, v, query_starts, key_starts, scale, before=-1, softcap=0.0, causal=True):
+    """Attention over packed sequences in float32: out [T, H, D_v], lse [H, T]; without keys 0, -inf.
 
-    before: keys before its own that a query sees, -1 for all.
+    before: keys before its own that a query sees, -1 for all. A row has the same bits in every call:
+    all sums are ascending chains, keys that a query does not see add exact zeros, and exponentials
+    are rounded from float64.
     """
     outs, lses = [], []
     group = q.shape[1] // k.shape[1]
     for queries, keys in zip(query_starts.unfold(0, 2, 1), key_starts.unfold(0, 2, 1), strict=True):
-        qs = q[queries[0] : queries[1]].float().transpose(0, 1)
-        ks, vs = (
-            x[keys[0] : keys[1]].float().transpose(0, 1).repeat_interleave(group, 0) for x in (k, v)
-        )
-        scores = qs @ ks.transpose(1, 2) * scale
+        qs = q[queries[0] : queries[1]].float()[:, None]
+        ks, vs = (x[keys[0] : keys[1]].float().repeat_interleave(group, 1) for x in (k, v))
+        scores = _chain((qs * ks).unbind(-1), qs[:, 0, :, 0]) * scale
         scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-        offset = ks.shape[1] - qs.shape[1]
-        mask = torch.ones(scores.shape[1:], dtype=torch.bool).tril(offset)
+        offset = len(ks) - len(qs)
+        mask = torch.ones(scores.shape[:2], dtype=torch.bool)
+        mask = mask.tril(offset) if causal else mask
         mask = mask.triu(offset - before) if before >= 0 else mask
-        scores = scores.masked_fill(~mask, float("-inf"))
-        outs.append((scores.softmax(-1) @ vs).transpose(0, 1))
-        lses.append(scores.logsumexp(-1))
+        scores = scores.masked_fill(~mask[..., None], float("-inf"))
+        nothing = scores.new_full((len(qs), 1, q.shape[1]), float("-inf"))
+        largest = torch.cat([nothing, scores], 1).amax(1).detach()
+        base = largest.masked_fill(largest.isinf(), 0.0)
+        weights = (scores - base[:, None]).double().exp().float()
+        total = _chain(weights.unbind(1), base)
+        mixed = _chain(
+            (weights[..., None] * vs).unbind(1), base[..., None].expand(-1, -1, v.shape[-1])
+        )
+        outs.append(mixed / total.masked_fill(total == 0, 1.0)[..., None])
+        lses.append((base + total.double().log().float()).t())
     return torch.cat(outs), torch.cat(lses, 1)
+
+
+def _chain(addends, like):
+    """Their sum in ascending order, or zeros in the shape of `like`."""
+    return functools.reduce(torch.add, addends) if addends else torch.zeros_like(like)
 
 
 def _fwd(q, k, v, *rest):
@@ -204,7 +219,7 @@ def _fwd(q, k, v, *rest):
     assert q.dim() == 3 and k.dim() == v.dim() == 4
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     assert given.max_seqlen_q >= int(given.cu_seqlens_q.diff().max())
-    assert given.is_causal and (given.window_size_left < 0 or given.window_size_right == 0)
+    assert given.window_size_left < 0 or (given.is_causal and given.window_size_right == 0)
     page_size = k.shape[1]
     rows = given.page_table.long()[..., None] * page_size + torch.arange(page_size)
     lens = given.seqused_k.tolist()
@@ -212,9 +227,10 @@ def _fwd(q, k, v, *rest):
     starts = torch.tensor([0, *lens]).cumsum(0)
     out, lse = attend(
         q, k.flatten(0, 1)[chosen], v.flatten(0, 1)[chosen], given.cu_seqlens_q, starts,
-        given.softmax_scale, given.window_size_left, given.softcap,
+        given.softmax_scale, given.window_size_left, given.softcap, given.is_causal,
     )  # fmt: skip
-    return out.to(q.dtype), lse, q.new_empty(0), q.new_empty(0)
+    out = out.to(q.dtype) if given.out is None else given.out.copy_(out)
+    return out, lse, q.new_empty(0), q.new_empty(0)
 
 
 _LIBRARY.impl("fwd", _fwd, "CPU")

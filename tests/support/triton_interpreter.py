@@ -24,6 +24,7 @@ try:
     import triton.language as tl
     from triton.runtime import interpreter
 
+    import onpolicy.ops.hopper.key_chunks
     import onpolicy.ops.triton
     import onpolicy.weights.xxh3_kernels  # noqa: F401
 finally:

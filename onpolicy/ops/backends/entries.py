@@ -194,8 +194,7 @@ DEEP_GEMM = replace(
     modules=("deep_gemm", "triton"),
     by_name_alone=True,
 )
-"""Triton operators with DeepGEMM's products: for few long sequences, whose attention Triton splits
-over a GPU, and for head sizes that FlashAttention-3 does not support."""
+"""Triton operators with DeepGEMM's products, for head sizes that FlashAttention-3 does not support."""
 
 
 def _make_hopper(num_threads: int) -> Operators:

@@ -98,7 +98,8 @@ def _products(operators: Operators, contract: NumericsContract, longest: int = 0
     if row_parallel.blocks > 1:
         check_shards(operators, contract)
     for attention in shapes.attention:
-        inputs = AttentionInputs.of(attention, dtype, device)
+        lens = operators.key_chunk + 18, *LENS[1:]
+        inputs = AttentionInputs.of(attention, dtype, device, lens)
         packed = check_attention(operators, inputs)
         yield inputs.name(), inputs.shape, packed
         paged = check_paged_attention(operators, inputs, packed)
@@ -191,7 +192,7 @@ def _check_experts(
 QUERY_COUNTS = (1, 2, 5, *range(8, 129, 8))
 
 LENS = (530, 1, 64, 65, 17)
-"""Lengths of the packed sequences in the checks; one has several chunks of keys."""
+"""Lengths of the packed sequences in the checks; one has several chunks of keys, here of 512."""
 
 WINDOW = 100
 """Largest window in the checks, shorter than the longest sequence."""
@@ -202,6 +203,7 @@ class AttentionInputs:
     """Whole sequences laid end to end, and the score rule of a layer of this kind."""
 
     kind: AttentionShape
+    lens: tuple[int, ...]
     q: Tensor
     k: Tensor
     v: Tensor
@@ -229,7 +231,7 @@ class AttentionInputs:
         sinks = probe(kind.heads, seed=seed + 3, device=device).to(dtype) if kind.sinks else None
         window = kind.window and min(kind.window, WINDOW)
         scores = ScoreRule(kind.head_dim**-0.5, window, kind.softcap)
-        return AttentionInputs(kind=kind, q=q, k=k, v=v, scores=scores, sinks=sinks)
+        return AttentionInputs(kind=kind, lens=lens, q=q, k=k, v=v, scores=scores, sinks=sinks)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -262,20 +264,20 @@ class AttentionInputs:
 
 def check_attention(operators: Operators, inputs: AttentionInputs) -> Tensor:
     """Attend over the packed sequences, and check that rows keep their bits in smaller calls."""
-    name, shape, device = inputs.name(), inputs.shape, inputs.q.device
-    whole = AttentionLayout.packed(LENS, device)
+    name, shape, device, lens = inputs.name(), inputs.shape, inputs.q.device, inputs.lens
+    whole = AttentionLayout.packed(lens, device)
     packed = inputs.attend(operators, whole)
     # The last `count` tokens of the longest sequence as queries, the others as a cached prefix.
     for count in QUERY_COUNTS:
         layout = AttentionLayout(
-            query_lens=(count,), key_lens=LENS[:1], key_rows=whole.key_rows[:1]
+            query_lens=(count,), key_lens=lens[:1], key_rows=whole.key_rows[:1]
         )
-        rows = slice(LENS[0] - count, LENS[0])
+        rows = slice(lens[0] - count, lens[0])
         alone = inputs.attend(operators, layout, rows)
         require_equal(name, shape, f"{count} queries alone", alone, packed[rows])
     # One decode step of all the sequences at once.
-    ends = torch.tensor(LENS, device=device).cumsum(0)
-    layout = AttentionLayout(query_lens=(1,) * len(LENS), key_lens=LENS, key_rows=whole.key_rows)
+    ends = torch.tensor(lens, device=device).cumsum(0)
+    layout = AttentionLayout(query_lens=(1,) * len(lens), key_lens=lens, key_rows=whole.key_rows)
     decode = inputs.attend(operators, layout, ends - 1)
     require_equal(name, shape, "a decode step", decode, packed[ends - 1])
     return packed
@@ -284,17 +286,16 @@ def check_attention(operators: Operators, inputs: AttentionInputs) -> Tensor:
 def check_paged_attention(operators: Operators, inputs: AttentionInputs, packed: Tensor) -> Tensor:
     """Prefill from pages of one key; check this and smaller calls against `packed`."""
     q, k, v, device = inputs.q, inputs.k, inputs.v, inputs.q.device
-    name, shape = inputs.name("paged_attention"), inputs.shape
+    name, shape, lens = inputs.name("paged_attention"), inputs.shape, inputs.lens
     # Reversed, so that no key lies where it does in training.
-    pages = len(k) - 1 - AttentionLayout.packed(LENS, device).key_rows
+    pages = len(k) - 1 - AttentionLayout.packed(lens, device).key_rows
     stores = k.flip(0)[:, None], v.flip(0)[:, None]
-    key_lens = torch.tensor(LENS, dtype=torch.int32, device=device)
+    key_lens = torch.tensor(lens, dtype=torch.int32, device=device)
     ends = key_lens.cumsum(0)
 
     def attend(counts: tuple[int, ...], case: str) -> Tensor:
         """Attend with the last queries of every sequence."""
-        lens = torch.tensor(counts, dtype=torch.int32)
-        starts = torch.cat([lens.new_zeros(1), lens.cumsum(0, dtype=torch.int32)])
+        starts = torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32)
         layout = PagedLayout(
             page_table=pages.to(torch.int32),
             page_size=1,
@@ -308,9 +309,9 @@ def check_paged_attention(operators: Operators, inputs: AttentionInputs, packed:
         require_equal(name, shape, case, out, packed[rows])
         return out
 
-    attend((1,) * len(LENS), "a decode step")
-    attend(tuple(min(n, 40) for n in LENS), "the last queries of each sequence")
-    return attend(LENS, "a prefill")
+    attend((1,) * len(lens), "a decode step")
+    attend(tuple(min(n, 40) for n in lens), "the last queries of each sequence")
+    return attend(lens, "a prefill")
 
 
 SHARD_ROW_COUNTS = (1, 17, 64, 256)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from onpolicy.contract import FLASH_CHUNK
 from onpolicy.ops.base import Operators
 from onpolicy.ops.hopper import cublaslt, flash_attention, gemm
 from onpolicy.ops.hopper.gemm import Fp8Linears
@@ -42,6 +43,8 @@ class FlashAttention(TritonOperators):
 
     Creating them loads FlashAttention-3, or raises ContractError.
     """
+
+    key_chunk = FLASH_CHUNK
 
     def __init__(self) -> None:
         super().__init__()

@@ -4,7 +4,7 @@ SGLang reads keys through a page table in prefill and in decode, so training doe
 one key. All three then run the same compiled kernels, whose sums over keys go in blocks of one
 width per head size (`FLASH_HEAD_DIMS`). Contiguous keys would use kernels with other widths for
 some head sizes and lengths; they would only save the gathering of keys by cp.async. With
-`num_splits=1` a sequence is never cut into parts that are summed separately.
+`num_splits=1` the kernels never cut a sequence; long ones are cut here (`key_chunks.py`).
 
 The forward's library has no backward pass. Upstream's FlashAttention-3 is used where it is
 installed and can be deterministic, else the FlashAttention-2 inside PyTorch. They need not agree
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.errors import ContractError
+from onpolicy.ops.hopper.key_chunks import attend_in_chunks, is_cut
 from onpolicy.ops.layouts import (
     AttentionLayout,
     Gradients,
@@ -234,9 +235,26 @@ def forward(
 
     q: [T, H, D]; k: [rows, H_kv, D]; v: [rows, H_kv, D_v]. bfloat16, no autograd.
     """
-    pages = int32_pages(layout)
-    out, lse, *_ = _attend(q, k[:, None], v[:, None], pages, scores, return_softmax_lse=True)
-    return out, lse
+    return attend(q, k[:, None], v[:, None], int32_pages(layout), scores)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: PagedLayout,
+    scores: ScoreRule,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute `forward` over pages: k [pages, page size, H_kv, D]; v likewise with D_v."""
+
+    def with_lse(q: Tensor, layout: PagedLayout, **how: Any) -> tuple[Tensor, Tensor]:
+        result, lse, *_ = _call(q, k, v, layout, scores, return_softmax_lse=True, **how)
+        return result, lse
+
+    if is_cut(layout, scores):
+        return attend_in_chunks(with_lse, q, layout, out)
+    return with_lse(q, layout)
 
 
 def over_pages(
@@ -250,17 +268,25 @@ def over_pages(
     """Compute attention for the rollout engine, with the arguments of SGLang's backend.
 
     The shapes are as in `Operators.paged_attention`; `layout.schedule` may hold
-    `scheduler_metadata` and `cu_seqlens_k_new`.
+    `scheduler_metadata` and `cu_seqlens_k_new`, which calls over chunks do not take.
     """
-    buffer = {} if out is None else {"out": out}
-    result: Tensor = _attend(q, k, v, layout, scores, **buffer)
+    if is_cut(layout, scores):
+        return attend(q, k, v, layout, scores, out)[0]
+    buffer: dict[str, Any] = {} if out is None else {"out": out}
+    result: Tensor = _call(q, k, v, layout, scores, **buffer)
     return result
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, layout: PagedLayout, scores: ScoreRule, **more: Any
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: PagedLayout,
+    scores: ScoreRule,
+    causal: bool = True,
+    **more: Any,
 ) -> Any:
-    how: dict[str, Any] = {"softmax_scale": scores.scale, "causal": True}
+    how: dict[str, Any] = {"softmax_scale": scores.scale, "causal": causal}
     how |= {"window_size": (scores.window - 1, 0)} if scores.window else {}
     how |= {"softcap": scores.softcap} if scores.softcap else {}
     return loaded().flash_attn_with_kvcache(

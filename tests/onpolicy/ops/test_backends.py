@@ -268,11 +268,12 @@ def test_the_registry_imports_no_library_of_a_device():
     assert done.stdout.split() == []
 
 
-def test_operators_of_another_chunk_of_keys_are_refused():
+@pytest.mark.parametrize(("name", "ours"), [("attention_chunk", 512), ("flash_chunk", 2048)])
+def test_operators_of_another_chunk_of_keys_are_refused(name, ours):
     contract = NumericsContract(
-        backend="cpu", device="cpu", dtype="float32", shapes=shapes(), attention_chunk=1024
+        backend="cpu", device="cpu", dtype="float32", shapes=shapes(), **{name: 1024}
     )
-    with pytest.raises(ContractError, match=r"attention_chunk=1024.*512"):
+    with pytest.raises(ContractError, match=rf"{name}=1024.*{ours}"):
         make_operators(contract)
 
 

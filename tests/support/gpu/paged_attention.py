@@ -63,7 +63,11 @@ def _by_triton(q, k, v, batch, scale):
 
 
 def _by_flash_attention_3(q, k, v, batch, scale):
-    return flash_attention_3(q, k, v, batch, scale, num_splits=1)
+    from onpolicy.ops.hopper import flash_attention
+
+    stores = _pages(k, batch), _pages(v, batch)
+    out, lse = flash_attention.attend(q, *stores, batch.layout(), ScoreRule(scale))
+    return out, lse.t()
 
 
 def flash_attention_3(q, k, v, batch, scale, num_splits):
