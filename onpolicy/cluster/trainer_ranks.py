@@ -186,6 +186,7 @@ class TrainerRanks(Trainer):
     def _gathered(self, calls: list[Any]) -> list[Any]:
         """Return the results of the calls of the first ranks; raise the first failure."""
         results: list[Any] = [None] * len(calls)
+        ranks = {call: rank for rank, call in enumerate(calls)}
         waiting, watch = list(calls), self._watch()
         while waiting:
             done, waiting = ray.wait(waiting, timeout=POLL)
@@ -193,12 +194,15 @@ class TrainerRanks(Trainer):
                 alive_hosts()  # raises: without a node here the call would never end
                 watch.require_work()
                 continue
-            rank = calls.index(done[0])
-            answer = self._answer(rank, done[0])
-            if answer.error is not None:
-                self._blame_the_lost(calls, waiting, answer.error)
-                raise answer.error from RankTraceback(rank, answer.traceback)
-            results[rank] = answer.result
+            if waiting:  # the first alone was waited for, since it may have failed
+                more, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+                done += more
+            for number, call in enumerate(done):
+                answer = self._answer(ranks[call], call)
+                if answer.error is not None:
+                    self._blame_the_lost(ranks, done[number + 1 :] + waiting, answer.error)
+                    raise answer.error from RankTraceback(ranks[call], answer.traceback)
+                results[ranks[call]] = answer.result
         return results
 
     def _watch(self) -> HungRanks | NotStarted:
@@ -223,7 +227,9 @@ class TrainerRanks(Trainer):
             logging.getLogger(record.name).handle(record)
         return answer
 
-    def _blame_the_lost(self, calls: list[Any], waiting: list[Any], error: Exception) -> None:
+    def _blame_the_lost(
+        self, ranks: dict[Any, int], waiting: list[Any], error: Exception
+    ) -> None:
         """Raise TrainerLostError if a rank is gone, which causes the others' failures."""
         if isinstance(error, OnPolicyError):
             return
@@ -231,7 +237,7 @@ class TrainerRanks(Trainer):
         while waiting and (left := deadline - time.monotonic()) > 0:
             done, waiting = ray.wait(waiting, timeout=left)
             for call in done:
-                self._answer(calls.index(call), call)
+                self._answer(ranks[call], call)
 
 
 class RankTraceback(Exception):

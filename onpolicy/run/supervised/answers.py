@@ -191,8 +191,8 @@ def learning(given: Trajectory, answer_ids: Sequence[int]) -> Trajectory:
     count = len(answer_ids)
     return replace(
         given,
-        token_ids=[*given.token_ids, *answer_ids],
-        sampled=[*given.sampled, *[True] * count],
-        rollout_log_probs=[*given.rollout_log_probs, *[0.0] * count],
-        temperatures=[*given.temperatures, *[1.0] * count],
+        token_ids=given.token_ids + answer_ids,
+        sampled=given.sampled + [True] * count,
+        rollout_log_probs=given.rollout_log_probs + [0.0] * count,
+        temperatures=given.temperatures + [1.0] * count,
     )
