@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-import pickle
 import random
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-RESPONSE, PROMPT, VOCABULARY, SAMPLES = 8192, 64, 151_936, 64
+from benchmarks.controller_memory import PROMPT, RANKS, RESPONSE, answer_of_an_engine
+
+SAMPLES = 64
 TURNS, OF_TURN = 256, 64
 PACKED = (1_024, 4_096, 16_384)
-RANKS, REPEATS = 2, 7
+REPEATS = 7
 
 
 def serve() -> None:
@@ -32,17 +34,7 @@ def serve() -> None:
     import orjson
     from aiohttp import web
 
-    from sglang_patches.generate_each import _packed
-
-    rng = random.Random(0)
-    ids = [rng.randrange(VOCABULARY) for _ in range(RESPONSE)]
-    values = pickle.loads(pickle.dumps([rng.randrange(-(1 << 20), 0) / 65536 for _ in ids]))
-    meta = {
-        "output_token_logprobs": [(x, i, None) for x, i in zip(values, ids, strict=True)],
-        "finish_reason": {"type": "length"},
-        "weight_version": 0,
-    }
-    answer = _packed({"output_ids": ids, "meta_info": meta})
+    answer = answer_of_an_engine()
 
     async def answer_each(request: web.Request) -> web.StreamResponse:
         asked = len(orjson.loads(await request.read())["requests"])
@@ -90,8 +82,9 @@ def sampled(url: str) -> list[Any]:
     return found
 
 
-def turns(completion: Any) -> list[float]:
-    """Return the seconds of each turn of an episode that grows to TURNS * 2 * OF_TURN tokens."""
+def turns(completion: Any) -> list[tuple[float, float]]:
+    """Return the seconds that each turn of an episode of TURNS * 2 * OF_TURN tokens takes to grow, and
+    to ask, which sends all tokens."""
     from onpolicy.rollout.client import _payload
     from onpolicy.trajectory import Trajectory
     from onpolicy.types import Request, SamplingParams
@@ -100,10 +93,10 @@ def turns(completion: Any) -> list[float]:
     so_far, seconds = Trajectory.begin(range(PROMPT)), []
     for _ in range(TURNS):
         before = time.process_time()
-        so_far = so_far.given(range(OF_TURN))
+        so_far = so_far.given(range(OF_TURN)).plus(completion, 1.0)
+        grown = time.process_time()
         json.dumps(_payload(Request(prompt_ids=so_far.token_ids, sampling_seed=0, params=params)))
-        so_far = so_far.plus(completion, 1.0)
-        seconds.append(time.process_time() - before)
+        seconds.append((grown - before, time.process_time() - grown))
     return seconds
 
 
@@ -146,7 +139,12 @@ def measure(url: str) -> dict[str, Any]:
         weight_version=0,
         num_cached_tokens=0,
     )
-    each = [median(turn) * 1e6 for turn in zip(*(turns(completion) for _ in range(REPEATS)))]
+    episodes = [turns(completion) for _ in range(REPEATS)]
+
+    def of_turns(part: int, which: slice) -> float:
+        return median(turn[part] for each in episodes for turn in each[which]) * 1e6
+
+    first, last = slice(TURNS // 8), slice(-TURNS // 8, None)
     rng = random.Random(0)
     lens = [min(int(rng.expovariate(1 / 8_192)) + 64, 32_768) for _ in range(PACKED[-1])]
     return {
@@ -157,8 +155,11 @@ def measure(url: str) -> dict[str, Any]:
             "from the bytes, in the ranks": timed(lambda: [*map(loads, shares)]) / count,
         },
         "bytes_a_token_sent": sum(map(len, shares)) / count,
-        "us_a_turn": {"first eighth": median(each[: TURNS // 8]), "last": median(each[-TURNS // 8 :])},
-        "ms_to_pack": {n: timed(lambda n=n: pack(lens[:n], 256, 32_768)) / 1e3 for n in PACKED},
+        "us_a_turn": {
+            "to grow": {"first eighth": of_turns(0, first), "last eighth": of_turns(0, last)},
+            "to ask": {"first eighth": of_turns(1, first), "last eighth": of_turns(1, last)},
+        },
+        "ms_to_pack": {n: timed(partial(pack, lens[:n], 256, 32_768)) / 1e3 for n in PACKED},
     }
 
 
@@ -167,7 +168,7 @@ def main() -> None:
     if out == "--serve":
         serve()
         return
-    command = [sys.executable, __file__, "--serve"]
+    command = [sys.executable, "-m", "benchmarks.controller_time", "--serve"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None

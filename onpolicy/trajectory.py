@@ -196,7 +196,8 @@ def _written_as(kind: type[Numbers[Any]], number: Any) -> Any:
     hold to the bit are refused."""
 
     def read(written: list[Any], _: Any) -> Numbers[Any]:
-        found = kind(written)
+        with np.errstate(over="ignore"):
+            found = kind(written)
         if found.array.astype("<f8").tobytes() != np.array(written, "<f8").tobytes():
             raise ValueError(f"{written!s:.60}: must be numbers of {np.dtype(kind.dtype)}")
         return found
@@ -260,9 +261,7 @@ class Trajectory:
     depends on the calls that asked for the tokens."""
 
     def __post_init__(self) -> None:
-        _hold(
-            self, token_ids=Ints, sampled=Flags, rollout_log_probs=Floats, temperatures=Doubles
-        )
+        _hold(self, token_ids=Ints, sampled=Flags, rollout_log_probs=Floats, temperatures=Doubles)
 
     @model_validator(mode="after")
     def _require_possible(self) -> Trajectory:
@@ -288,7 +287,9 @@ class Trajectory:
     @staticmethod
     def begin(prompt_ids: Sequence[int]) -> Trajectory:
         """Return a trajectory of a prompt alone."""
-        return Trajectory(token_ids=Ints(prompt_ids), sampled=Flags(np.zeros(len(prompt_ids), bool)))
+        return Trajectory(
+            token_ids=Ints(prompt_ids), sampled=Flags(np.zeros(len(prompt_ids), bool))
+        )
 
     def plus(
         self, answer: Completion, temperature: float, grammar: Grammar | None = None

@@ -227,9 +227,7 @@ class TrainerRanks(Trainer):
             logging.getLogger(record.name).handle(record)
         return answer
 
-    def _blame_the_lost(
-        self, ranks: dict[Any, int], waiting: list[Any], error: Exception
-    ) -> None:
+    def _blame_the_lost(self, ranks: dict[Any, int], waiting: list[Any], error: Exception) -> None:
         """Raise TrainerLostError if a rank is gone, which causes the others' failures."""
         if isinstance(error, OnPolicyError):
             return

@@ -151,7 +151,7 @@ def _require_learnt_once(episode: Sequence[Sample]) -> None:
     for sample in episode if len(episode) > 1 else ():
         trajectory = sample.trajectory
         for branch, start, end in trajectory.stretches:
-            own = {i for i in range(start, end) if trajectory.sampled[i]}
+            own = {i for i, is_own in enumerate(trajectory.sampled[start:end], start) if is_own}
             if twice := own & learnt[branch]:
                 raise TrainingError(
                     f"prompt {sample.prompt.index}, sample {sample.sample_index}: {len(twice)} sampled "

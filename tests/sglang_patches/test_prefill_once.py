@@ -100,7 +100,7 @@ def test_a_queue_is_not_read_while_sglang_takes_nobody_of_it():
 @pytest.mark.parametrize("changes", NOT_FULL)
 def test_a_queue_is_read_whenever_sglang_may_take_of_it(changes):
     scheduler, running = scheduler_with(Unread([1, 2]), **changes)
-    with pytest.raises((AssertionError, AttributeError), match="read|origin_input_ids"):
+    with pytest.raises((AssertionError, AttributeError), match=r"read|origin_input_ids"):
         _leave_followers(lambda *_, **__: None, scheduler, None, running_batch=running)
 
 

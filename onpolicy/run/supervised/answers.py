@@ -112,8 +112,8 @@ class _Reader:
         return self._example(index, trajectories)
 
     def _example(self, index: int, trajectories: list[Trajectory]) -> Example:
-        texts = [str(self._tokenizer.decode(t.token_ids)) for t in trajectories]
-        learnt = [str(self._tokenizer.decode(t.response_ids)) for t in trajectories]
+        texts = [str(self._tokenizer.decode(t.token_ids.tolist())) for t in trajectories]
+        learnt = [str(self._tokenizer.decode(t.response_ids.tolist())) for t in trajectories]
         prompt = Prompt(
             index=index,
             prompt_ids=trajectories[0].prompt_ids,

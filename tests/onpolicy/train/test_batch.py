@@ -50,7 +50,9 @@ def test_samples_that_came_in_a_message_are_packed_as_those_at_home(recwarn):
     """Arrays out of a message cannot be written to (oxwhirl/smacv2#39)."""
     arrived = dict(enumerate(pickle.loads(pickle.dumps(SAMPLES))))
     assert not arrived[0].trajectory.rollout_log_probs.array.flags.writeable
-    there, here = (packed_batch(x, torch.device("cpu")) for x in (arrived, dict(enumerate(SAMPLES))))
+    there, here = (
+        packed_batch(x, torch.device("cpu")) for x in (arrived, dict(enumerate(SAMPLES)))
+    )
     for name in ("tokens", "targets", "temperature", "rows"):
         assert torch.equal(getattr(there.packed, name), getattr(here.packed, name))
     assert torch.equal(there.rollout_log_probs, here.rollout_log_probs)
