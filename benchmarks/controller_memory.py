@@ -3,8 +3,8 @@
     python -m benchmarks.controller_memory OUT.json [NUM_SAMPLES ...]
 
 The engines' answers are made up and then handled as in a run: read as the client reads them, cut into
-the shares of two ranks, and sent to two actors of a Ray session of the run's own. Each number of samples is
-measured in a process of its own.
+the shares of two ranks, and sent to two actors of a Ray session of the run's own. Each number of
+samples is measured in a process of its own.
 """
 
 from __future__ import annotations
