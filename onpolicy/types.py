@@ -1,4 +1,4 @@
-"""The records of a run, of plain Python values, so that any process can hold them."""
+"""The records of a run, of plain Python values and arrays, so that any process can hold them."""
 
 from __future__ import annotations
 

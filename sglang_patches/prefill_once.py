@@ -62,7 +62,7 @@ def _leave_followers(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -
 
 
 def _takes_none(scheduler: Any, running: Any) -> bool:
-    """Return whether SGLang takes no request now, whichever wait: each would cost a pass its time."""
+    """Return whether SGLang takes none of the waiting requests in this pass, whatever they are."""
     looks_again = scheduler.enable_priority_preemption or scheduler.is_hybrid_swa
     is_full = running.batch_is_full and not running.is_empty() and not looks_again
     return is_full and scheduler.chunked_req is None

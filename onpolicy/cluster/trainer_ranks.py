@@ -200,7 +200,7 @@ class TrainerRanks(Trainer):
             for number, call in enumerate(done):
                 answer = self._answer(ranks[call], call)
                 if answer.error is not None:
-                    self._blame_the_lost(ranks, done[number + 1 :] + waiting, answer.error)
+                    self._blame_the_lost(calls, done[number + 1 :] + waiting, answer.error)
                     raise answer.error from RankTraceback(ranks[call], answer.traceback)
                 results[ranks[call]] = answer.result
         return results
@@ -227,7 +227,7 @@ class TrainerRanks(Trainer):
             logging.getLogger(record.name).handle(record)
         return answer
 
-    def _blame_the_lost(self, ranks: dict[Any, int], waiting: list[Any], error: Exception) -> None:
+    def _blame_the_lost(self, calls: list[Any], waiting: list[Any], error: Exception) -> None:
         """Raise TrainerLostError if a rank is gone, which causes the others' failures."""
         if isinstance(error, OnPolicyError):
             return
@@ -235,7 +235,7 @@ class TrainerRanks(Trainer):
         while waiting and (left := deadline - time.monotonic()) > 0:
             done, waiting = ray.wait(waiting, timeout=left)
             for call in done:
-                self._answer(ranks[call], call)
+                self._answer(calls.index(call), call)
 
 
 class RankTraceback(Exception):

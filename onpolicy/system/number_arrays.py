@@ -20,8 +20,6 @@ class Numbers(Sequence[N]):
 
     dtype: ClassVar[str]
 
-    __slots__ = ("_spare", "array")
-
     def __init__(self, values: Any = ()):
         self.array: NDArray[Any] = np.asarray(values, self.dtype)
         self._spare: list[NDArray[Any]] = []
@@ -67,8 +65,6 @@ class Numbers(Sequence[N]):
             return np.array_equal(self.array, other.array)
         return self.tolist() == other if isinstance(other, list) else NotImplemented
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         return repr(self.tolist())
 
@@ -80,9 +76,6 @@ class Numbers(Sequence[N]):
         data, count = self.array.tobytes(), len(self)
         one = data[: self.array.itemsize]
         return _read, (type(self), one if data == one * count else data, count)
-
-    def index(self, value: Any, *places: int) -> int:
-        return self.tolist().index(value, *places)
 
     def tolist(self) -> list[N]:
         found: list[N] = self.array.tolist()
@@ -98,25 +91,21 @@ class Ints(Numbers[int]):
     """Numbers of 32 bits."""
 
     dtype = "<i4"
-    __slots__ = ()
 
 
 class Flags(Numbers[bool]):
     """Truth values."""
 
     dtype = "?"
-    __slots__ = ()
 
 
 class Floats(Numbers[float]):
     """Numbers in float32."""
 
     dtype = "<f4"
-    __slots__ = ()
 
 
 class Doubles(Numbers[float]):
     """Numbers in float64."""
 
     dtype = "<f8"
-    __slots__ = ()

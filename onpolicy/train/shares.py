@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import groupby
 
+import numpy as np
+
 from onpolicy.errors import ParityError, TrainingError
 from onpolicy.models.token_labels import token_labels
 from onpolicy.trajectory import Forks
@@ -62,7 +64,7 @@ class Outcomes:
             has_token_rewards=any(s.token_rewards is not None for s in samples),
             sampled=SampledTokens.of(samples, split_into_steps(samples, num_steps)[0]),
             num_tokens=sum(len(s.trajectory.token_ids) for s in samples),
-            lags=tuple(sorted({lag for s in samples for lag in {*s.lags}})),
+            lags=tuple(sorted({lag for s in samples for lag in np.unique(s.lags).tolist()})),
         )
 
     @property

@@ -1,6 +1,7 @@
 """A prefix that requests share is prefilled by one of them, and changes nothing of their samples."""
 
 import dataclasses
+from inspect import signature
 from types import SimpleNamespace
 
 import pytest
@@ -93,8 +94,10 @@ def test_a_queue_is_not_read_while_sglang_takes_nobody_of_it():
     original = Scheduler._get_new_batch_prefill_raw
     original = getattr(original, "__wrapped__", original)
     scheduler, running = scheduler_with(Unread([1, 2]))
+    # SGLang's releases differ in whether the batch is an argument.
     given = {"prefill_delayer_single_pass": None, "running_batch": running}
-    assert _leave_followers(original, scheduler, **given) == (None, running)
+    given = {name: given[name] for name in given if name in signature(original).parameters}
+    assert _leave_followers(original, scheduler, **given) in (None, (None, running))
 
 
 @pytest.mark.parametrize("changes", NOT_FULL)
