@@ -200,7 +200,7 @@ def _json(response: requests.Response) -> dict[str, Any]:
 def _payload(request: Request) -> dict[str, Any]:
     params, grammar = request.params, request.params.grammar
     return {
-        "input_ids": base64.b64encode(Ints(request.prompt_ids).array).decode(),
+        "input_ids": base64.b64encode(Ints(request.prompt_ids).array.tobytes()).decode(),
         "sampling_params": {
             "temperature": params.temperature,
             "max_new_tokens": params.max_new_tokens,

@@ -205,7 +205,7 @@ def pack(
     for i in order:
         aside: list[tuple[int, int]] = []
         # By tokens, no other has room where the cheapest has none.
-        while cheapest and tokens[cheapest[0][1]] + lens[i] > max_tokens and not by_tokens:
+        while not by_tokens and cheapest and tokens[cheapest[0][1]] + lens[i] > max_tokens:
             aside.append(heappop(cheapest))
         if cheapest and tokens[cheapest[0][1]] + lens[i] <= max_tokens:
             load, chosen = heappop(cheapest)

@@ -49,7 +49,7 @@ def test_values_stand_beside_their_tokens():
 def test_samples_that_came_in_a_message_are_packed_as_those_at_home(recwarn):
     """Arrays out of a message cannot be written to (oxwhirl/smacv2#39)."""
     arrived = dict(enumerate(pickle.loads(pickle.dumps(SAMPLES))))
-    assert not arrived[0].trajectory.rollout_log_probs.array.flags.writeable
+    assert not arrived[0].trajectory.token_ids.array.flags.writeable
     there, here = (
         packed_batch(x, torch.device("cpu")) for x in (arrived, dict(enumerate(SAMPLES)))
     )
