@@ -2,9 +2,9 @@
 
     python -m benchmarks.controller_memory OUT.json [NUM_SAMPLES ...]
 
-The engines' answers are made up and then handled as in a run: parsed from JSON, cut into the
-shares of two ranks, and sent to two actors of a Ray session of the run's own. Each number of samples is
-measured in a process of its own.
+The engines' answers are made up and then handled as in a run: read as the client reads them, cut into
+the shares of two ranks, and sent to two actors of a Ray session of the run's own. Each number of
+samples is measured in a process of its own.
 """
 
 from __future__ import annotations
@@ -21,28 +21,18 @@ RANKS = 2
 SIZES = (1250, 2500, 5000, 10_000)
 
 
-def answer_of_an_engine() -> str:
+def answer_of_an_engine() -> dict[str, Any]:
+    """Return made-up tokens as the plug-in answers them."""
+    from sglang_patches.generate_each import _packed
+
     rng = random.Random(0)
-    return json.dumps(
-        {
-            "ids": [rng.randrange(VOCABULARY) for _ in range(RESPONSE)],
-            "log_probs": [-rng.random() for _ in range(RESPONSE)],
-        }
-    )
-
-
-def completion_of(answer: str) -> Any:
-    """Return a completion with its own tokens and numbers, parsed as by the client."""
-    from onpolicy.trajectory import Completion, FinishReason
-
-    read = json.loads(answer)
-    return Completion(
-        response_ids=read["ids"],
-        rollout_log_probs=read["log_probs"],
-        finish_reason=FinishReason.LENGTH,
-        weight_version=0,
-        num_cached_tokens=0,
-    )
+    ids = [rng.randrange(VOCABULARY) for _ in range(RESPONSE)]
+    meta = {
+        "output_token_logprobs": [(-rng.random(), token, None) for token in ids],
+        "finish_reason": {"type": "length"},
+        "weight_version": 0,
+    }
+    return _packed({"output_ids": ids, "meta_info": meta})
 
 
 def measure(num_samples: int) -> dict[str, float]:
@@ -50,9 +40,10 @@ def measure(num_samples: int) -> dict[str, float]:
 
     from onpolicy.cluster.ray_session import session
     from onpolicy.config.groups import ClusterConfig
+    from onpolicy.rollout.client import completion_of
     from onpolicy.train.shares import Steps, make_shares
     from onpolicy.trajectory import Trajectory
-    from onpolicy.types import Prompt, Sample
+    from onpolicy.types import Prompt, Request, Sample, SamplingParams
 
     with session(ClusterConfig()):
         import ray
@@ -61,18 +52,22 @@ def measure(num_samples: int) -> dict[str, float]:
         class Rank:
             def take(self, share: Steps) -> int:
                 parts = [part for step in share for part in step]
-                return sum(len(s.token_ids) for part in parts for s in part.values())
+                return sum(len(s.trajectory.token_ids) for part in parts for s in part.values())
 
         ranks = [ray.remote(Rank).options(num_cpus=0).remote() for _ in range(RANKS)]
         ray.get([rank.take.remote(make_shares([], 1, 1, 1)[0]) for rank in ranks])
-        process, answer = psutil.Process(), answer_of_an_engine()
+        process, answer = psutil.Process(), json.dumps(answer_of_an_engine())
         before = process.memory_info().rss
         prompt = Prompt(index=0, prompt_ids=list(range(PROMPT)), label="", text="")
+        params = SamplingParams(temperature=1.0, max_new_tokens=RESPONSE, stop_token_ids=())
+        request = Request(prompt_ids=prompt.prompt_ids, sampling_seed=0, params=params)
         samples = [
             Sample(
                 prompt=prompt,
                 sample_index=i,
-                trajectory=Trajectory.begin(prompt.prompt_ids).plus(completion_of(answer), 1.0),
+                trajectory=Trajectory.begin(prompt.prompt_ids).plus(
+                    completion_of(json.loads(answer), 200, request, ""), 1.0
+                ),
                 group=0,
                 episode=i,
             )

@@ -54,7 +54,7 @@ def main() -> None:
         microscope = Microscope(recorded, root / "taps", requests, 1.0)
         completions = plain.generate(requests)
         sequences = [
-            r.prompt_ids + c.response_ids for r, c in zip(requests, completions, strict=True)
+            [*r.prompt_ids, *c.response_ids] for r, c in zip(requests, completions, strict=True)
         ]
         prompts = [len(r.prompt_ids) for r in requests]
         works: dict[str, Callable[[], object]] = {

@@ -74,7 +74,7 @@ def sample(group: RolloutGroup, asked: Sequence[Request]) -> tuple[float, list[l
     started = time.perf_counter()
     answers = group.generate(SamplingJob([*asked]))
     spent, seeds = time.perf_counter() - started, [each.sampling_seed for each in asked]
-    said = sorted(zip(seeds, (a.rollout_log_probs for a in answers), strict=True))
+    said = sorted(zip(seeds, (a.log_probs for a in answers), strict=True))
     return spent, [log_probs for _, log_probs in said]
 
 

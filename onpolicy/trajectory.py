@@ -6,14 +6,15 @@ import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import compress, pairwise
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 from numpy.typing import NDArray
 from pydantic import model_validator
 
+from onpolicy.system.number_arrays import Doubles, Flags, Floats, Ints, Numbers
 from onpolicy.system.records import Count, written_as
 
 
@@ -43,6 +44,13 @@ class Span:
     end: Count
 
 
+def _hold(record: Any, **kinds: type[Numbers[Any]]) -> None:
+    """Have fields of a frozen record hold numbers, if they were given a list."""
+    for name, kind in kinds.items():
+        if type(given := getattr(record, name)) is not kind:
+            object.__setattr__(record, name, kind(given))
+
+
 def _no_text() -> str:
     raise ValueError("an engine's answer has tokens, and no text")
 
@@ -51,11 +59,11 @@ def _no_text() -> str:
 class Completion:
     """An engine's answer to one request, or the policy's to one call of `Turns.sample`."""
 
-    response_ids: list[int]
+    response_ids: Ints
     """The response's R sampled tokens. Example: [5, 11, 1]"""
 
-    rollout_log_probs: list[float]
-    """Log-probability of each token when it was sampled, float32 values [R]. Example: [-0.25, ...]"""
+    rollout_log_probs: Floats
+    """Log-probability of each token when it was sampled, [R]. Example: [-0.25, ...]"""
 
     finish_reason: FinishReason
 
@@ -83,17 +91,20 @@ class Completion:
     read: Callable[[], str] = field(default=_no_text, repr=False, compare=False)
     """Function that returns its text: special tokens included, without the stop token that ended it."""
 
+    def __post_init__(self) -> None:
+        _hold(self, response_ids=Ints, rollout_log_probs=Floats)
+
     @property
     def text(self) -> str:
         return self.read()
 
     @property
     def token_ids(self) -> list[int]:
-        return self.response_ids
+        return self.response_ids.tolist()
 
     @property
     def log_probs(self) -> list[float]:
-        return self.rollout_log_probs
+        return self.rollout_log_probs.tolist()
 
     def until(self, count: int, reason: FinishReason) -> Completion:
         """Return its first `count` tokens, with this finish reason."""
@@ -180,20 +191,39 @@ RoutedExperts = Annotated[
 KeptSets = Annotated[list[bytes], written_as(list[str | Count], _write_kept, _read_kept)]
 
 
+def _written_as(kind: type[Numbers[Any]], number: Any) -> Any:
+    """Return the annotation of numbers that are written as a list. Values that the kind does not
+    hold to the bit are refused."""
+
+    def read(written: list[Any], _: Any) -> Numbers[Any]:
+        with np.errstate(over="ignore"):
+            found = kind(written)
+        if found.array.astype("<f8").tobytes() != np.array(written, "<f8").tobytes():
+            raise ValueError(f"{written!s:.60}: must be numbers of {np.dtype(kind.dtype)}")
+        return found
+
+    return written_as(list[number], kind.tolist, read)
+
+
+Token = Annotated[int, Ge(0), Le(np.iinfo(Ints.dtype).max)]
+
+
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Trajectory:
     """One sequence of given and sampled tokens. T: its tokens; R: the sampled ones."""
 
-    token_ids: list[Count]
+    token_ids: Annotated[Ints, _written_as(Ints, Token)]
     """Tokens of the sequence, [T]. Example: [17, 4, 9, 5, 11, 1]"""
 
-    sampled: list[bool]
+    sampled: Annotated[Flags, _written_as(Flags, bool)]
     """Whether the policy sampled each token, [T]; the others were given to it."""
 
-    rollout_log_probs: list[float] = field(default_factory=list)
-    """Log-probability of each sampled token when it was sampled, float32 values [R]."""
+    rollout_log_probs: Annotated[Floats, _written_as(Floats, float)] = field(default_factory=Floats)
+    """Log-probability of each sampled token when it was sampled, [R]."""
 
-    temperatures: list[Annotated[float, Gt(0)]] = field(default_factory=list)
+    temperatures: Annotated[Doubles, _written_as(Doubles, Annotated[float, Gt(0)])] = field(
+        default_factory=Doubles
+    )
     """Sampling temperature of each sampled token, [R]."""
 
     spans: tuple[Span, ...] = ()
@@ -230,10 +260,13 @@ class Trajectory:
     """Where each complete answer on its own branch ends, and why, in order; not compared, since it
     depends on the calls that asked for the tokens."""
 
+    def __post_init__(self) -> None:
+        _hold(self, token_ids=Ints, sampled=Flags, rollout_log_probs=Floats, temperatures=Doubles)
+
     @model_validator(mode="after")
     def _require_possible(self) -> Trajectory:
         """Raise ValueError for a record of tokens that nobody can have sampled."""
-        length, count = len(self.token_ids), sum(self.sampled)
+        length, count = len(self.token_ids), self._num_sampled(None)
         if len(self.sampled) != length or self.sampled[:1] == [True]:
             raise ValueError(f"sampled={self.sampled!s:.60}: must be {length}, the first given")
         for name in ("rollout_log_probs", "temperatures", "kept_tokens", "row_digests"):
@@ -254,24 +287,26 @@ class Trajectory:
     @staticmethod
     def begin(prompt_ids: Sequence[int]) -> Trajectory:
         """Return a trajectory of a prompt alone."""
-        return Trajectory(token_ids=[*prompt_ids], sampled=[False] * len(prompt_ids))
+        return Trajectory(
+            token_ids=Ints(prompt_ids), sampled=Flags(np.zeros(len(prompt_ids), bool))
+        )
 
     def plus(
         self, answer: Completion, temperature: float, grammar: Grammar | None = None
     ) -> Trajectory:
         """Return it with an engine's answer after all tokens so far. A token keeps the experts of
         the answer that computed it first."""
-        grammars, length = self.grammars, len(self.token_ids)
-        if grammar and answer.response_ids:
-            start, end = length - self.num_begun(grammar), length + len(answer.response_ids)
+        grammars, length, count = self.grammars, len(self.token_ids), len(answer.response_ids)
+        if grammar and count:
+            start, end = length - self.num_begun(grammar), length + count
             span = GrammarSpan(grammar=grammar, start=start, end=end)
             grammars = (*(g for g in grammars if g.start < start), span)
         return replace(
             self,
             token_ids=self.token_ids + answer.response_ids,
-            sampled=self.sampled + [True] * len(answer.response_ids),
+            sampled=self.sampled + np.ones(count, bool),
             rollout_log_probs=self.rollout_log_probs + answer.rollout_log_probs,
-            temperatures=self.temperatures + [temperature] * len(answer.response_ids),
+            temperatures=self.temperatures + np.full(count, temperature),
             spans=_joined(self.spans, answer.spans, self.num_sampled),
             routed_experts=self._experts_with(answer.routed_experts),
             kept_tokens=self._with(answer, "kept_tokens", b""),
@@ -291,13 +326,13 @@ class Trajectory:
         """Return it with further given tokens."""
         return replace(
             self,
-            token_ids=self.token_ids + [*token_ids],
-            sampled=self.sampled + [False] * len(token_ids),
+            token_ids=self.token_ids + token_ids,
+            sampled=self.sampled + np.zeros(len(token_ids), bool),
         )
 
     def until(self, length: int) -> Trajectory:
         """Return its first `length` tokens."""
-        count = sum(self.sampled[:length])
+        count = self._num_sampled(length)
         spans = tuple(replace(s, end=min(s.end, count)) for s in self.spans if s.start < count)
         experts = self.routed_experts
         return replace(
@@ -326,12 +361,12 @@ class Trajectory:
 
     def as_given(self, length: int) -> Trajectory:
         """Return the same tokens, of which the first `length` count as given."""
-        count = sum(self.sampled[:length])
+        count = self._num_sampled(length)
         if not count:
             return self
         return replace(
             self,
-            sampled=[False] * length + self.sampled[length:],
+            sampled=Flags(np.zeros(length, bool)) + self.sampled[length:],
             rollout_log_probs=self.rollout_log_probs[count:],
             temperatures=self.temperatures[count:],
             kept_tokens=self.kept_tokens[count:],
@@ -389,15 +424,20 @@ class Trajectory:
         """Return R."""
         return len(self.rollout_log_probs)
 
+    def _num_sampled(self, length: int | None) -> int:
+        """Return the number of sampled tokens among the first `length`; None: all."""
+        return int(np.count_nonzero(self.sampled.array[:length]))
+
     @property
-    def response_ids(self) -> list[int]:
+    def response_ids(self) -> Ints:
         """Return the sampled tokens, [R]."""
-        return list(compress(self.token_ids, self.sampled))
+        return Ints(self.token_ids.array[self.sampled.array])
 
     @property
     def prompt_ids(self) -> list[int]:
         """Return the tokens given before the first sampled token."""
-        return self.token_ids[: self.sampled.index(True) if self.num_sampled else None]
+        first = self.sampled.index(True) if self.num_sampled else None
+        return self.token_ids[:first].tolist()
 
 
 def _joined(so_far: tuple[Span, ...], more: tuple[Span, ...], length: int) -> tuple[Span, ...]:

@@ -1,4 +1,4 @@
-"""The records of a run, of plain Python values, so that any process can hold them."""
+"""The records of a run, of plain Python values and arrays, so that any process can hold them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from itertools import groupby
 from statistics import mean
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from annotated_types import Ge
 from pydantic import Field, model_validator
 
+from onpolicy.system.number_arrays import Ints
 from onpolicy.system.records import Count, written_as
 from onpolicy.trajectory import FinishReason, Grammar, Trajectory
 
@@ -97,7 +99,7 @@ class SamplingParams:
 class Request:
     """A response to sample. Two requests with equal fields give the same response, bit for bit."""
 
-    prompt_ids: list[int]
+    prompt_ids: Sequence[int]
     sampling_seed: int
     params: SamplingParams
 
@@ -209,26 +211,27 @@ class Sample:
     @property
     def token_ids(self) -> list[int]:
         """Return all tokens, given and sampled."""
-        return self.trajectory.token_ids
+        return self.trajectory.token_ids.tolist()
 
     @property
-    def lags(self) -> list[int]:
+    def lags(self) -> Ints:
         """Return the staleness of each sampled token, [R]: the number of pushes between the policy that
         it was sampled from and the one that trains on it."""
         spans, version = self.trajectory.spans, self.policy_version
         if version is None:
-            return [0] * self.trajectory.num_sampled
-        return [version - span.version for span in spans for _ in range(span.start, span.end)]
+            return Ints(np.zeros(self.trajectory.num_sampled, np.int32))
+        lags = Ints([version - span.version for span in spans])
+        return Ints(np.repeat(lags, Ints([span.end - span.start for span in spans])))
 
     # Fields of the trajectory that reward functions read (docs/rewards.md), as does other code.
 
     @property
     def response_ids(self) -> list[int]:
-        return self.trajectory.response_ids
+        return self.trajectory.response_ids.tolist()
 
     @property
     def rollout_log_probs(self) -> list[float]:
-        return self.trajectory.rollout_log_probs
+        return self.trajectory.rollout_log_probs.tolist()
 
     @property
     def finish_reason(self) -> FinishReason:

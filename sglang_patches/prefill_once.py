@@ -39,7 +39,8 @@ def install() -> None:
 def _leave_followers(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Form a batch from the requests in the queue that wait for no other's prefix."""
     queue, cache = scheduler.waiting_queue, scheduler.tree_cache
-    if getattr(cache, "disable", True) or not queue:
+    running = kwargs.get("running_batch", scheduler.running_batch)
+    if getattr(cache, "disable", True) or not queue or _takes_none(scheduler, running):
         return original(scheduler, *args, **kwargs)
     last = scheduler.last_batch
     under_way = last.reqs if last is not None and last.forward_mode.is_extend() else []
@@ -58,6 +59,13 @@ def _leave_followers(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -
     still = [request for request in queue if request in waits or request in left]
     scheduler.waiting_queue = list(dict.fromkeys(chain(still, left)))
     return result
+
+
+def _takes_none(scheduler: Any, running: Any) -> bool:
+    """Return whether SGLang takes none of the waiting requests in this pass, whatever they are."""
+    looks_again = scheduler.enable_priority_preemption or scheduler.is_hybrid_swa
+    is_full = running.batch_is_full and not running.is_empty() and not looks_again
+    return is_full and scheduler.chunked_req is None
 
 
 class Leaders:

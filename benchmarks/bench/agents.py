@@ -164,7 +164,7 @@ def compare(free: Sequence[Measured], in_turns: Sequence[Measured]) -> dict[str,
 
 
 def _bits(measured: Measured) -> list[tuple[list[int], list[float]]]:
-    return [(each.token_ids, each.rollout_log_probs) for each in measured.trajectories]
+    return [(t.token_ids.tolist(), t.rollout_log_probs.tolist()) for t in measured.trajectories]
 
 
 def _flush(group: RolloutGroup) -> None:

@@ -21,6 +21,7 @@ from benchmarks.bench.turns import Measure, compare_in_turns
 from onpolicy.cluster.placement import share_of_cores
 from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.models.hf_config import load_config
+from onpolicy.system.number_arrays import Floats, Ints
 from onpolicy.train import make_trainer
 from onpolicy.train.advantages import RewardEstimator
 from onpolicy.train.policy_trainer import PolicyTrainer
@@ -150,8 +151,8 @@ def step_measure(
 
 def _made_up(token_ids: list[int], config: BenchConfig, rng: random.Random) -> Sample:
     completion = Completion(
-        response_ids=token_ids[config.prompt_len :],
-        rollout_log_probs=[-1.0] * config.max_new_tokens,
+        response_ids=Ints(token_ids[config.prompt_len :]),
+        rollout_log_probs=Floats([-1.0] * config.max_new_tokens),
         finish_reason=FinishReason.LENGTH,
         weight_version=0,
         num_cached_tokens=0,

@@ -382,7 +382,7 @@ class RemoteEpisode:
         """Append to a branch; return the tokens that were given."""
         before = len(branch.trajectory.token_ids)
         branch.append(more)
-        return branch.trajectory.token_ids[before:]
+        return branch.trajectory.token_ids[before:].tolist()
 
     def fork(self, branch: Turns, length: int | None, key: str | None) -> Message:
         """Fork a branch; return the worker's description of the new branch."""

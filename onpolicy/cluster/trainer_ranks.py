@@ -186,6 +186,7 @@ class TrainerRanks(Trainer):
     def _gathered(self, calls: list[Any]) -> list[Any]:
         """Return the results of the calls of the first ranks; raise the first failure."""
         results: list[Any] = [None] * len(calls)
+        ranks = {call: rank for rank, call in enumerate(calls)}
         waiting, watch = list(calls), self._watch()
         while waiting:
             done, waiting = ray.wait(waiting, timeout=POLL)
@@ -193,12 +194,15 @@ class TrainerRanks(Trainer):
                 alive_hosts()  # raises: without a node here the call would never end
                 watch.require_work()
                 continue
-            rank = calls.index(done[0])
-            answer = self._answer(rank, done[0])
-            if answer.error is not None:
-                self._blame_the_lost(calls, waiting, answer.error)
-                raise answer.error from RankTraceback(rank, answer.traceback)
-            results[rank] = answer.result
+            if waiting:  # the first alone was waited for, since it may have failed
+                more, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+                done += more
+            for number, call in enumerate(done):
+                answer = self._answer(ranks[call], call)
+                if answer.error is not None:
+                    self._blame_the_lost(calls, done[number + 1 :] + waiting, answer.error)
+                    raise answer.error from RankTraceback(ranks[call], answer.traceback)
+                results[ranks[call]] = answer.result
         return results
 
     def _watch(self) -> HungRanks | NotStarted:

@@ -95,14 +95,14 @@ class Microscope:
         train = recordings(recorded)
         responses: list[Result] = [
             {
-                "tokens": completion.response_ids,
-                "rollout_log_probs": completion.rollout_log_probs,
+                "tokens": completion.token_ids,
+                "rollout_log_probs": completion.log_probs,
                 "train_log_probs": ours.tolist(),
             }
             for completion, ours in zip(completions, log_probs, strict=True)
         ]
         compared = [
-            compare_log_probs(ours, torch.tensor(completion.rollout_log_probs))
+            compare_log_probs(ours, torch.tensor(completion.rollout_log_probs.array))
             for completion, ours in zip(completions, log_probs, strict=True)
         ]
         result: Result = {

@@ -220,16 +220,16 @@ class PackedTokens:
         `kept_tokens`.
         """
         lens = tuple(len(s) for s in sequences)
-        tokens = torch.tensor([t for s in sequences for t in s])
+        tokens = _tensor(sequences, "<i8")
         positions = torch.cat([torch.arange(n) for n in lens])
-        rows = torch.tensor([is_asked for mask in asked for is_asked in mask]).nonzero()[:, 0] - 1
+        rows = _tensor(asked, "?").nonzero()[:, 0] - 1
         return PackedTokens(
             tokens=tokens,
             positions=positions,
             layout=AttentionLayout.packed(lens),
             rows=rows,
             targets=tokens[rows + 1],
-            temperature=torch.tensor([x for each in temperatures for x in each]),
+            temperature=_tensor(temperatures, "<f4"),
             routed_experts=_pack_experts(lens, routed_experts),
             kept=_pack_kept([len(each) for each in temperatures], kept_tokens),
         )
@@ -293,6 +293,11 @@ class PackedTokens:
     def with_own_routing(self) -> PackedTokens:
         """Return the same tokens without given experts, so that the routers choose."""
         return replace(self, routed_experts=None)
+
+
+def _tensor(parts: Sequence[Sequence[float]], dtype: str) -> Tensor:
+    """Return numbers of sequences laid end to end."""
+    return torch.from_numpy(np.concatenate([np.asarray(part, dtype) for part in parts]))
 
 
 def _pack_kept(counts: Sequence[int], kept_tokens: Sequence[Sequence[bytes]]) -> KeptTokens | None:

@@ -11,7 +11,6 @@ Lines are added as a whole, before the step is taken.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,7 +122,7 @@ def _drawn(trajectory: Trajectory) -> DrawnSample:
 def digest(trajectory: Trajectory) -> str:
     """Return 16 hexadecimal digits of the sampled tokens, their log-probabilities and kept tokens."""
     ids, log_probs = trajectory.response_ids, trajectory.rollout_log_probs
-    content = struct.pack(f"<{len(ids)}q{len(log_probs)}f", *ids, *log_probs)
+    content = ids.array.astype("<i8").tobytes() + log_probs.array.tobytes()
     return xxhash.xxh3_64_hexdigest(content + b"".join(trajectory.kept_tokens))
 
 

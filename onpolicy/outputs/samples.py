@@ -158,7 +158,7 @@ class SampleLog:
     def _tokens(self, sample: Sample) -> dict[str, Any]:
         """Return the R sampled tokens: their texts and values; one value where all are equal."""
         trajectory, learnt = sample.trajectory, sample.learnt
-        columns = {"log_probs": trajectory.rollout_log_probs}
+        columns: dict[str, Sequence[float]] = {"log_probs": trajectory.rollout_log_probs}
         if learnt is not None:
             columns |= {"advantages": learnt.advantages, "weights": learnt.weights}
         texts = [self._decode([token]) for token in trajectory.response_ids]

@@ -80,8 +80,8 @@ class RunHash:
         episodes = [episode for group in groups for episode in group.episodes]
         for number, sample in (pair for episode in episodes for pair in enumerate(episode)):
             trajectory, length = sample.trajectory, sample.trajectory.num_sampled
-            digest.update(struct.pack(f"<{length}q", *trajectory.response_ids))
-            digest.update(struct.pack(f"<{length}f", *trajectory.rollout_log_probs))
+            digest.update(trajectory.response_ids.array.astype("<i8").tobytes())
+            digest.update(trajectory.rollout_log_probs.array.tobytes())
             digest.update(struct.pack("<d", sample.reward))
             if number:
                 digest.update(b"the same episode")

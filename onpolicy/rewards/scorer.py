@@ -17,6 +17,7 @@ from onpolicy.rewards import ANSWER, Answers, Failure, Numbers
 from onpolicy.rewards.endpoint import Judge, RemoteReward, check_metadata
 from onpolicy.rewards.labels import Refused, refused_labels, told
 from onpolicy.rewards.scoring_workers import Workers
+from onpolicy.system.number_arrays import Floats, Ints
 from onpolicy.token_weights import TOKEN_WEIGHTS
 from onpolicy.trajectory import Completion, FinishReason, Trajectory
 from onpolicy.types import Prompt, Sample
@@ -255,8 +256,8 @@ def _made_up(prompt: Prompt, sample_index: int) -> Sample:
         sample_index=sample_index,
         trajectory=Trajectory.begin(prompt.prompt_ids).plus(
             Completion(
-                response_ids=prompt.prompt_ids[-1:],
-                rollout_log_probs=[-1.0],
+                response_ids=Ints(prompt.prompt_ids[-1:]),
+                rollout_log_probs=Floats([-1.0]),
                 finish_reason=FinishReason.STOP,
                 weight_version=0,
                 num_cached_tokens=0,

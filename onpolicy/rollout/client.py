@@ -12,9 +12,8 @@ import asyncio
 import base64
 import contextlib
 import json
-import math
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import numpy as np
@@ -22,9 +21,12 @@ import requests
 from numpy.typing import NDArray
 
 from onpolicy.errors import ContractError, EngineError
+from onpolicy.system.number_arrays import Floats, Ints
 from onpolicy.system.proxies import ask
 from onpolicy.trajectory import UNPUSHED, Completion, FinishReason, Span
 from onpolicy.types import Request
+
+Kind = TypeVar("Kind", Ints, Floats)
 
 _RETRIES = 4
 _BACKOFF_SECONDS = 0.25
@@ -198,7 +200,7 @@ def _json(response: requests.Response) -> dict[str, Any]:
 def _payload(request: Request) -> dict[str, Any]:
     params, grammar = request.params, request.params.grammar
     return {
-        "input_ids": request.prompt_ids,
+        "input_ids": base64.b64encode(Ints(request.prompt_ids).array.tobytes()).decode(),
         "sampling_params": {
             "temperature": params.temperature,
             "max_new_tokens": params.max_new_tokens,
@@ -251,7 +253,7 @@ class Burst:
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._asked.append(payload)
         self._answers.append(answer)
-        self._num_tokens += len(payload["input_ids"])
+        self._num_tokens += len(payload["input_ids"]) * 3 // 4 // 4
         if self._num_tokens >= MOST_TOKENS:
             self._leave()
         self._task = self._task or asyncio.create_task(self._work())
@@ -320,16 +322,16 @@ def completion_of(answer: Any, status: int, request: Request, url: str) -> Compl
         )
     if status != 200 or "output_ids" not in answer:
         raise ContractError(f"{url}/generate refused a request (HTTP {status}): {answer}")
-    meta, response_ids = answer["meta_info"], _numbers(answer["output_ids"], "<i4")
+    meta, response_ids = answer["meta_info"], _numbers(answer["output_ids"], Ints)
     values, tokens = meta["output_token_logprobs"]
-    log_probs = _numbers(values, "<f8")
-    if _numbers(tokens, "<i4") != response_ids:
+    log_probs = _numbers(values, Floats)
+    if tokens != answer["output_ids"] or len(log_probs) != len(response_ids):
         raise EngineError(
             f"{url}: {len(response_ids)} tokens, but log-probabilities for {len(log_probs)} of them. "
             "Training needs one for each; use SGLang from the supported range."
         )
-    if not all(map(math.isfinite, log_probs)):
-        bad = next(i for i, x in enumerate(log_probs) if not math.isfinite(x))
+    if not (is_finite := np.isfinite(log_probs.array)).all():
+        bad = int(is_finite.argmin())
         raise EngineError(
             f"{url}: log_prob={log_probs[bad]} at response position {bad}. The weights have likely "
             "diverged; resume from an earlier checkpoint with a lower --lr."
@@ -360,10 +362,9 @@ def was_aborted(answer: Any) -> bool:
     return isinstance(reason, dict) and reason.get("type") == "abort"
 
 
-def _numbers(encoded: str, dtype: str) -> list[Any]:
-    """Decode an array that `sglang_patches/generate_each.py` put into base64."""
-    found: list[Any] = np.frombuffer(base64.b64decode(encoded), dtype=dtype).tolist()
-    return found
+def _numbers(encoded: str, kind: type[Kind]) -> Kind:
+    """Decode numbers that `sglang_patches/generate_each.py` put into base64."""
+    return kind(np.frombuffer(base64.b64decode(encoded), kind.dtype))
 
 
 def _kept_tokens(meta: dict[str, Any], request: Request, count: int, url: str) -> list[bytes]:

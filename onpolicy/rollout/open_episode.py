@@ -232,7 +232,7 @@ class OpenEpisode:
         self.failures = [*failures]
         self.past = {each.key: each for each in past}
         first, prompt_ids = self.past.get(()), self._request.prompt_ids
-        if first is None or first.token_ids[: len(prompt_ids)] != prompt_ids:
+        if first is None or [*first.token_ids[: len(prompt_ids)]] != [*prompt_ids]:
             raise ValueError("branches: none begins with the prompt")
         self._start_over()
 

@@ -163,7 +163,7 @@ class Turns:
         own = self.trajectory.as_given(len(before.token_ids))
         ids = own.token_ids[len(before.token_ids) :]
         has_stopped = ids and ids[-1] in self.request.params.stop_token_ids
-        shown = ids[:-1] if has_stopped else ids
+        shown = ids.tolist()[:-1] if has_stopped else ids.tolist()
         return Completion(
             response_ids=ids,
             rollout_log_probs=own.rollout_log_probs,

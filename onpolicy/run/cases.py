@@ -106,7 +106,7 @@ def make_case(
 def first_apart(trajectory: Trajectory, train_log_probs: Sequence[float]) -> int:
     """Return the index of the first sampled token that differs in training, or is not finite."""
     places = list(compress(count(), trajectory.sampled))
-    rollout, train = (torch.tensor(x) for x in (trajectory.rollout_log_probs, train_log_probs))
+    rollout, train = map(torch.tensor, (trajectory.rollout_log_probs.array, [*train_log_probs]))
     return places[int(mismatches(train, rollout).nonzero()[0])]
 
 

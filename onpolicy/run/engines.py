@@ -220,7 +220,7 @@ def _asked(
     """Return the arguments of `Trainer.log_probs`, in reverse order."""
     answers = list(zip(requests, completions, strict=True))[::-1]
     return (
-        [request.prompt_ids + completion.response_ids for request, completion in answers],
+        [[*request.prompt_ids, *completion.response_ids] for request, completion in answers],
         [len(request.prompt_ids) for request, _ in answers],
         temperature,
         [completion.kept_tokens for _, completion in answers],

@@ -54,11 +54,11 @@ class Probe:
         temperature = self.config.rollout.rollout_temperature
         found = self._engines.rescore(requests, completions, temperature)
         train = [each.log_probs for each in found]
-        rollout = [torch.tensor(c.rollout_log_probs, dtype=torch.float32) for c in completions]
+        rollout = [torch.tensor(c.rollout_log_probs.array) for c in completions]
         total = sum((compare_log_probs(*of)[0] for of in zip(train, rollout, strict=True)), _NONE)
         aligned = self._engines.contract.is_aligned
         for each, completion in zip(found, completions, strict=True):
-            total += compare_draws(each.drawn, torch.tensor(completion.response_ids))[0]
+            total += compare_draws(each.drawn, torch.tensor(completion.response_ids.array))[0]
             if aligned and self.config.parity.parity_check == "full":
                 digests = torch.tensor(completion.row_digests, dtype=torch.int64)
                 total += compare_rows(each.row_digests, digests)[0]

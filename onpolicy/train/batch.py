@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from onpolicy.models.shared_prefixes import share_prefixes
 from onpolicy.models.token_grammars import allowed_sets
 from onpolicy.ops.kept_tokens import Cut
 from onpolicy.ops.row_digests import NO_DIGEST
+from onpolicy.system.number_arrays import Doubles, Flags, Floats, Ints
 from onpolicy.train import distributed
 from onpolicy.trajectory import Trajectory
 from onpolicy.types import Prompt, Sample, Term
@@ -32,10 +34,10 @@ _FILLER = Sample(
     prompt=Prompt(index=-1, prompt_ids=[0], label="", text=""),
     sample_index=0,
     trajectory=Trajectory(
-        token_ids=[0, 0],
-        sampled=[False, True],
-        rollout_log_probs=[0.0],
-        temperatures=[1.0],
+        token_ids=Ints([0, 0]),
+        sampled=Flags([False, True]),
+        rollout_log_probs=Floats([0.0]),
+        temperatures=Doubles([1.0]),
     ),
     group=-1,
     episode=-1,
@@ -170,7 +172,7 @@ def packed_batch(
     filler."""
     samples = list(numbered.values()) or [_FILLER]
     trajectories = [s.trajectory for s in samples]
-    log_probs = [x for t in trajectories for x in t.rollout_log_probs]
+    log_probs = torch.from_numpy(np.concatenate([t.rollout_log_probs for t in trajectories]))
     digests = [x for t in trajectories for x in t.row_digests or [NO_DIGEST] * t.num_sampled]
     packed = PackedTokens.pack(
         [t.token_ids for t in trajectories],
@@ -185,9 +187,9 @@ def packed_batch(
         packed=packed.on(device),
         samples=samples,
         numbers=list(numbered),
-        rollout_log_probs=torch.tensor(log_probs, dtype=torch.float32, device=device),
+        rollout_log_probs=log_probs.to(device),
         rollout_digests=torch.tensor(digests, dtype=torch.int64, device=device),
-        lags=torch.tensor([x for s in samples for x in s.lags], dtype=torch.int32, device=device),
+        lags=torch.from_numpy(np.concatenate([s.lags for s in samples])).to(device),
         mask=torch.full((len(log_probs),), bool(numbered), device=device),
         token_weights=_token_weights(samples, device),
     )
@@ -213,7 +215,7 @@ def sharing(steps: Iterable[Sequence[MicroBatch]], shares_prefixes: bool) -> dic
     ours = [batch for batch in batches if not batch.is_filler]
     counts = {
         "distinct": sum(len(batch.packed.tokens) for batch in ours),
-        "all": sum(len(s.token_ids) for batch in ours for s in batch.samples),
+        "all": sum(len(s.trajectory.token_ids) for batch in ours for s in batch.samples),
     }
     found = distributed.count_over_data(counts, batches[0].mask.device)
     return {"train/distinct_tokens_share": found["distinct"] / found["all"]}

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import groupby
+
+import numpy as np
 
 from onpolicy.errors import ParityError, TrainingError
 from onpolicy.models.token_labels import token_labels
@@ -60,8 +63,8 @@ class Outcomes:
             episodes=[[s.episode for s in group] for group in groups],
             has_token_rewards=any(s.token_rewards is not None for s in samples),
             sampled=SampledTokens.of(samples, split_into_steps(samples, num_steps)[0]),
-            num_tokens=sum(len(s.token_ids) for s in samples),
-            lags=tuple(sorted({lag for s in samples for lag in s.lags})),
+            num_tokens=sum(len(s.trajectory.token_ids) for s in samples),
+            lags=tuple(sorted({lag for s in samples for lag in np.unique(s.lags).tolist()})),
         )
 
     @property
@@ -139,7 +142,7 @@ def make_shares(
         if shares_prefixes:
             plan = pack_groups(own, num_ranks, max_tokens)
         else:
-            plan = pack([len(s.token_ids) for s in own], num_ranks, max_tokens)
+            plan = pack([len(s.trajectory.token_ids) for s in own], num_ranks, max_tokens)
         for share, parts in zip(shares, plan, strict=True):
             share.append([{step[i]: own[i] for i in part} for part in parts])
     return shares
@@ -150,7 +153,7 @@ def _require_learnt_once(episode: Sequence[Sample]) -> None:
     for sample in episode if len(episode) > 1 else ():
         trajectory = sample.trajectory
         for branch, start, end in trajectory.stretches:
-            own = {i for i in range(start, end) if trajectory.sampled[i]}
+            own = {i for i, is_own in enumerate(trajectory.sampled[start:end], start) if is_own}
             if twice := own & learnt[branch]:
                 raise TrainingError(
                     f"prompt {sample.prompt.index}, sample {sample.sample_index}: {len(twice)} sampled "
@@ -190,25 +193,31 @@ def pack(
     """Assign indices of samples to ranks and micro-batches: every rank has equally many micro-batches.
 
     Greedy: costliest sample first, each into the cheapest micro-batch with room; a sample longer than
-    the budget gets a micro-batch of its own. Without `costs` a sample costs its tokens. Micro-batches
-    may be empty (more ranks than samples), since ranks must run the same number of collective
-    operations. The plan depends on the arguments alone, so every rank computes the same.
+    the budget gets a micro-batch of its own. Without `costs` a sample costs its tokens, and it takes
+    n log n. Micro-batches may be empty (more ranks than samples), since ranks must run the same number
+    of collective operations. The plan depends on the arguments alone, so every rank computes the same.
     """
-    costs = lens if costs is None else costs
+    by_tokens, costs = costs is None, lens if costs is None else costs
     order = sorted(range(len(lens)), key=lambda i: (-costs[i], i))
     bins: list[list[int]] = []
     tokens: list[int] = []
-    loads: list[int] = []
+    cheapest: list[tuple[int, int]] = []  # a heap of (cost, micro-batch)
     for i in order:
-        with_room = (b for b in range(len(bins)) if tokens[b] + lens[i] <= max_tokens)
-        chosen = min(with_room, key=lambda b: (loads[b], b), default=len(bins))
-        if chosen == len(bins):
+        aside: list[tuple[int, int]] = []
+        # By tokens, no other has room where the cheapest has none.
+        while not by_tokens and cheapest and tokens[cheapest[0][1]] + lens[i] > max_tokens:
+            aside.append(heappop(cheapest))
+        if cheapest and tokens[cheapest[0][1]] + lens[i] <= max_tokens:
+            load, chosen = heappop(cheapest)
+        else:
+            load, chosen = 0, len(bins)
             bins.append([])
             tokens.append(0)
-            loads.append(0)
         bins[chosen].append(i)
         tokens[chosen] += lens[i]
-        loads[chosen] += costs[i]
+        for each in (*aside, (load + costs[i], chosen)):
+            heappush(cheapest, each)
+    loads = {number: load for load, number in cheapest}
     # Deal micro-batches to the ranks in turn, costliest first, and pad with empty ones.
     fullest_first = sorted(range(len(bins)), key=lambda b: (-loads[b], b))
     per_rank = max(1, -(-len(bins) // num_ranks))

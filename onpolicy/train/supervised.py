@@ -35,7 +35,7 @@ def supervised_step(
     batches = supervised_batches(trainer, samples)
     metrics, _ = optimizer_step(trainer.policy, batches, negative_log_likelihood, None, rate)
     seconds = time.perf_counter() - start
-    num_tokens = sum(len(s.token_ids) for s in samples)
+    num_tokens = sum(len(s.trajectory.token_ids) for s in samples)
     return {
         **metrics,
         **sharing([batches], trainer.config.trainer.shares_prefixes),

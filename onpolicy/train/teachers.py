@@ -252,7 +252,7 @@ class TeacherEstimator(Estimator):
         if self.rescored:
             policy: Tensor = scored.scores["policy"].log_probs
             return policy - teacher
-        return torch.tensor(trajectory.rollout_log_probs, dtype=torch.float32).to(teacher) - teacher
+        return torch.tensor(trajectory.rollout_log_probs.array).to(teacher) - teacher
 
     def metrics(self, ours: Mapping[int, ScoredTrajectory]) -> dict[str, float]:
         kls = {number: self.reverse_kl(scored) for number, scored in ours.items()}

@@ -81,7 +81,7 @@ def test_a_response_sent_back_has_the_numbers_that_it_was_sampled_with(engines):
     requests_ = make_requests(4, seed=33, temperature=0.7)
     for request, completion in zip(requests_, engines.generate(requests_), strict=True):
         (answer,) = ask_of_prompts(
-            engines, [request.prompt_ids + completion.response_ids], temperature=0.7
+            engines, [[*request.prompt_ids, *completion.response_ids]], temperature=0.7
         )
         numbers = torch.tensor(completion.rollout_log_probs)
         assert torch.equal(of_prompt(answer)[-len(numbers) :], numbers)

@@ -47,7 +47,7 @@ def count_mismatches(engines, seed):
     completions = engines.generate(sampled)
     assert [bool(c.kept_tokens) for c in completions] == [True, False] * 8
     scored = engines.trainer.log_probs(
-        [r.prompt_ids + c.response_ids for r, c in zip(sampled, completions, strict=True)],
+        [[*r.prompt_ids, *c.response_ids] for r, c in zip(sampled, completions, strict=True)],
         [len(request.prompt_ids) for request in sampled],
         0.7,
         [c.kept_tokens for c in completions],

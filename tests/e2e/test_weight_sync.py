@@ -37,7 +37,7 @@ def mismatches(engines, version):
     completions = engines.generate(sampled)
     assert {completion.weight_version for completion in completions} == {version}
     scored = engines.trainer.log_probs(
-        [r.prompt_ids + c.response_ids for r, c in zip(sampled, completions, strict=True)],
+        [[*r.prompt_ids, *c.response_ids] for r, c in zip(sampled, completions, strict=True)],
         [len(request.prompt_ids) for request in sampled],
         1.0,
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pickle
 import re
 
 import numpy as np
@@ -38,6 +39,21 @@ def test_an_answer_is_sampled_after_what_was_given():
     assert (more.num_cached_tokens, more.weight_version) == (5, 3)
     assert more.num_prefix_tokens == 2 + 4, "what each of the two requests began with"
     assert answered.num_sampled == 2, "the one before is as it was"
+
+
+def test_a_long_trajectory_is_held_and_sent_in_arrays():
+    """Lists of them held 50 GB in a gateway (rllm-org/rllm#787)."""
+    trajectory = EMPTY
+    for turn in range(64):
+        trajectory = trajectory.given([turn] * 64).plus(
+            make_completion(range(64), np.linspace(-9, 0, 64, dtype=np.float32)), 0.7
+        )
+    fields = ("token_ids", "sampled", "rollout_log_probs", "temperatures")
+    held = sum(getattr(trajectory, name).array.base.nbytes for name in fields)
+    assert held <= 20 * len(trajectory.token_ids)
+    sent = pickle.dumps(trajectory)
+    assert len(sent) <= 10 * len(trajectory.token_ids)
+    assert pickle.loads(sent) == trajectory
 
 
 def test_stretches_of_one_version_are_one():
@@ -164,6 +180,9 @@ EXAMPLE = Trajectory(
         ({"temperatures": [1.0]}, "sampled tokens are 3 and temperatures 1: a token has one"),
         ({"temperatures": [1.0, 0.0, 1.0]}, "temperatures.1=0.0: should be greater than 0"),
         ({"token_ids": [2, 5, 6, 3, -1]}, "token_ids.4=-1: should be greater than or equal to 0"),
+        ({"token_ids": [2, 5, 6, 3, 1 << 31]}, "token_ids.4=2147483648: should be less than"),
+        ({"rollout_log_probs": [-0.1, 0.0, 0.0]}, "rollout_log_probs: [-0.1, 0.0, 0.0]: must be"),
+        ({"rollout_log_probs": [-1e300, 0.0, 0.0]}, "must be numbers of float32"),
         ({"weight_version": -2}, "weight_version=-2: should be greater than or equal to -1"),
         ({"spans": [{"version": 1, "start": 0, "end": 4}]}, "must end after it starts, by 3"),
         ({"spans": [{"version": 1, "start": 2, "end": 1}]}, "must end after it starts, by 3"),

@@ -19,7 +19,7 @@ def trainer_log_probs(engines, sampled, completions, temperature):
     order = list(range(len(sampled)))
     random.Random(1).shuffle(order)
     scored = engines.trainer.log_probs(
-        [sampled[i].prompt_ids + completions[i].response_ids for i in order],
+        [[*sampled[i].prompt_ids, *completions[i].response_ids] for i in order],
         [len(sampled[i].prompt_ids) for i in order],
         temperature,
     )

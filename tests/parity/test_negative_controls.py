@@ -33,7 +33,7 @@ def rollout(engines):
 
 def count_mismatches(engines, sampled, completions):
     scored = engines.trainer.log_probs(
-        [r.prompt_ids + c.response_ids for r, c in zip(sampled, completions, strict=True)],
+        [[*r.prompt_ids, *c.response_ids] for r, c in zip(sampled, completions, strict=True)],
         [len(request.prompt_ids) for request in sampled],
         TEMPERATURE,
     )

@@ -16,9 +16,10 @@ PARAMS = {"temperature": 1.0, "max_new_tokens": 2}
 
 
 def body(*requests):
-    return json.dumps(
-        {"requests": [{"sampling_params": PARAMS, **each} for each in requests]}
-    ).encode()
+    asked = [{"sampling_params": PARAMS, **each} for each in requests]
+    for each in asked:
+        each["input_ids"] = base64.b64encode(np.array(each["input_ids"], "<i4")).decode()
+    return json.dumps({"requests": asked}).encode()
 
 
 def numbers(encoded, dtype):
@@ -116,7 +117,7 @@ def test_a_batch_that_nobody_hears_of_is_collected_as_sglang_does_it():
 
 
 def test_log_probabilities_keep_their_bits_and_tokens_without_one_are_left_out():
-    values = [-0.1, -1e-300, float(np.float32(-0.3)), -0.0, float("-inf")]
+    values = np.array([-0.1, -1e-45, -0.3, -0.0, -np.inf], "<f4").tolist()
     given = answer(1)
     given["meta_info"]["output_token_logprobs"] = [
         *((value, i, None) for i, value in enumerate(values)),
@@ -124,7 +125,7 @@ def test_log_probabilities_keep_their_bits_and_tokens_without_one_are_left_out()
     ]
     found = _packed(given)["meta_info"]
     log_probs, tokens = found["output_token_logprobs"]
-    assert numbers(log_probs, "<i8") == np.array(values).view("<i8").tolist()
+    assert numbers(log_probs, "<i4") == np.array(values, "<f4").view("<i4").tolist()
     assert numbers(tokens, "<i4") == [0, 1, 2, 3, 4]
     assert given["meta_info"]["output_token_logprobs"][-1] == (
         None,
@@ -142,8 +143,14 @@ def test_a_batch_has_what_its_requests_ask_for():
 
 
 @pytest.mark.parametrize(
-    "given", [b"[", b"[]", b"{}", b'{"requests": [3]}', b'{"requests": [{"input_ids": [1]}]}']
-)
+    "given",
+    [
+        b"[", b"[]", b"{}", b'{"requests": [3]}', b'{"requests": [{"input_ids": "AQAAAA=="}]}',
+        b'{"requests": [{"input_ids": [1], "sampling_params": {}}]}',
+        b'{"requests": [{"input_ids": "AQAA", "sampling_params": {}}]}',
+        b'{"requests": [{"input_ids": "AQ-AAAA==", "sampling_params": {}}]}',
+    ],
+)  # fmt: skip
 def test_a_body_that_cannot_be_read_is_refused_with_the_rule(given):
     with pytest.raises(ValueError, match="must be an object with a list of requests") as refused:
         _batch_of(given)

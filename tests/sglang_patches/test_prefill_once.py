@@ -1,6 +1,7 @@
 """A prefix that requests share is prefilled by one of them, and changes nothing of their samples."""
 
 import dataclasses
+from inspect import signature
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onpolicy.rollout.seeds import sampling_seed
-from sglang_patches.prefill_once import LEAST, Leaders, kept_words, words_of
+from sglang_patches.prefill_once import LEAST, Leaders, _leave_followers, kept_words, words_of
 from tests.support.engines_fixture import make_requests
 
 STEM = [*range(LEAST)]
@@ -48,6 +49,62 @@ def test_the_words_of_a_request_that_was_retracted_have_what_it_had_answered():
     assert kept_words(request) == kept_words(request) == words_of(STEM)
     request.output_ids = [7, 8]
     assert kept_words(request) == words_of([*STEM, 7, 8])
+
+
+class Unread(list):
+    """A queue of which only the length may be asked."""
+
+    def __iter__(self):
+        raise AssertionError("the queue was read")
+
+
+NOT_FULL = [
+    {"batch_is_full": False},
+    {"reqs": []},
+    {"chunked_req": SimpleNamespace()},
+    {"enable_priority_preemption": True},
+    {"is_hybrid_swa": True},
+]
+
+
+def scheduler_with(queue, **changes):
+    """(scheduler, running batch) that takes nobody, with these changes."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    of_batch = {"reqs": [object()], "batch_is_full": True} | changes
+    running = ScheduleBatch(reqs=of_batch["reqs"], batch_is_full=of_batch["batch_is_full"])
+    values = {
+        "waiting_queue": queue,
+        "running_batch": running,
+        "tree_cache": SimpleNamespace(disable=False),
+        "chunked_req": None,
+        "enable_priority_preemption": False,
+        "is_hybrid_swa": False,
+        "last_batch": None,
+        "page_size": 1,
+        "grammar_manager": SimpleNamespace(has_waiting_grammars=lambda: False),
+    }
+    return SimpleNamespace(**{**values, **changes}), running
+
+
+def test_a_queue_is_not_read_while_sglang_takes_nobody_of_it():
+    """As SGLang itself does not (reported of other schedulers: sgl-project/sglang-jax#293)."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    original = Scheduler._get_new_batch_prefill_raw
+    original = getattr(original, "__wrapped__", original)
+    scheduler, running = scheduler_with(Unread([1, 2]))
+    # SGLang's releases differ in whether the batch is an argument.
+    given = {"prefill_delayer_single_pass": None, "running_batch": running}
+    given = {name: given[name] for name in given if name in signature(original).parameters}
+    assert _leave_followers(original, scheduler, **given) in (None, (None, running))
+
+
+@pytest.mark.parametrize("changes", NOT_FULL)
+def test_a_queue_is_read_whenever_sglang_may_take_of_it(changes):
+    scheduler, running = scheduler_with(Unread([1, 2]), **changes)
+    with pytest.raises((AssertionError, AttributeError), match=r"read|origin_input_ids"):
+        _leave_followers(lambda *_, **__: None, scheduler, None, running_batch=running)
 
 
 @pytest.mark.engine

@@ -6,6 +6,8 @@ import json
 import random
 import threading
 
+import numpy as np
+
 from onpolicy.chat.template import Continuation
 from onpolicy.rollout.open_episode import OpenEpisode
 from onpolicy.rollout.rollouter import Rollouter
@@ -88,7 +90,7 @@ class Draws:
         ).digest()
         chance = random.Random(digest)
         token_ids = [*map(ord, self.text(chance)), STOP][: request.params.max_new_tokens]
-        log_probs = [-chance.random() for _ in token_ids]
+        log_probs = [-float(np.float32(chance.random())) for _ in token_ids]
         for stop in request.params.stop:
             if (at := decode(token_ids).find(stop)) >= 0:
                 token_ids = token_ids[: at + len(stop)]

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import time
+from dataclasses import replace
 
 from onpolicy.agents.tools.calculator import Calculator
 from onpolicy.rollout.rollouter import Episode
@@ -110,8 +111,8 @@ async def by_prompt(turns, prompt):
                     await asyncio.sleep(3600)
         case "forge":
             trajectory = turns.trajectory
-            trajectory.rollout_log_probs.append(-1.0)
-            return Episode(trajectories=[trajectory])
+            forged = trajectory.rollout_log_probs + [-1.0]
+            return Episode(trajectories=[replace(trajectory, rollout_log_probs=forged)])
         case "orphan":
             process = await asyncio.create_subprocess_exec("sleep", "3600")
             return Episode(info={"pid": process.pid, "worker": os.getpid()})

@@ -29,7 +29,7 @@ Apart = tuple[Tensor, Tensor, Tensor]
 
 def depths_of(trajectories: Iterable[Trajectory]) -> Tensor:
     """Return the depth of each sampled token of some trajectories: int64 [R]."""
-    return torch.cat([torch.tensor(each.sampled).nonzero()[:, 0] for each in trajectories])
+    return torch.cat([torch.tensor(each.sampled.array).nonzero()[:, 0] for each in trajectories])
 
 
 def by_depth(depths: Tensor, train: Tensor, rollout: Tensor) -> list[Bucket]:

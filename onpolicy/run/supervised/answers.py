@@ -112,8 +112,8 @@ class _Reader:
         return self._example(index, trajectories)
 
     def _example(self, index: int, trajectories: list[Trajectory]) -> Example:
-        texts = [str(self._tokenizer.decode(t.token_ids)) for t in trajectories]
-        learnt = [str(self._tokenizer.decode(t.response_ids)) for t in trajectories]
+        texts = [str(self._tokenizer.decode(t.token_ids.tolist())) for t in trajectories]
+        learnt = [str(self._tokenizer.decode(t.response_ids.tolist())) for t in trajectories]
         prompt = Prompt(
             index=index,
             prompt_ids=trajectories[0].prompt_ids,
@@ -191,8 +191,8 @@ def learning(given: Trajectory, answer_ids: Sequence[int]) -> Trajectory:
     count = len(answer_ids)
     return replace(
         given,
-        token_ids=[*given.token_ids, *answer_ids],
-        sampled=[*given.sampled, *[True] * count],
-        rollout_log_probs=[*given.rollout_log_probs, *[0.0] * count],
-        temperatures=[*given.temperatures, *[1.0] * count],
+        token_ids=given.token_ids + answer_ids,
+        sampled=given.sampled + [True] * count,
+        rollout_log_probs=given.rollout_log_probs + [0.0] * count,
+        temperatures=given.temperatures + [1.0] * count,
     )

@@ -107,6 +107,33 @@ def test_ranks_start_under_the_variables_of_their_operators(parts, hosts):
     assert environment.items() >= NO_SPLIT_K.items()
 
 
+def put_answers(count, **failing):
+    import ray
+
+    from onpolicy.cluster.trainer_rank import Answer
+
+    errors = {int(rank.removeprefix("r")): error for rank, error in failing.items()}
+    return [ray.put(Answer(result=i, error=errors.get(i), traceback=f"{i}")) for i in range(count)]
+
+
+def test_answers_that_are_there_are_taken_together_and_not_one_by_one(ranks, monkeypatch):
+    """Waiting for one of n at a time costs n^2 (ray-project/ray#49905)."""
+    import ray
+
+    waits, wait = [], ray.wait
+    monkeypatch.setattr(ray, "wait", lambda *args, **given: waits.append(1) or wait(*args, **given))
+    calls = put_answers(64)
+    wait(calls, num_returns=len(calls))
+    assert ranks._gathered(calls) == [*range(64)]
+    assert len(waits) <= 4
+
+
+def test_the_failure_of_any_rank_among_them_is_raised_as_that_ranks(ranks):
+    with pytest.raises(CheckpointError, match="gone") as raised:
+        ranks._gathered(put_answers(5, r3=CheckpointError("gone")))
+    assert str(raised.value.__cause__).startswith("rank 3 of the trainer")
+
+
 def test_ranks_record_what_a_trainer_in_this_process_does(ranks, alone):
     asked = recorded_log_probs, Recorder(), SEQUENCES, PROMPTS, 1.0
     (ours, own), *others = (answer for t in (alone, ranks) for answer in t.on_each_rank(*asked))

@@ -107,8 +107,7 @@ MISFITS = {
 
 def misfits(sample):
     if sample.response == "of what it made itself":
-        sample.trajectory.sampled.pop()
-        sample.trajectory.rollout_log_probs.pop()
+        sample.trajectory = sample.trajectory.until(len(sample.token_ids) - 1)
     return {"score": 1.0, "token_weights": MISFITS[sample.response]}
 
 

@@ -39,7 +39,7 @@ def answer(pairs, output_ids=(5, 6), **meta):
     return {
         "output_ids": numbers("<i4", output_ids),
         "meta_info": {
-            "output_token_logprobs": [numbers("<f8", log_probs), numbers("<i4", tokens)],
+            "output_token_logprobs": [numbers("<f4", log_probs), numbers("<i4", tokens)],
             "finish_reason": {"type": "stop"},
             "weight_version": 3,
             **meta,

@@ -1,12 +1,14 @@
 """Requests that begin together, against a server in memory; tests/e2e/test_server.py asks a real one."""
 
 import asyncio
+import base64
 import json
 import pickle
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import aiohttp
+import numpy as np
 import pytest
 
 from onpolicy.rollout import client as bursts
@@ -45,7 +47,7 @@ class Server:
 
 
 def payload(number, tokens=1):
-    return {"input_ids": [number] * tokens}
+    return {"input_ids": base64.b64encode(np.full(tokens, number, "<i4")).decode()}
 
 
 def line(*places):

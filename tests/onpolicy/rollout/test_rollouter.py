@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -297,7 +298,7 @@ def test_a_branch_that_is_returned_twice_is_a_failed_episode():
     [
         lambda t: {"token_ids": [*t.token_ids[:-1], t.token_ids[-1] + 1]},  # tokenised again
         lambda t: {"sampled": [*t.sampled[1:], t.sampled[0]]},  # a mask that is shifted by one
-        lambda t: {"rollout_log_probs": [x - 1e-7 for x in t.rollout_log_probs]},
+        lambda t: {"rollout_log_probs": np.nextafter(t.rollout_log_probs, np.float32(0))},
     ],
 )
 def test_what_a_function_makes_up_is_a_failed_episode(change):

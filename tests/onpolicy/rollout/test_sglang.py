@@ -72,7 +72,7 @@ def test_a_job_that_is_interrupted_has_parts_which_other_requests_continue():
         if part.finish_reason == "abort":
             done = part.response_ids
             left = dataclasses.replace(request.params, max_new_tokens=6 - len(done))
-            ids = request.prompt_ids + done
+            ids = [*request.prompt_ids, *done]
             more = dataclasses.replace(request, prompt_ids=ids, params=left)
             (rest,) = sampled(group, [more])
             part = Trajectory.begin(request.prompt_ids).plus(part, 1.0).plus(rest, 1.0)

@@ -220,7 +220,7 @@ def test_engines_of_another_contract_replace_the_old_ones_and_need_weights(direc
     assert new.memory.version == UNPUSHED
     pair.push_weights(0)
     scores = pair.trainer.log_probs(
-        [r.prompt_ids + c.response_ids for r, c in zip(REQUESTS, sampled(pair), strict=True)],
+        [[*r.prompt_ids, *c.response_ids] for r, c in zip(REQUESTS, sampled(pair), strict=True)],
         [len(r.prompt_ids) for r in REQUESTS],
         0.75,
     )

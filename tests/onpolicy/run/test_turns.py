@@ -1,7 +1,7 @@
 """Runs whose episodes have several turns have one hash, and learn nothing of what was given."""
 
+import numpy as np
 import pytest
-import torch
 
 from onpolicy.errors import ParityError
 from onpolicy.rollout.rollouter import Episode, Rollouter
@@ -78,8 +78,8 @@ def test_one_bit_in_a_later_turn_ends_the_run(tmp_path):
         async def generate(self, session, request, takes_parts=False):
             answer = await super().generate(session, request, takes_parts)
             if request.prompt_ids[-2:] == GIVEN:
-                last = torch.tensor(answer.rollout_log_probs[-1])
-                answer.rollout_log_probs[-1] = torch.nextafter(last, torch.tensor(0.0)).item()
+                last = answer.rollout_log_probs.array[-1:]
+                np.nextafter(last, np.float32(0), out=last)
             return answer
 
     class OffHost(Host):

@@ -1,6 +1,9 @@
+import pickle
+
 import pytest
 import torch
 
+from onpolicy.train.batch import packed_batch
 from tests.support.onpolicy_batches import make_micro_batches
 from tests.support.samples import make_train_sample, with_trajectory
 
@@ -41,6 +44,20 @@ def test_values_stand_beside_their_tokens():
             sample, position = batch.locate(row)
             assert batch.packed.targets[row] == sample.response_ids[position]
             assert batch.rollout_log_probs[row] == sample.rollout_log_probs[position]
+
+
+def test_samples_that_came_in_a_message_are_packed_as_those_at_home(recwarn):
+    """Arrays out of a message cannot be written to (oxwhirl/smacv2#39)."""
+    arrived = dict(enumerate(pickle.loads(pickle.dumps(SAMPLES))))
+    assert not arrived[0].trajectory.token_ids.array.flags.writeable
+    there, here = (
+        packed_batch(x, torch.device("cpu")) for x in (arrived, dict(enumerate(SAMPLES)))
+    )
+    for name in ("tokens", "targets", "temperature", "rows"):
+        assert torch.equal(getattr(there.packed, name), getattr(here.packed, name))
+    assert torch.equal(there.rollout_log_probs, here.rollout_log_probs)
+    there.rollout_log_probs.zero_()
+    assert arrived[1].rollout_log_probs == SAMPLES[1].rollout_log_probs and not recwarn.list
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])

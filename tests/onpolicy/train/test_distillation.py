@@ -204,6 +204,6 @@ def test_advantages_are_those_of_rewards_less_the_kl_times_its_coefficient(stude
 def test_tokens_of_another_temperature_are_refused(student):
     trainer = make(job(student, student))
     samples = branched_samples(trainer)
-    samples[0].trajectory.temperatures[0] = 0.7
+    samples[0].trajectory.temperatures.array[0] = 0.7
     with pytest.raises(TrainingError, match=r"temperature=0\.7: .* must be sampled at 1"):
         trainer.train(samples, 0, [1e-3])

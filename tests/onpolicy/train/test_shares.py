@@ -111,6 +111,44 @@ def test_every_sample_is_packed_once_within_the_budget_and_ranks_keep_step(lens,
         assert sum(lens[i] for i in batch) <= budget or len(batch) == 1
 
 
+def packed_one_by_one(lens, max_tokens, costs):
+    """The definition: costliest first, into the cheapest of all micro-batches that have room."""
+    batches = []
+    for i in sorted(range(len(lens)), key=lambda i: (-costs[i], i)):
+        room = [b for b in batches if sum(lens[j] for j in b) + lens[i] <= max_tokens]
+        if not room:
+            batches.append(room := [])
+            room = [room]
+        min(room, key=lambda b: sum(costs[j] for j in b)).append(i)
+    batches.sort(key=lambda b: -sum(costs[j] for j in b))
+    return [sorted(b) for b in batches]
+
+
+@given(st.data(), lens, st.integers(1, 150))
+def test_each_goes_to_the_cheapest_micro_batch_with_room(data, lens, budget):
+    (plan,) = pack(lens, 1, budget)
+    assert [b for b in plan if b] == packed_one_by_one(lens, budget, lens)
+    costs = [data.draw(st.integers(1, 9)) for _ in lens]
+    (plan,) = pack(lens, 1, budget, costs)
+    assert [b for b in plan if b] == packed_one_by_one(lens, budget, costs)
+
+
+class Counted(int):
+    """A number of tokens that counts how often it is added to others."""
+
+    added = 0
+
+    def __radd__(self, other):
+        Counted.added += 1
+        return int(other) + int(self)
+
+
+def test_a_sample_is_compared_with_few_micro_batches_however_many_there_are():
+    lens = [Counted(100 + i * 37 % 900) for i in range(2000)]
+    assert len(pack(lens, 1, 2000)[0]) > 400
+    assert Counted.added <= 3 * len(lens)
+
+
 def test_the_budget_is_used():
     assert pack([10] * 8, 1, 40) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
 

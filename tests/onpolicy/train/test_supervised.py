@@ -36,7 +36,7 @@ def test_tokens_that_were_given_are_read_and_not_learnt(trainer):
     samples = branched_samples(trainer)
     loss = supervised_loss(trainer, samples)
     trajectory = samples[0].trajectory
-    trajectory.rollout_log_probs[0] = -7.0
+    trajectory.rollout_log_probs.array[0] = -7.0
     assert supervised_loss(trainer, samples) == loss
     samples[0].trajectory = trajectory.as_given(trajectory.sampled.index(True) + 1)
     assert supervised_loss(trainer, samples) != loss
