@@ -75,6 +75,7 @@ def test_no_token_differs_where_both_engines_multiply_bytes(tmp_path):
     """By a stand-in: two ranks of a server, which makes its bytes anew after a push."""
     path = make_checkpoint(tmp_path / "model", "qwen3", **SIZES)
     two_ranks = {"servers": ServersConfig(**FORMATS), "sglang_args": ("--tp-size", "2")}
+    two_ranks["operators"] = OperatorsConfig(operators="cpu")  # for which there is the stand-in
     with engines_of_bytes(tmp_path) as multiplied:
         verified(path, tmp_path, prompts=4, **two_ranks)
     assert len([*multiplied.iterdir()]) == 3

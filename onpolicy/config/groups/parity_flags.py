@@ -88,9 +88,9 @@ class OperatorsConfig:
     `hopper_fp8` (the same with FP8 products, for --rollout-weight-format fp8_e4m3_block128 with
     --rollout-activation-format fp8_e4m3), `cublaslt` (hopper with cuBLASLt's products), `triton` (A100
     to H200, also float32), `deep_gemm` (triton with DeepGEMM products; H100 and H200, bfloat16). On
-    CPUs: `cpu` (float32 products), `onednn` (products by the CPU's bfloat16 instructions), `portable`
-    (the same bits on any x86-64 CPU with AVX2). `auto` takes hopper where it can run, otherwise triton,
-    and cpu on CPUs."""
+    CPUs: `onednn` (bfloat16 products by the CPU's own instructions), `cpu` (float32 products),
+    `portable` (the same bits on any x86-64 CPU with AVX2). `auto` takes the first that can run of
+    hopper and triton, on CPUs of onednn and cpu."""
 
     @property
     def is_portable(self) -> bool:

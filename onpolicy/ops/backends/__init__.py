@@ -5,8 +5,6 @@ Nothing here imports a GPU library: the entries judge recorded facts (`onpolicy/
 
 from __future__ import annotations
 
-import logging
-
 from onpolicy.contract import OperatorShapes
 from onpolicy.errors import ConfigError, ContractError
 from onpolicy.ops.backends.base import Backend, Demand
@@ -35,11 +33,9 @@ __all__ = [
     "require_servable",
 ]
 
-logger = logging.getLogger(__name__)
-
-CPU_BACKENDS = (CPU, ONEDNN, PORTABLE)
-"""CPU backends in the order that `--operators auto` tries. The one that every CPU keeps comes
-first, so that a run has the same bits on a CPU with bfloat16 instructions and on one without."""
+CPU_BACKENDS = (ONEDNN, CPU, PORTABLE)
+"""CPU backends in the order that `--operators auto` tries, the fastest first
+(`benchmarks/beside_trl.md`)."""
 
 GPU_BACKENDS = (HOPPER, HOPPER_FP8, CUBLASLT, DEEP_GEMM, TRITON)
 """GPU backends in the order that `--operators auto` tries, the most specialised first."""
@@ -82,11 +78,6 @@ def choose_backend(
     )
     if problem := chosen.refusal(demand, machine):
         raise ConfigError(f"--operators={operators}: {problem}")
-    if operators == "auto" and not has_gpu and not ONEDNN.refusal(demand, machine):
-        logger.info(
-            "--operators onednn would be faster on models of a real size: this CPU has bfloat16 "
-            "instructions. A run then has the same bits on such CPUs alone"
-        )
     return chosen.name
 
 

@@ -63,7 +63,7 @@ def without(machine, *modules):
     ("operators", "dtype", "head_dim", "machine", "backend"),
     [
         ("auto", "bfloat16", 128, CPU, "cpu"),
-        ("auto", "bfloat16", 128, CPU_BFLOAT16, "cpu"),
+        ("auto", "bfloat16", 128, CPU_BFLOAT16, "onednn"),
         ("auto", "float32", 128, CPU_BFLOAT16, "cpu"),
         ("onednn", "bfloat16", 128, CPU_BFLOAT16, "onednn"),
         ("portable", "bfloat16", 128, CPU_PORTABLE, "portable"),
@@ -92,22 +92,6 @@ def without(machine, *modules):
 )  # fmt: skip
 def test_the_choice(operators, dtype, head_dim, machine, backend):
     assert choose_backend(operators, dtype, shapes(head_dim), 1, machine) == backend
-
-
-@pytest.mark.parametrize(
-    ("operators", "dtype", "machine", "is_told"),
-    [
-        ("auto", "bfloat16", CPU_BFLOAT16, True), ("auto", "bfloat16", CPU, False),
-        ("auto", "float32", CPU_BFLOAT16, False), ("cpu", "bfloat16", CPU_BFLOAT16, False),
-        ("auto", "bfloat16", H200, False),
-    ],
-)  # fmt: skip
-def test_auto_tells_of_faster_operators_that_only_some_cpus_have(
-    operators, dtype, machine, is_told, caplog
-):
-    with caplog.at_level("INFO"):
-        choose_backend(operators, dtype, shapes(), 1, machine)
-    assert ("--operators onednn" in caplog.text) is is_told
 
 
 def test_a_matrix_whose_parts_deep_gemm_does_not_take_is_left_to_triton():
