@@ -28,6 +28,8 @@ from benchmarks.gpu_ops.cases import DEVICE, calls_of, normal, rotating
 from benchmarks.gpu_ops.timing import alternate
 from benchmarks.gpu_quarter.result_lines import Line, claim_output, write_line
 from onpolicy.compat.process import prepare_process
+from onpolicy.contract import NO_SPLIT_K
+from onpolicy.ops.hopper.cublaslt import forbid_split_k
 from tests.support.gpu.operators import make_gpu_operators, make_part
 from tests.support.gpu.shapes import QWEN3_4B, TINY, ModelShape
 from tests.support.violations import few_rows_differ
@@ -37,8 +39,6 @@ Product = Callable[[Tensor, Tensor], Tensor]
 CUBLAS, CUBLASLT = "cublas", "cublaslt"
 PATHS = (CUBLAS, "triton", "deep_gemm")
 """The paths that are measured in turns in one process; CUBLASLT is in another."""
-
-WITHOUT_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 
 ROWS = (1, 2, 7, 8, 16, 33, 64, 100, 128, 256, 512, 1000, 1024, 4096, 8192)
 TIMED = (1, 8, 64, 256, 1024, 8192)
@@ -68,8 +68,7 @@ def _product(path: str) -> Product:
         operators = few_rows_differ() if path == CUBLAS else CpuOperators()
         return partial(operators.linear, bias=None)
     if path == CUBLASLT:
-        torch.backends.cuda.preferred_blas_library("cublaslt")
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+        forbid_split_k()
     if path in (CUBLAS, CUBLASLT):
         return lambda x, weight: torch.mm(x, weight.t())
     make = make_gpu_operators if path == "triton" else make_part
@@ -156,9 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = 0
     if CUBLASLT in paths and len(paths) > 1:
         own = [sys.executable, "-m", "benchmarks.gpu_quarter.gemm_paths", "--paths", CUBLASLT]
-        code = subprocess.run(
-            own, env={**os.environ, **WITHOUT_WORKSPACE}, stdout=output
-        ).returncode
+        code = subprocess.run(own, env=os.environ | NO_SPLIT_K, stdout=output).returncode
         paths.remove(CUBLASLT)
     products = make_products(paths, write)
     measure(products, model, most, write)

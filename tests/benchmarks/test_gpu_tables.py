@@ -39,43 +39,14 @@ def test_the_tile_in_the_table_is_the_one_that_a_hopper_gpu_takes(monkeypatch):
     assert len({*taken}) == 2
 
 
-def of_operator(name, backend, other, where=""):
-    """Least and largest speed of a backend relative to another's, as a page says it."""
-    ratios = [
-        case["variants"][backend]["speed_over"][other]
-        for case in read("gpu_ops")["cases"]
-        if case["operator"].startswith(name) and where in case["where"]
-    ]
-    return between(ratios)
-
-
-def between(ratios):
-    return f"{min(ratios):.2f} to {max(ratios):.2f}"
-
-
-def of_tiles(*counts):
-    rows = [row for row in read("gpu_linear_tiles")["rows"] if (row["N"], row["K"]) != (2560, 2560)]
-    return between([r["cublas"] / r[chosen_tile(r)] for r in rows if r["M"] in counts])
-
-
 def slower_by():
     rows = {(r["ROWS"], r["num_stages"]): r["ms"] for r in read("gpu_key_gradient")["rows"]
             if r["case"] == "short"}  # fmt: skip
     return round(100 * rows[64, 1] / rows[32, 2] - 100)
 
 
-def test_speeds_in_the_text_are_those_of_the_records():
-    linears = [of_operator("linear", backend, "torch.mm") for backend in ("hopper", "triton")]
-    decoding = [of_operator("attention", b, "FA3", " 8 x ") for b in ("hopper", "triton")]
-    experts = of_operator("grouped", "triton", "torch.grouped_mm")
-    expected = (
-        f"the linear q of `hopper` has {linears[0]} of cuBLAS' speed and of `triton` {linears[1]}",
-        f"decoding 8 sequences has {decoding[0]} of FlashAttention-3's with `hopper` and {decoding[1]}",
-        f"experts {experts} of `torch.grouped_mm`",
-        f"have {of_tiles(128, 256)} of cuBLAS' speed at 128 and 256 rows, and {of_tiles(512, 1024)}",
-        f"costs [{slower_by()} % more time]",
-    )
-    assert [text for text in expected if text not in TEXTS["docs/gpu_operators.md"]] == []
+def test_the_cost_of_the_tile_for_keys_is_that_of_the_record():
+    assert f"costs [{slower_by()} % more time]" in TEXTS["docs/gpu_operators.md"]
 
 
 def test_goals_and_the_number_of_operators_are_those_of_the_record():
