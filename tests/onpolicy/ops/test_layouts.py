@@ -126,7 +126,8 @@ OTHERS = {
 def test_every_operator_is_here():
     public = {name for name in dir(CpuOperators) if not name.startswith("_")}
     of_others = {"row_parallel_linear", "linear_gradients"}  # one of the linears, and sums
-    others = {"column_tile", "logits_per_chunk", "rows_per_chunk", "run_pieces", "uniform"}
+    others = {"column_tile", "key_chunk", "logits_per_chunk", "rows_per_chunk"}
+    others |= {"run_pieces", "uniform"}
     others |= {"add_rms_norm", "norm_rotary", "mix_few"}  # made of those
     others |= {"of_rounded", "hold"}  # see tests/onpolicy/ops/hopper/test_fp8.py
     assert public - of_others - others == {*DIFFERENTIABLE, *OTHERS}
