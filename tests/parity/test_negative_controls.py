@@ -99,7 +99,7 @@ def test_a_router_off_by_one_bit_is_found(engines_with_experts, rollout_with_exp
 def test_every_operator_has_a_control():
     operators = {name for name in dir(CpuOperators) if not name.startswith("_")}
     # The parts of longer sums are in tests/onpolicy/ops/test_row_parallel.py.
-    others = {"column_tile", "key_chunk", "partial_linear", "blockwise_linear", "row_parallel_linear"}
+    others = {"partial_linear", "blockwise_linear", "row_parallel_linear"}
     # In tests/onpolicy/models/test_architectures.py, since no architecture of these has it.
     others |= {"layer_norm"}
     # In tests/parity/test_adapters.py, since a model without adapters does not have it.
@@ -107,6 +107,7 @@ def test_every_operator_has_a_control():
     # What one engine calls alone, and what has no bits of its own.
     others |= {"paged_attention", "sample", "gather_log_probs", "grad_logits", "topk"}
     others |= {"linear_gradients", "logits_per_chunk", "rows_per_chunk", "run_pieces", "uniform"}
+    others |= {"column_tile", "key_chunk"}
     # Made of those: tests/onpolicy/models/test_fused_layers.py,
     # tests/onpolicy/ops/triton/test_mixing.py.
     others |= {"add_rms_norm", "norm_rotary", "mix_few"}

@@ -31,7 +31,7 @@ def test_without_a_gpu_the_operators_are_the_cpus(checkpoint, caplog):
     made = contract(checkpoint, operators="cpu")
     assert (made.backend, made.device, made.model_definition) == ("cpu", "cpu", "transformers")
     assert "aligned operators: cpu, bfloat16" in caplog.text
-    assert contract(checkpoint).backend == "cpu"
+    assert contract(checkpoint).device == "cpu"
     with pytest.raises(ConfigError, match=r"--operators=hopper: this machine has no GPU"):
         contract(checkpoint, operators="hopper")
 
