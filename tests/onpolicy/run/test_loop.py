@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -355,8 +356,8 @@ def test_samples_are_written_though_training_on_them_fails(tmp_path):
     class OneBitOff(Samples):
         def __call__(self, sample):
             if len(self) == 2 * PER_ROLLOUT + 1:
-                values = sample.rollout_log_probs
-                values[1] = torch.nextafter(torch.tensor(values[1]), torch.tensor(0.0)).item()
+                values = sample.trajectory.rollout_log_probs.array
+                values[1] = np.nextafter(values[1], np.float32(0.0))
             return super().__call__(sample)
 
     samples = OneBitOff()
