@@ -11,7 +11,6 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-import torch
 
 from onpolicy.config.groups import OutputConfig
 from onpolicy.errors import EngineError, HostLostError, ParityError, TrainerLostError
