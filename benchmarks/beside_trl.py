@@ -33,7 +33,7 @@ WARM_UP = 2
 QUICKSTART, SMOLLM2 = EXAMPLES = ("quickstart", "smollm2")
 
 FLAGS: dict[str, dict[str, dict[str, Any]]] = {
-    QUICKSTART: {"onpolicy": {"dtype": "float32"}},
+    QUICKSTART: {"onpolicy": {"dtype": "float32"}, "onpolicy_bfloat16": {"dtype": "bfloat16"}},
     SMOLLM2: {
         "onpolicy": {"dtype": "bfloat16"},
         "onpolicy_cpu": {"dtype": "bfloat16", "operators": "cpu"},
