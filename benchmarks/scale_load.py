@@ -9,22 +9,23 @@ compares every answer with the file, and makes the bytes for the ranks. scale.md
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import base64
 import json
 import math
 import random
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
+
+from benchmarks.controller_memory import answer_of_an_engine
 
 ENGINES, GROUPS, SAMPLES, PROMPT = 64, 1024, 16, 512
 MEDIAN, LONGEST, SPREAD = 6144, 32_768, 1.0
@@ -35,7 +36,7 @@ FIRST, LAST = 20.0, 180.0
 """Seconds until an answer of no tokens, and of the longest."""
 
 MARKED = 3
-"""Tokens at the beginning of each answer that are its request's seed: 12 bytes, 16 characters in base64."""
+"""Tokens at the beginning of an answer that are its request's seed: 16 characters of base64."""
 
 
 def lengths(count: int, longest: int = LONGEST, seed: int = 0) -> list[int]:
@@ -48,34 +49,26 @@ def lengths(count: int, longest: int = LONGEST, seed: int = 0) -> list[int]:
 
 def write_answers(file: Path, longest: int) -> None:
     """Write the answer of the longest response, as the plug-in packs it."""
-    from sglang_patches.generate_each import _packed
-
-    chance = random.Random(0)
-    ids = [chance.randrange(151_936) for _ in range(longest)]
-    meta = {
-        "output_token_logprobs": [(-chance.random(), token, None) for token in ids],
-        "finish_reason": {"type": "length"},
-        "weight_version": 0,
-    }
-    file.write_text(json.dumps(_packed({"output_ids": ids, "meta_info": meta})))
+    file.write_text(json.dumps(answer_of_an_engine(longest)))
 
 
 class Engines:
-    """Made-up engines of one process. `loses`: seeds whose answers are lost; `swaps`: one that gets
-    another's answer."""
+    """Made-up engines of one process. `loses`: the seeds whose answers are lost."""
 
-    def __init__(self, file: Path, first: float, last: float, loses: Sequence[int], swaps: int):
+    def __init__(self, file: Path, first: float, last: float, loses: Sequence[int]):
         self.answer = json.loads(file.read_text())
         self.longest = len(base64.b64decode(self.answer["output_ids"])) // 4
-        self.first, self.last, self.loses, self.swaps = first, last, loses, swaps
+        self.first, self.last, self.loses = first, last, loses
         self.in_flight = self.most = self.calls = 0
 
     def answer_to(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Return the request's seed MARKED times and then the file's tokens, as many as it asks for."""
         params = asked["sampling_params"]
         seed, end = params["sampling_seed"], params["max_new_tokens"] // MARKED * 16
-        mark = (seed + (seed == self.swaps)).to_bytes(4, "little") * MARKED
-        ids = base64.b64encode(mark).decode() + self.answer["output_ids"][16:end]
+        ids = (
+            base64.b64encode(seed.to_bytes(4, "little") * MARKED).decode()
+            + self.answer["output_ids"][16:end]
+        )
         values = self.answer["meta_info"]["output_token_logprobs"][0][:end]
         meta = {**self.answer["meta_info"], "output_token_logprobs": (values, ids)}
         return {"output_ids": ids, "meta_info": meta}
@@ -122,10 +115,12 @@ class Engines:
 
 
 @contextmanager
-def serving(file: Path, engines: int, *given: str) -> Iterator[list[str]]:
+def serving(
+    file: Path, engines: int, first: float, last: float, *loses: int
+) -> Iterator[list[str]]:
     """Serve answers from the file in a process of its own; yield the URLs of its engines."""
     command = [sys.executable, "-m", "benchmarks.scale_load", "--serve", str(file)]
-    command += ["--engines", str(engines), *given]
+    command += map(str, (engines, first, last, *loses))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
@@ -146,7 +141,7 @@ def sampled(urls: Sequence[str], counts: Sequence[int], samples: int, most: int)
     from onpolicy.types import Prompt, Request, SampleGroup, SamplingParams
 
     config = EngineConfig(rollout_server_url=tuple(urls), rollout_max_concurrency=most)
-    spec: Any = SimpleNamespace(contract=None, api_key="", admin_api_key="")
+    spec: Any = SimpleNamespace(contract=None, api_key="", admin_api_key="")  # not compared here
     group, rollouter = SglangGroup(config, [spec], Path()), SingleTurn()
     prompts = [
         Prompt(index=i, prompt_ids=[i, *range(1, PROMPT)], label="", text="")
@@ -175,8 +170,7 @@ def wrong(groups: Sequence[Any], counts: Sequence[int], file: Path) -> list[int]
     answer = json.loads(file.read_text())
     encoded = (answer["output_ids"], answer["meta_info"]["output_token_logprobs"][0])
     ids, values = (np.frombuffer(base64.b64decode(each), "<i4") for each in encoded)
-    samples = [sample for group in groups for sample in group.samples]
-    found = []
+    samples, found = [sample for group in groups for sample in group.samples], []
     for seed, (sample, count) in enumerate(zip(samples, counts, strict=True)):
         expected = np.concatenate([np.full(MARKED, seed, "<i4"), ids[MARKED:count]])
         if (
@@ -203,20 +197,15 @@ def sent(groups: Sequence[Any], ranks: int) -> int:
     return sum(len(dumps((share, Outcomes.of(samples, 1)))) for share in shares)
 
 
-def peak() -> int:
-    """Return the largest memory of this process so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def measure(urls: Sequence[str], counts: Sequence[int], samples: int, file: Path) -> dict[str, Any]:
     """Sample a step from the engines; return what was seen. The check is not counted."""
     import requests
 
     sampled(urls[:1], [MARKED], 1, 1)  # imports, and a first connection
-    before, started, memory = time.process_time(), time.monotonic(), peak()
+    before, started, memory = time.process_time(), time.monotonic(), getrusage(RUSAGE_SELF)
     groups = sampled(urls, counts, samples, -(-len(counts) // len(urls)))
     sampling, seconds = time.process_time() - before, time.monotonic() - started
-    held = peak() - memory
+    peak = getrusage(RUSAGE_SELF).ru_maxrss * 1024
     before = time.process_time()
     num_bytes = sent(groups, len(urls))
     sending = time.process_time() - before
@@ -230,31 +219,24 @@ def measure(urls: Sequence[str], counts: Sequence[int], samples: int, file: Path
         "processor seconds": {"sampling": sampling, "hash and bytes": sending},
         "share of a step": (sampling + sending) / STEP_SECONDS,
         "bytes sent a token": num_bytes / sum(counts),
-        "peak bytes a token": held / sum(counts),
-        "peak bytes": peak(),
+        "peak bytes a token": (peak - memory.ru_maxrss * 1024) / sum(counts),
+        "peak bytes": peak,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--serve", action="store_true")
-    parser.add_argument("--engines", type=int, default=ENGINES)
-    parser.add_argument("--seconds", type=float, nargs=2, default=(FIRST, LAST))
-    parser.add_argument("--loses", type=int, nargs="*", default=[])
-    parser.add_argument("--swaps", type=int, default=-1)
-    given = parser.parse_args()
-    if given.serve:
-        engines = Engines(given.file, *given.seconds, given.loses, given.swaps)
-        asyncio.run(engines.serve(given.engines))
+    name, *given = sys.argv[1:]
+    if name == "--serve":
+        file, engines, first, last, *loses = given
+        made_up = Engines(Path(file), float(first), float(last), [*map(int, loses)])
+        asyncio.run(made_up.serve(int(engines)))
         return
     with TemporaryDirectory() as directory:
         file = Path(directory) / "answers.json"
         write_answers(file, LONGEST)
-        with serving(file, given.engines) as urls:
+        with serving(file, ENGINES, FIRST, LAST) as urls:
             found = measure(urls, lengths(GROUPS * SAMPLES), SAMPLES, file)
-    given.file.write_text(json.dumps(found, indent=2) + "\n")
-    print(json.dumps(found, indent=2))
+    Path(name).write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from onpolicy.errors import ConfigError, EngineError
 ENGINES, SAMPLES, LONGEST = 4, 4, 96
 COUNTS = lengths(ENGINES * 16, LONGEST)
 NUM_OPEN = 20
-SECONDS = ("--seconds", "0.3", "0.6")
+SECONDS = (0.3, 0.6)
 
 
 @pytest.fixture(scope="module")
@@ -31,15 +31,20 @@ def test_engines_hold_all_requests_at_once_and_nothing_is_lost(answers):
 
 
 def test_an_engine_that_loses_an_answer_is_found(answers):
-    with serving(answers, 1, "--seconds", "0", "0", "--loses", "17") as urls:
-        with pytest.raises(EngineError, match="engines down=.*requests without an answer=1:"):
-            sampled(urls, COUNTS, SAMPLES, len(COUNTS))
+    message = "engines down=.*requests without an answer=1:"
+    with serving(answers, 1, 0, 0, 17) as urls, pytest.raises(EngineError, match=message):
+        sampled(urls, COUNTS, SAMPLES, len(COUNTS))
 
 
-def test_an_answer_to_another_request_is_found(answers):
-    with serving(answers, ENGINES, "--seconds", "0", "0", "--swaps", "5") as urls:
-        groups = sampled(urls, COUNTS, SAMPLES, 16)
-    assert wrong(groups, COUNTS, answers) == [5]
+def test_answers_to_one_another_s_requests_a_flipped_bit_and_a_missing_answer_are_found(answers):
+    with serving(answers, ENGINES, 0, 0) as urls:
+        first, second, third, *_ = groups = sampled(urls, COUNTS, SAMPLES, 16)
+    assert wrong(groups, COUNTS, answers) == []
+    one, other = first.samples[1], first.samples[2]
+    one.trajectory, other.trajectory = other.trajectory, one.trajectory
+    second.samples[0].trajectory.rollout_log_probs.array.view("<i4")[-1] ^= 1
+    third.samples[3] = None
+    assert wrong(groups, COUNTS, answers) == [1, 2, 4, 11]
 
 
 @contextmanager
@@ -57,7 +62,7 @@ def test_requests_that_follow_one_by_one_do_not_run_out_of_open_files(answers):
     """Each has a connection of its own. Engines would count as lost (bespokelabsai/curator #73,
     BerriAI/litellm #12872)."""
     counts = lengths(ENGINES * 100, LONGEST)
-    with serving(answers, ENGINES, "--seconds", "0.2", "0.9") as urls, few_open_files():
+    with serving(answers, ENGINES, 0.2, 0.9) as urls, few_open_files():
         groups = sampled(urls, counts, SAMPLES, 40)
     assert wrong(groups, counts, answers) == []
 
