@@ -1,7 +1,9 @@
 """A small load test, and engines that lose or exchange answers."""
 
+import gc
 import os
 import resource
+import tracemalloc
 from contextlib import contextmanager
 
 import pytest
@@ -45,6 +47,24 @@ def test_answers_to_one_another_s_requests_a_flipped_bit_and_a_missing_answer_ar
     second.samples[0].trajectory.rollout_log_probs.array.view("<i4")[-1] ^= 1
     third.samples[3] = None
     assert wrong(groups, COUNTS, answers) == [1, 2, 4, 11]
+
+
+def test_no_answer_is_held_as_text_until_its_call_ends(tmp_path):
+    """Tokens and scores are 25 bytes a token, and the completions' 8; the text of an answer has 16."""
+    count, longest = 24, 24_000
+    write_answers(file := tmp_path / "answers.json", longest)
+    with serving(file, 1, 0.1, 1.0) as urls:
+        sampled(urls, [3], 1, 1)
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            groups = sampled(urls, [longest - 1000 * i // 3 * 3 for i in range(count)], 1, count)
+            tokens = sum(len(sample.response_ids) for group in groups for sample in group.samples)
+            assert tracemalloc.get_traced_memory()[0] < 40 * tokens
+        finally:
+            tracemalloc.stop()
+            gc.enable()
 
 
 @contextmanager
