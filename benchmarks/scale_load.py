@@ -193,15 +193,15 @@ def sent(groups: Sequence[Any], ranks: int) -> int:
     samples = [sample for group in groups for sample in group.samples]
     for number, sample in enumerate(samples):
         sample.episode, sample.group = number, number // len(groups[0].samples)
-    shares = make_shares(samples, 1, ranks, PROMPT + LONGEST)
-    return sum(len(dumps((share, Outcomes.of(samples, 1)))) for share in shares)
+    shares, outcomes = make_shares(samples, 1, ranks, PROMPT + LONGEST), Outcomes.of(samples, 1)
+    return sum(len(dumps((share, outcomes))) for share in shares)
 
 
 def measure(urls: Sequence[str], counts: Sequence[int], samples: int, file: Path) -> dict[str, Any]:
     """Sample a step from the engines; return what was seen. The check is not counted."""
     import requests
 
-    sampled(urls[:1], [MARKED], 1, 1)  # imports, and a first connection
+    sent(sampled(urls[:1], [MARKED], 1, 1), 1)  # imports
     before, started, memory = time.process_time(), time.monotonic(), getrusage(RUSAGE_SELF)
     groups = sampled(urls, counts, samples, -(-len(counts) // len(urls)))
     sampling, seconds = time.process_time() - before, time.monotonic() - started

@@ -134,7 +134,10 @@ class FreeGroups(OpenGroups):
     def batch(self) -> list[list[OpenEpisode]] | None:
         """Remove and return the groups of this version's step, in the order in which they were
         complete; return None until there are enough of them."""
-        size, left = self._staleness.batch, Counter(self._versions.values())
+        size = self._staleness.batch
+        if len(self._complete) < size:  # as after most of a step's responses
+            return None
+        left = Counter(self._versions.values())
         chosen: list[int] = []
         for number in self._complete:
             version = self._versions[number]

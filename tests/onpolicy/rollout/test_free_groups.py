@@ -116,6 +116,24 @@ def test_no_more_responses_are_drawn_at_a_time_than_asked_for(run):
     Clock(Counts(open_group, width, staleness, steps * size), chance).run(steps)
 
 
+def test_the_rule_is_not_asked_about_a_batch_that_is_not_there(monkeypatch):
+    """It is asked after each response, and every time about each complete group."""
+    asked = []
+    rule = Staleness.num_late
+    monkeypatch.setattr(
+        Staleness, "num_late", lambda self, *given: asked.append(1) or rule(self, *given)
+    )
+    groups = FreeGroups(open_group, 64, Staleness(most=2, batch=5), 10)
+    drawn = groups.begin(0)
+    found = []
+    while not found:
+        ended(groups, drawn.pop(0), 0, 1)
+        asked.clear()
+        found = groups.batch() or []
+        assert len(asked) == len(found)
+    assert len(found) == 5
+
+
 def test_an_episode_that_was_complete_when_a_version_began_counts_once():
     groups = FreeGroups(open_group, 2, Staleness(most=3, batch=1), 10)
     first = groups.begin(0)[0]
