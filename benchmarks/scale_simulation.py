@@ -85,8 +85,8 @@ class Attempt:
 
     def record(self) -> list[Any]:
         """Return its one branch."""
-        known = self.version is not None
-        return [SimpleNamespace(spans=[SimpleNamespace(version=self.version)] if known else [])]
+        spans = [] if self.version is None else [SimpleNamespace(version=self.version)]
+        return [SimpleNamespace(spans=spans)]
 
 
 @dataclass(slots=True)
@@ -214,10 +214,7 @@ class Simulation:
         self.costs, self.schedule, self.ranks = costs, schedule, gpus // 2
         self.fleet = Fleet(gpus - self.ranks, costs)
         self.size, self.source = groups, iter(lengths(groups * SAMPLES * (STEPS + 6)))
-        self.free_at = 0.0  # the controller
-        self.sums: Counter[str] = Counter()
-        self.tail = 0.0
-        self.held = 0
+        self.free_at, self.held, self.sums = 0.0, 0, Counter[str]()  # of the controller
 
     def open_group(self, number: int) -> list[Attempt]:
         return [Attempt(number, next(self.source), PROMPT) for _ in range(SAMPLES)]
@@ -277,7 +274,7 @@ class Simulation:
 
     def _free(self) -> Iterator[float]:
         staleness, width = Staleness(most=STALENESS, batch=self.size), self.size * SAMPLES
-        groups: Any = FreeGroups(self.open_group, width, staleness, STEPS * self.size)
+        groups: Any = FreeGroups(self.open_group, width, staleness, (STEPS + 4) * self.size)
         flying, at = set[Attempt](), 0.0
 
         def timed(work: Any, *given: Any) -> Any:
