@@ -21,12 +21,12 @@ RANKS = 2
 SIZES = (1250, 2500, 5000, 10_000)
 
 
-def answer_of_an_engine() -> dict[str, Any]:
+def answer_of_an_engine(count: int = RESPONSE) -> dict[str, Any]:
     """Return made-up tokens as the plug-in answers them."""
     from sglang_patches.generate_each import _packed
 
     rng = random.Random(0)
-    ids = [rng.randrange(VOCABULARY) for _ in range(RESPONSE)]
+    ids = [rng.randrange(VOCABULARY) for _ in range(count)]
     meta = {
         "output_token_logprobs": [(-rng.random(), token, None) for token in ids],
         "finish_reason": {"type": "length"},

@@ -12,48 +12,22 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.controller_memory import PROMPT, RANKS, RESPONSE, answer_of_an_engine
+from benchmarks.controller_memory import PROMPT, RANKS, RESPONSE
+from benchmarks.scale_load import serving, write_answers
 
 SAMPLES = 64
 TURNS, OF_TURN = 256, 64
 PACKED = (1_024, 4_096, 16_384)
 REPEATS = 7
-
-
-def serve() -> None:
-    """Answer calls of /generate_each, and print the port."""
-    import orjson
-    from aiohttp import web
-
-    answer = answer_of_an_engine()
-
-    async def answer_each(request: web.Request) -> web.StreamResponse:
-        asked = len(orjson.loads(await request.read())["requests"])
-        response = web.StreamResponse()
-        await response.prepare(request)
-        for place in range(asked):
-            await response.write(orjson.dumps([[place, 200, answer]]) + b"\n")
-        return response
-
-    async def start() -> None:
-        app = web.Application(client_max_size=1 << 30)
-        app.router.add_post("/generate_each", answer_each)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        print(runner.addresses[0][1], flush=True)
-        await asyncio.Event().wait()
-
-    asyncio.run(start())
 
 
 def sampled(url: str) -> list[Any]:
@@ -165,16 +139,11 @@ def measure(url: str) -> dict[str, Any]:
 
 def main() -> None:
     (out,) = sys.argv[1:]
-    if out == "--serve":
-        serve()
-        return
-    command = [sys.executable, "-m", "benchmarks.controller_time", "--serve"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            found = measure(f"http://127.0.0.1:{int(server.stdout.readline())}")
-        finally:
-            server.terminate()
+    with TemporaryDirectory() as directory:
+        file = Path(directory) / "answers.json"
+        write_answers(file, RESPONSE)
+        with serving(file, 1, 0.0, 0.0) as (url,):
+            found = measure(url)
     print(json.dumps(found, indent=2))
     Path(out).write_text(json.dumps(found, indent=2) + "\n")
 

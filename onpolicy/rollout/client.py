@@ -242,25 +242,26 @@ class Burst:
     ):
         """Take `send`, which makes the call and returns an asynchronous context of its response,
         and `leave`, which is called with this burst when no request may join any more."""
-        self._send, self._leave = send, lambda: leave(self)
+        self._send, self._leave = send, leave
         self._asked: list[dict[str, Any]] = []
-        self._answers: list[asyncio.Future[Answer]] = []
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        """The answers that are not there yet: others would be held until the last is."""
         self._num_tokens = 0
         self._task: asyncio.Task[None] | None = None
 
     async def ask(self, payload: dict[str, Any]) -> Answer:
         """Send this request with the others and return its answer. Raises the error of the call."""
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._answers[len(self._asked)] = answer
         self._asked.append(payload)
-        self._answers.append(answer)
         self._num_tokens += len(payload["input_ids"]) * 3 // 4 // 4
         if self._num_tokens >= MOST_TOKENS:
-            self._leave()
+            self._leave(self)
         self._task = self._task or asyncio.create_task(self._work())
         try:
             return await answer
         finally:
-            if all(each.cancelled() for each in self._answers):
+            if self._answers and all(each.cancelled() for each in self._answers.values()):
                 self._task.cancel()
 
     async def _work(self) -> None:
@@ -272,8 +273,8 @@ class Burst:
         except Exception as error:
             failure = error
         finally:
-            self._leave()
-        for answer in self._answers:
+            self._leave(self)
+        for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(failure)
 
@@ -285,12 +286,12 @@ class Burst:
                 break
             count = len(self._asked)
             await asyncio.sleep(MOMENT)
-        self._leave()
+        self._leave(self)
 
     async def _hear(self, response: aiohttp.ClientResponse) -> None:
         if response.status != 200:
             told = await response.json()
-            for place in range(len(self._answers)):
+            for place in range(len(self._asked)):
                 self._tell(place, response.status, told)
             return
         async for line in _lines(response.content):
@@ -298,8 +299,11 @@ class Burst:
                 self._tell(*answer)
 
     def _tell(self, place: int, status: int, told: Any) -> None:
-        if not self._answers[place].done():  # whoever asked may have given up
-            self._answers[place].set_result((status, told))
+        answer = self._answers.pop(place, None)
+        if answer is None:
+            raise ValueError(f"request {place} of a call has two answers, or was not asked")
+        if not answer.done():  # whoever asked may have given up
+            answer.set_result((status, told))
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -79,6 +79,8 @@ class FreeGroups(OpenGroups):
         self._version = self._step = 0
         self._complete = dict[int, None]()
         """The numbers of complete groups, in the order of completion."""
+        self._is_news = False
+        """Whether there may be a batch: further groups that begin bring none."""
         self._waiting, self._drawn = deque[OpenEpisode](), set[OpenEpisode]()
         self._versions = dict[int, int]()
         """The versions under which groups began, by their numbers. They stay fixed while one
@@ -87,6 +89,7 @@ class FreeGroups(OpenGroups):
     def begin(self, version: int) -> list[OpenEpisode]:
         """Return the episodes to sample first under new weights."""
         self._version = self._step = version
+        self._is_news = True
         left = {number: unfinished(group) for number, group in self.groups.items()}
         for number in left:
             if not left[number] and number not in self._complete:  # some end meanwhile
@@ -113,7 +116,7 @@ class FreeGroups(OpenGroups):
 
     def _put_last(self, number: int) -> None:
         """Put a group that is complete after all others, an order which a checkpoint keeps."""
-        self._complete[number] = None
+        self._complete[number], self._is_news = None, True
         self.groups[number] = self.groups.pop(number)
 
     def _next_episodes(self) -> list[OpenEpisode]:
@@ -134,7 +137,10 @@ class FreeGroups(OpenGroups):
     def batch(self) -> list[list[OpenEpisode]] | None:
         """Remove and return the groups of this version's step, in the order in which they were
         complete; return None until there are enough of them."""
-        size, left = self._staleness.batch, Counter(self._versions.values())
+        size = self._staleness.batch
+        if not self._is_news or len(self._complete) < size:
+            return None
+        left = Counter(self._versions.values())
         chosen: list[int] = []
         for number in self._complete:
             version = self._versions[number]
@@ -147,6 +153,7 @@ class FreeGroups(OpenGroups):
                 left[version] += 1
             if len(chosen) == size:
                 return self._take(chosen)
+        self._is_news = False
         return None
 
     def _take(self, chosen: Sequence[int]) -> list[list[OpenEpisode]]:

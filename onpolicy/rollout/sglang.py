@@ -24,6 +24,7 @@ from onpolicy.rollout.base import EnginesRestartedError, MemoryKind, RolloutGrou
 from onpolicy.rollout.client import EngineClient, EngineLostError
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.server import EngineServer, MakeServer, make_servers
+from onpolicy.system.open_files import BESIDE, allow_connections
 from onpolicy.trajectory import Completion
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class SglangGroup(RolloutGroup):
             port = config.rollout_base_port
             self.servers = make_servers(specs, port, log_directory, make_server)
         urls = config.rollout_server_url or [server.url for server in self.servers]
+        _allow_requests(config.rollout_max_concurrency, len(urls))
         self.clients = [
             make_client(
                 url,
@@ -266,6 +268,17 @@ class SglangGroup(RolloutGroup):
             self._end_sampling()
         for server in self.servers:
             server.stop()
+
+
+def _allow_requests(most: int, engines: int) -> None:
+    """Let this process connect once for each request in flight. Raises ConfigError if it may not: an
+    engine to which nothing connects would count as lost."""
+    if (limit := allow_connections(engines * most)) is not None:
+        raise ConfigError(
+            f"--rollout-max-concurrency={most}: requests to {engines} engines may need {engines * most} "
+            f"connections and {BESIDE} other files, and this process may open {limit} files. Raise that "
+            "limit (ulimit -Hn), or give a smaller number."
+        )
 
 
 class Dispatch:

@@ -135,6 +135,16 @@ def test_a_call_that_is_refused_is_refused_to_each():
     asyncio.run(run())
 
 
+def test_a_second_answer_to_a_request_fails_those_that_have_none():
+    async def run():
+        server = Server(line(0), line(0))
+        answers = await asyncio.gather(*started(burst_to(server), 2), return_exceptions=True)
+        assert answers[0] == (200, "answer 0")
+        assert isinstance(answers[1], ValueError) and "request 0" in str(answers[1])
+
+    asyncio.run(run())
+
+
 def test_an_answer_that_breaks_off_fails_those_alone_that_have_none():
     async def run():
         answers = await asyncio.gather(

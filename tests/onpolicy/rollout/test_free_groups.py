@@ -116,6 +116,49 @@ def test_no_more_responses_are_drawn_at_a_time_than_asked_for(run):
     Clock(Counts(open_group, width, staleness, steps * size), chance).run(steps)
 
 
+@pytest.fixture
+def asked(monkeypatch):
+    """The questions that were asked of the rule."""
+    questions, rule = [], Staleness.num_late
+    monkeypatch.setattr(
+        Staleness, "num_late", lambda *given: questions.append(given) or rule(*given)
+    )
+    return questions
+
+
+def test_the_rule_is_not_asked_about_a_batch_that_is_not_there(asked):
+    groups = FreeGroups(open_group, 64, Staleness(most=2, batch=5), 10)
+    drawn, found = groups.begin(0), []
+    while not found:
+        ended(groups, drawn.pop(0), 0, 1)
+        asked.clear()
+        found = groups.batch() or []
+        assert len(asked) == len(found)
+    assert len(found) == 5
+
+
+def test_the_rule_is_asked_again_only_when_another_group_is_complete(asked):
+    """Two groups are due, and the complete ones have to wait for them."""
+    groups = FreeGroups(open_group, 64, Staleness(most=1, batch=2), 20)
+    drawn = groups.begin(0)
+    late = drawn[:4]
+    for episode in drawn[4:]:
+        ended(groups, episode, 0, 1)
+    assert groups.batch() is not None
+    for episode in late:
+        grown(episode, 0, 1)
+    for episode in groups.begin(1):
+        if episode not in late:
+            ended(groups, episode, 1, 1)
+    assert groups.batch() is None and len(groups._complete) >= 2
+    for episode, is_whole in zip(late, (False, True, False, True), strict=True):
+        ended(groups, episode, 1, 1)
+        asked.clear()
+        batch = groups.batch()
+        assert bool(asked) == is_whole
+    assert batch is not None
+
+
 def test_an_episode_that_was_complete_when_a_version_began_counts_once():
     groups = FreeGroups(open_group, 2, Staleness(most=3, batch=1), 10)
     first = groups.begin(0)[0]
