@@ -6,7 +6,7 @@ order that a test asks for.
 
 import pytest
 import torch
-from torch.library import Library
+from torch import library
 
 from onpolicy.errors import ContractError
 from onpolicy.ops.checks import self_check
@@ -25,8 +25,8 @@ class StandIn:
     def __init__(self):
         self.calls = []
         self.parts = lambda rows: 1
-        self.between = torch.float32
-        """What parts are rounded to before they are added."""
+        self.differs_alone = None
+        """The number of a row that has other bits in a call of its own."""
         self._sums = CpuOperators(2)
 
     def __call__(self, x, columns, out_dtype, *, out):
@@ -37,17 +37,19 @@ class StandIn:
         assert out.shape == (len(x), columns.shape[1]) and out.is_contiguous()
         self.calls.append((x, columns))
         pairs = zip(*(m.chunk(self.parts(len(x)), 1) for m in (x, columns.t())), strict=True)
-        sums = [self._sums.partial_linear(*pair) for pair in pairs]
-        between = self.between if len(sums) > 1 else torch.float32
-        return out.copy_(sum(part.to(between).float() for part in sums))
+        result = sum(self._sums.partial_linear(*pair) for pair in pairs)
+        if self.differs_alone is not None and len(x) == 1:
+            most = max((seen for seen, _ in self.calls), key=len)
+            result *= 1 + 2.0**-6 * torch.equal(x[0], most[self.differs_alone])
+        return out.copy_(result)
 
 
 @pytest.fixture
 def product():
-    stand_in, library = StandIn(), Library("aten", "IMPL")
-    library.impl("mm.dtype_out", stand_in, "CPU")
+    stand_in, replaced = StandIn(), library.Library("aten", "IMPL")
+    replaced.impl("mm.dtype_out", stand_in, "CPU")
     yield stand_in
-    library._destroy()
+    replaced._destroy()
 
 
 @pytest.fixture
@@ -156,8 +158,10 @@ def test_the_self_check_refuses_rows_whose_bits_depend_on_their_number(
     monkeypatch.setattr(self_check, "probe", lambda *shape, seed, device: probe(*shape, seed=seed))
     monkeypatch.setattr(self_check, "MAX_NUMBERS", 1)
     product.parts = ORDERS.get(order, product.parts)
-    if order == "one row":  # of 64 rows alone, bfloat16 hides a float32 sum by luck
-        product.between = torch.bfloat16
+    if (
+        order == "one row"
+    ):  # whose sums bfloat16 may hide by luck: a row that the first does not show
+        product.differs_alone = 5
 
     def check():
         given = N, K, False, WHOLE, torch.bfloat16, "cuda", 0
