@@ -8,7 +8,7 @@ and to 2,048 at others: a user asks for the meaning of one quarter of this repos
 another, and each answer, of at most 96 tokens, is sampled after all that was said before. The trainer
 (FSDP2, bfloat16) then scores whole chats, and every sampled token has two log-probabilities: d is the
 trainer's less the engine's, and k3 is exp(d) - d - 1. Stock engines come first, then aligned ones with
-`--operators onednn`, in the same chats until their answers differ. `--from FILE` measures nothing: it
+the operators of `auto`, in the same chats until their answers differ. `--from FILE` measures nothing: it
 draws a record again and prints its table for docs/trained_weights.md. Longer chats at all temperatures
 did not end in half an hour on two busy cores: SGLang's stock attention without a GPU computes every
 turn's whole past again.
@@ -176,7 +176,6 @@ def measure(checkpoint: str, kind: str, run_dir: str) -> dict[str, Any]:
     is_aligned = kind == "aligned"
     config = VerifyConfig(
         model=groups.ModelConfig(hf_checkpoint=checkpoint),
-        operators=groups.OperatorsConfig(operators="onednn" if is_aligned else "auto"),
         num_prompts=CHATS * len(TEMPERATURES),
         max_prompt_len=CONTEXT - ANSWER,
         max_new_tokens=ANSWER,
