@@ -70,8 +70,7 @@ def check_label(label: str) -> None:
 
 
 def trials(label: str) -> dict[str, float]:
-    r"""Return responses and the score each must get: the label in a \boxed{}; none for a plain
-    number.
+    r"""Return responses and the score each must get: the label in a \boxed{}; none for a number.
 
     For powers of powers, whose value may never be computed, another number is there too: an
     expression equals itself without computing anything."""

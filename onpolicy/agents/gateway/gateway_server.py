@@ -66,11 +66,6 @@ class Gateway:
         self._starting = asyncio.Lock()
         self._told = set[str]()
 
-    @property
-    def num_sessions(self) -> int:
-        """The number of open sessions."""
-        return len(self._sessions)
-
     async def start(self) -> None:
         """Listen, unless it already does. Raises OSError where the port is taken."""
         async with self._starting:
