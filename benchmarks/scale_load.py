@@ -38,9 +38,9 @@ MARKED = 3
 """Tokens at the beginning of an answer that are its request's seed: 16 characters of base64."""
 
 
-def lengths(count: int, longest: int = LONGEST, seed: int = 0) -> list[int]:
+def lengths(count: int, longest: int = LONGEST) -> list[int]:
     """Return lengths of responses, each a multiple of MARKED."""
-    chance = random.Random(seed)
+    chance = random.Random(0)
     median = MEDIAN * longest / LONGEST
     drawn = (median * math.exp(SPREAD * chance.gauss(0, 1)) for _ in range(count))
     return [max(MARKED, int(min(longest, each)) // MARKED * MARKED) for each in drawn]
