@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import yaml
 
 from benchmarks.processor_seconds import Watch
@@ -109,7 +110,7 @@ def summed_up(side: str, found: dict[str, Any], watch_from: float) -> dict[str, 
     """Return the measurements of a run, from the command on."""
     ends, seconds = found["ends"], found["processor_seconds"]
     steps = [b - a for a, b in zip(ends[WARM_UP - 1 :], ends[WARM_UP:], strict=False)]
-    spent = at(seconds, ends[-1]) - at(seconds, ends[WARM_UP - 1])
+    before, after = np.interp([ends[WARM_UP - 1], ends[-1]], *zip(*seconds, strict=True))
     return {
         "side": side,
         "seconds": found["ended"] - watch_from,
@@ -117,18 +118,11 @@ def summed_up(side: str, found: dict[str, Any], watch_from: float) -> dict[str, 
         "step_seconds": median(steps),
         "steps": [round(step, 3) for step in steps],
         "processor_seconds": seconds[-1][1],
-        "processor_seconds_a_step": spent / len(steps),
+        "processor_seconds_a_step": float(after - before) / len(steps),
         "load": found["load"],
         "rewards": [round(x, 3) for x in found["rewards"]],
         **{n: found[n] for n in found if n.endswith("_tokens") or n in ("versions", "parts")},
     }
-
-
-def at(samples: list[tuple[float, float]], stamp: float) -> float:
-    """Return the value of a growing quantity at a time, interpolated between the samples around it."""
-    later = next((i for i, (when, _) in enumerate(samples) if when >= stamp), len(samples) - 1)
-    (t0, a), (t1, b) = samples[max(0, later - 1)], samples[later]
-    return b if t1 == t0 else a + (b - a) * min(1.0, (stamp - t0) / (t1 - t0))
 
 
 def processor() -> str:

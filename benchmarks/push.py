@@ -4,9 +4,7 @@
         [--ranks 2 --engines 2]
 
 Both send the same tensors, in turns, each from processes of its own to servers of its own, which verify
-every push. With several ranks each sends to servers of its own, beside rank 0 to all of them. Without a
-checkpoint only the CPU seconds are measured that go into names, shapes and offsets of
-the tensors of Qwen3-30B-A3B (`benchmarks/push_metadata.py`).
+every push. With several ranks each sends to servers of its own, beside rank 0 to all of them.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from typing import Any
 
 import torch
 
-from benchmarks import push_metadata
 from benchmarks.bench.turns import take_turns
 from tests.support.gpu.machine import describe_machine, write_json
 
@@ -126,7 +123,7 @@ def _compared(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hf-checkpoint", default="")
+    parser.add_argument("--hf-checkpoint", required=True)
     parser.add_argument("--json", type=Path, required=True)
     ways = "auto,tensor" if torch.cuda.is_available() else "tensor,distributed"
     parser.add_argument("--ways", default=ways, help="commas between")
@@ -136,15 +133,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--repetitions", type=int, default=5)
     args = parser.parse_args(argv)
-    record: dict[str, Any] = {
-        "machine": describe_machine() | {"cores": len(os.sched_getaffinity(0))},
-        "before": args.before,
-        "metadata": push_metadata.measure(),
-    }
-    write_json(args.json, record)
-    if args.hf_checkpoint:
-        record["pushes"] = measure(args)
-        write_json(args.json, record)
+    machine = describe_machine() | {"cores": len(os.sched_getaffinity(0))}
+    write_json(args.json, {"machine": machine, "before": args.before, "pushes": measure(args)})
 
 
 if __name__ == "__main__":

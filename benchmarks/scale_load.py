@@ -25,9 +25,8 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.controller_memory import answer_of_an_engine
-
 ENGINES, GROUPS, SAMPLES, PROMPT = 64, 1024, 16, 512
+VOCABULARY = 151_936
 MEDIAN, LONGEST, SPREAD = 6144, 32_768, 1.0
 """Tokens of a response: a log-normal's median, its cut, and the standard deviation of the logarithm."""
 
@@ -39,17 +38,26 @@ MARKED = 3
 """Tokens at the beginning of an answer that are its request's seed: 16 characters of base64."""
 
 
-def lengths(count: int, longest: int = LONGEST, seed: int = 0) -> list[int]:
+def lengths(count: int, longest: int = LONGEST) -> list[int]:
     """Return lengths of responses, each a multiple of MARKED."""
-    chance = random.Random(seed)
+    chance = random.Random(0)
     median = MEDIAN * longest / LONGEST
     drawn = (median * math.exp(SPREAD * chance.gauss(0, 1)) for _ in range(count))
     return [max(MARKED, int(min(longest, each)) // MARKED * MARKED) for each in drawn]
 
 
 def write_answers(file: Path, longest: int) -> None:
-    """Write the answer of the longest response, as the plug-in packs it."""
-    file.write_text(json.dumps(answer_of_an_engine(longest)))
+    """Write the answer of the longest response, with made-up tokens, as the plug-in packs it."""
+    from sglang_patches.generate_each import _packed
+
+    chance = random.Random(0)
+    ids = [chance.randrange(VOCABULARY) for _ in range(longest)]
+    meta = {
+        "output_token_logprobs": [(-chance.random(), token, None) for token in ids],
+        "finish_reason": {"type": "length"},
+        "weight_version": 0,
+    }
+    file.write_text(json.dumps(_packed({"output_ids": ids, "meta_info": meta})))
 
 
 class Engines:

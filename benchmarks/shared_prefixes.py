@@ -76,9 +76,9 @@ CASES = {
 }
 
 
-def make_model(layers: int, intermediate: int = 3072) -> PolicyModel:
+def make_model(layers: int) -> PolicyModel:
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=1024, intermediate_size=intermediate, num_hidden_layers=layers,
+        vocab_size=VOCAB, hidden_size=1024, intermediate_size=3072, num_hidden_layers=layers,
         num_attention_heads=16, num_key_value_heads=8, head_dim=64, tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(0)

@@ -40,23 +40,21 @@ class Shape:
     """Whether the curve is beyond the detector's promise; in the table to show its limits."""
 
 
-def surge(
-    onset: int, high: float = 3500.0, rise: int = 10, low: float = 1000.0, n: int = 300
-) -> list[float]:
-    """Return a curve of `low` before step `onset`, then up to `high` in `rise` steps."""
+def surge(onset: int, high: float = 3500.0, rise: int = 10, n: int = 300) -> list[float]:
+    """Return a curve of 1000 before step `onset`, then up to `high` in `rise` steps."""
     progress = (min(max(t - onset + 1, 0) / rise, 1.0) for t in range(1, n + 1))
-    return [low + (high - low) * p for p in progress]
+    return [1000.0 + (high - 1000.0) * p for p in progress]
 
 
-def ramp(start: float, end: float, steps: int, n: int = 300) -> list[float]:
+def ramp(start: float, end: float, steps: int) -> list[float]:
     """Return a curve from `start` to `end` in `steps` steps, then level."""
-    return [start + (end - start) * min(t / steps, 1.0) for t in range(n)]
+    return [start + (end - start) * min(t / steps, 1.0) for t in range(300)]
 
 
-def bump(factor: float, at: list[int], width: int, level: float = 1000.0) -> list[float]:
-    """Return a curve of `level`, and `factor` times that for `width` steps from each step of `at`."""
+def bump(factor: float, at: list[int], width: int) -> list[float]:
+    """Return a curve of 1000, and `factor` times that for `width` steps from each step of `at`."""
     inside = {t for start in at for t in range(start, start + width)}
-    return [level * (factor if t in inside else 1.0) for t in range(1, 301)]
+    return [1000.0 * (factor if t in inside else 1.0) for t in range(1, 301)]
 
 
 def times(first: list[float], second: list[float]) -> list[float]:

@@ -10,8 +10,11 @@ from onpolicy.types import Prompt, Request, SamplingParams
 
 
 def random_requests(config: BenchConfig, vocab_size: int) -> list[Request]:
-    """Return one request for each of `random_prompts`, with the seed of its index."""
-    params = sampling_params(config)
+    """Return one request for each of `random_prompts`, with the seed of its index; every response has
+    exactly --max-new-tokens."""
+    params = SamplingParams(
+        temperature=1.0, max_new_tokens=config.max_new_tokens, stop_token_ids=(), ignore_eos=True
+    )
     return [
         Request(
             prompt_ids=prompt.prompt_ids,
@@ -30,13 +33,3 @@ def random_prompts(config: BenchConfig, vocab_size: int) -> list[Prompt]:
         for _ in range(config.num_prompts)
     ]
     return [Prompt(index=i, prompt_ids=ids, label="", text="") for i, ids in enumerate(prompts)]
-
-
-def sampling_params(config: BenchConfig) -> SamplingParams:
-    """Return parameters by which every response has exactly --max-new-tokens."""
-    return SamplingParams(
-        temperature=1.0,
-        max_new_tokens=config.max_new_tokens,
-        stop_token_ids=(),
-        ignore_eos=True,
-    )

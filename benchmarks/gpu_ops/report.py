@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.gpu_ops.cases import Case
@@ -91,7 +91,7 @@ def summary(result: Record) -> str:
         f"Ceilings measured in the same run: cuBLAS {ceilings['flops'] / 1e12:.0f} TFLOP/s, copies "
         f"{ceilings['bandwidth'] / 1e9:.0f} GB/s. Goals met: {counts['met']}, missed: "
         f"{counts['missed']}, not judged: {counts['not judged']}.",
-        table(result["cases"]),
+        table(HEAD, [_row(case, name) for case in result["cases"] for name in _aligned(case)]),
     ]
     if result["failed"]:
         parts += ["Failed:", "\n".join(f"- {f['case']}: {f['error']}" for f in result["failed"])]
@@ -103,35 +103,39 @@ def summary(result: Record) -> str:
     return "\n\n".join(parts)
 
 
-def table(records: list[Record]) -> str:
-    """Return a table with one row for every aligned variant of every case."""
-    head = (
-        "| operator | sizes | M | variant | us | TFLOP/s | GB/s | of ceiling | speed over | goal |"
-    )
-    rows = [_row(record, name) for record in records for name in _aligned(record)]
-    return "\n".join([head, "|---" * 10 + "|", *rows])
+HEAD = (
+    "operator",
+    "sizes",
+    "M",
+    "variant",
+    "us",
+    "TFLOP/s",
+    "GB/s",
+    "of ceiling",
+    "speed over",
+    "goal",
+)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def _aligned(record: Record) -> list[str]:
     return [name for name, variant in record["variants"].items() if "speed_over" in variant]
 
 
-def _row(record: Record, name: str) -> str:
+def _row(record: Record, name: str) -> list[str]:
+    """Return the row of an aligned variant of a case."""
     v = record["variants"][name]
     over = ", ".join(f"{other} {ratio:.2f}" for other, ratio in v["speed_over"].items())
-    cells = [
-        record["operator"],
-        record["where"],
-        str(record["rows"]),
-        name,
-        f"{v['microseconds']:.1f}",
-        f"{v['tflops']:.1f}",
-        f"{v['gb_per_s']:.0f}",
-        f"{v['fraction_of_ceiling']:.2f}",
-        over,
-        verdict(record, name),
-    ]
-    return "| " + " | ".join(cells) + " |"
+    return [
+        record["operator"], record["where"], str(record["rows"]), name,
+        f"{v['microseconds']:.1f}", f"{v['tflops']:.1f}", f"{v['gb_per_s']:.0f}",
+        f"{v['fraction_of_ceiling']:.2f}", over, verdict(record, name),
+    ]  # fmt: skip
 
 
 def count_goals(records: list[Record]) -> dict[str, int]:

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from benchmarks.gpu_ops.cases import DEVICE, Aligned, Calls, Case, Goal, calls_of, normal, rotating
-from onpolicy.ops import Operators
 from tests.support.gpu.shapes import ModelShape
 
 ROW_COUNTS = (1, 8, 32, 128, 1024, 8192)
@@ -42,16 +41,16 @@ def _case(
     bytes_moved: float,
     operands: Operands,
     stock: tuple[str, Callable[..., object]],
-    ours: Callable[..., object],
+    ours: Callable[..., object] | None = None,
 ) -> Case:
-    """Return a case; `ours` takes the operators first, then the operands; `stock` is a name and a
-    function."""
+    """Return a case; `ours` takes the operators first, then the operands, and is by default their
+    method of this name; `stock` is a name and a function."""
 
     def make(aligned: Aligned, l2_bytes: int) -> Calls:
         sets = rotating(operands, l2_bytes)
         functions = dict([stock])
         for backend, ops in aligned.items():
-            functions[backend] = partial(ours, ops)
+            functions[backend] = partial(ours, ops) if ours else getattr(ops, operator)
         return calls_of(functions, sets), len(sets)
 
     return Case(
@@ -71,11 +70,11 @@ def _rms_norm(model: ModelShape, m: int) -> Case:
     def operands(i: int) -> tuple[Tensor, ...]:
         return normal(m, size, seed=i), normal(size, seed=1)
 
-    def ours(ops: Operators, x: Tensor, weight: Tensor) -> Tensor:
-        return ops.rms_norm(x, weight, EPS)
-
     stock = ("F.rms_norm", lambda x, weight: F.rms_norm(x, (size,), weight, EPS))
-    return _case("rms_norm", f"{model.name} {size}", m, 4.0 * m * size, operands, stock, ours)
+    return _case(
+        "rms_norm", f"{model.name} {size}", m, 4.0 * m * size, operands, stock,
+        lambda ops, x, weight: ops.rms_norm(x, weight, EPS),
+    )  # fmt: skip
 
 
 def _gated(model: ModelShape, m: int) -> Case:
@@ -84,11 +83,11 @@ def _gated(model: ModelShape, m: int) -> Case:
     def operands(i: int) -> tuple[Tensor, ...]:
         return normal(m, size, seed=i), normal(m, size, seed=i + 1)
 
-    def ours(ops: Operators, gate: Tensor, up: Tensor) -> Tensor:
-        return ops.gated(F.silu, gate, up)
-
     stock = ("F.silu * up", lambda gate, up: F.silu(gate) * up)
-    return _case("gated", f"{model.name} {size}", m, 6.0 * m * size, operands, stock, ours)
+    return _case(
+        "gated", f"{model.name} {size}", m, 6.0 * m * size, operands, stock,
+        lambda ops, gate, up: ops.gated(F.silu, gate, up),
+    )  # fmt: skip
 
 
 def _rotary(model: ModelShape, m: int) -> Case:
@@ -101,8 +100,7 @@ def _rotary(model: ModelShape, m: int) -> Case:
 
     where = f"{model.name} {heads}+{kv_heads} heads x {dim}"
     moved = 4.0 * m * (heads + kv_heads) * dim
-    stock = ("transformers", apply_rotary_pos_emb)
-    return _case("rotary", where, m, moved, operands, stock, lambda ops, *x: ops.rotary(*x))
+    return _case("rotary", where, m, moved, operands, ("transformers", apply_rotary_pos_emb))
 
 
 def _log_probs(model: ModelShape, m: int) -> Case:
@@ -116,15 +114,8 @@ def _log_probs(model: ModelShape, m: int) -> Case:
         return torch.log_softmax(logits.float() / temperature, -1).gather(1, targets[:, None])
 
     where, moved = f"{model.name} {model.vocab}", 2.0 * m * model.vocab
-    return _case(
-        "gather_log_probs",
-        where,
-        m,
-        moved,
-        operands,
-        ("log_softmax + gather", stock),
-        lambda ops, *x: ops.gather_log_probs(*x),
-    )
+    named = ("log_softmax + gather", stock)
+    return _case("gather_log_probs", where, m, moved, operands, named)
 
 
 def _temperature(m: int) -> Tensor:
@@ -141,15 +132,7 @@ def _log_softmax(model: ModelShape, m: int) -> Case:
         return torch.log_softmax(logits.float() / temperature, -1)
 
     where, moved = f"{model.name} {model.vocab}", 6.0 * m * model.vocab
-    return _case(
-        "log_softmax",
-        where,
-        m,
-        moved,
-        operands,
-        ("torch.log_softmax", stock),
-        lambda ops, *x: ops.log_softmax(*x),
-    )
+    return _case("log_softmax", where, m, moved, operands, ("torch.log_softmax", stock))
 
 
 def _sample(model: ModelShape, m: int) -> Case:
@@ -161,12 +144,4 @@ def _sample(model: ModelShape, m: int) -> Case:
         return torch.multinomial(log_probs.exp(), 1)
 
     where, moved = f"{model.name} {model.vocab}", 4.0 * m * model.vocab
-    return _case(
-        "sample",
-        where,
-        m,
-        moved,
-        operands,
-        ("torch.multinomial", stock),
-        lambda ops, *x: ops.sample(*x),
-    )
+    return _case("sample", where, m, moved, operands, ("torch.multinomial", stock))

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from benchmarks.gpu_ops import report
+from benchmarks.gpu_ops.report import summary, table
 from benchmarks.gpu_quarter.result_lines import Line, read_lines
 
 LAYERS = 36
@@ -24,7 +24,8 @@ def page(lines: Sequence[Line]) -> str:
     blocks = ["# A quarter of an hour on a GPU"]
     if any(line.get("rehearsal") for line in lines):
         blocks.append("**A rehearsal on a CPU: its numbers say nothing about a GPU.**")
-    blocks += [_machine(line["machine"]) for line in lines if "machine" in line]
+    machines = (line["machine"].items() for line in lines if "machine" in line)
+    blocks += [", ".join(f"{name} {value}" for name, value in machine) for machine in machines]
     blocks.append(table(["item", "outcome", "seconds"], _outcomes(lines)))
     found = {name: [*part(_of(lines, name))] for name, part in PARTS.items()}
     for name, part_blocks in found.items():
@@ -32,18 +33,8 @@ def page(lines: Sequence[Line]) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def table(head: list[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-
-
 def _of(lines: Sequence[Line], name: str) -> list[Line]:
     return [line for line in lines if line.get("item") == name]
-
-
-def _machine(machine: dict[str, str]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in machine.items())
 
 
 def _outcomes(lines: Sequence[Line]) -> Iterator[list[Any]]:
@@ -138,7 +129,7 @@ def _record(lines: Sequence[Line]) -> Line:
 
 def _operators(lines: Sequence[Line]) -> Iterator[str]:
     if record := _record(lines):
-        yield report.summary(record)
+        yield summary(record)
 
 
 def _step(lines: Sequence[Line]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
-from warm_start import is_complete, make_tokenizer, warm_start, write_rows
+from warm_start import is_complete, make_tokenizer, slip, warm_start, write_rows
 
 CHARACTERS = "0123456789*=[]()"
 ONE_DIGIT, TWO_DIGITS = range(2, 10), range(11, 100)
@@ -39,12 +39,6 @@ def problems(rng: random.Random) -> list[dict[str, str]]:
     pairs = [*product(ONE_DIGIT, repeat=2)]
     pairs += rng.sample([*product(TWO_DIGITS, repeat=2)], len(pairs))
     return [{"prompt": f"{a}*{b}=", "label": str(a * b)} for a, b in pairs]
-
-
-def slip(digits: str, rng: random.Random) -> str:
-    """One digit of it is another."""
-    place = rng.randrange(len(digits))
-    return digits[:place] + str((int(digits[place]) + rng.randint(1, 9)) % 10) + digits[place + 1 :]
 
 
 def seen(rng: random.Random) -> dict[str, str]:

@@ -22,8 +22,10 @@ from pathlib import Path
 
 from records import read_curves
 
+from onpolicy.system import files
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
-from driver import drive, surroundings, write_whole
+from driver import drive, surroundings
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -182,7 +184,7 @@ def write_record(run: Run, directory: Path, about: dict[str, str], seconds: floa
         "seconds": round(seconds),
         "curves": curves,
     }
-    write_whole(record_of(run), as_json(record))
+    files.write(record_of(run), as_json(record))
 
 
 def as_json(record: dict[str, object]) -> str:

@@ -14,6 +14,8 @@ from pathlib import Path
 from shutil import which
 from typing import Any, Protocol, TypeVar
 
+from onpolicy.system import files
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -66,14 +68,6 @@ def chosen(plan: Iterable[Run], patterns: Iterable[str]) -> list[Run]:
     return list(dict.fromkeys(r for pattern in patterns for r in runs if fnmatch(r.name, pattern)))
 
 
-def write_whole(file: Path, text: str) -> None:
-    """The file has this text, or what it had before."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial")
-    partial.write_text(text)
-    partial.rename(file)
-
-
 def read_records(file: Path) -> dict[str, dict[str, Any]]:
     """{name of a run: its record}, in the order of the plan; empty before the first."""
     return json.loads(file.read_text()) if file.exists() else {}
@@ -84,7 +78,7 @@ def add_record(file: Path, plan: Iterable[Run], run: Run, record: dict[str, Any]
     records = read_records(file) | {run.name: record}
     names = [each.name for each in plan if each.name in records]
     lines = [f"  {json.dumps(name)}: {json.dumps(records[name])}" for name in names]
-    write_whole(file, "{\n" + ",\n".join(lines) + "\n}\n")
+    files.write(file, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def surroundings(start: float) -> dict[str, str]:

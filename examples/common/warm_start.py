@@ -34,6 +34,12 @@ def write_rows(file: Path, rows: Iterable[Row]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def slip(digits: str, rng: random.Random) -> str:
+    """One digit of it is another."""
+    place = rng.randrange(len(digits))
+    return digits[:place] + str((int(digits[place]) + rng.randint(1, 9)) % 10) + digits[place + 1 :]
+
+
 def make_tokenizer(characters: str, chat_template: str = ""):
     """One token per character."""
     import prepare as quickstart

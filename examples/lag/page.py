@@ -17,7 +17,7 @@ from learning import LAGS, RECORDS, Run, plan
 from matplotlib import pyplot
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
-from curves import REWARD, smooth
+from curves import REWARD, draw
 from driver import read_records
 from page_tables import between, interval, table
 
@@ -78,20 +78,15 @@ def with_table(page: str) -> str:
     return between(page, "lag", table(COLUMNS, rows))
 
 
-def draw() -> None:
+def draw_all() -> None:
     """The reward by lag, a picture for each arm; every seed is a line, thin, and their mean."""
     figure, axes = pyplot.subplots(1, 3, figsize=(11, 3.4), sharey=True)
     found = {(run.lag, run.arm): each for run, each in cases().items()}
     for axis, arm in zip(axes, ("corrected", "uncorrected", "bypass"), strict=True):
         for i, lag in enumerate((0, *LAGS)):
-            curves = [
-                smooth(record["curves"][REWARD], END)
-                for record in found.get((lag, arm if lag else ""), [])
-            ]
-            for curve in curves:
-                axis.plot(curve, color=f"C{i}", linewidth=0.5, alpha=0.6)
-            if curves:
-                axis.plot([fmean(v) for v in zip(*curves, strict=True)], color=f"C{i}", label=lag)
+            records = found.get((lag, arm if lag else ""), [])
+            if seeds := [record["curves"][REWARD] for record in records]:
+                draw(axis, seeds, str(lag), f"C{i}", END)
         axis.set_title(arm)
         axis.set_xlabel("rollout")
         axis.grid(alpha=0.3)
@@ -103,5 +98,5 @@ def draw() -> None:
 
 if __name__ == "__main__":
     PAGE.write_text(with_table(PAGE.read_text()))
-    draw()
+    draw_all()
     print(f"{PAGE}, {PICTURE}: {len(read_records(RECORDS))} records of {len(list(plan()))} runs")

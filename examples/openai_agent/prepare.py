@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
-from warm_start import is_complete, make_tokenizer, warm_start, write_rows
+from warm_start import is_complete, make_tokenizer, slip, warm_start, write_rows
 
 CHARACTERS = "0123456789*=[](),mulab"
 TWO_DIGITS = range(11, 100)
@@ -45,12 +45,6 @@ def tokenizer_with_template():
 def problems(rng: random.Random) -> list[dict[str, str]]:
     pairs = rng.sample([*product(TWO_DIGITS, repeat=2)], NUM_PROBLEMS)
     return [{"prompt": f"{a}*{b}=", "label": str(a * b)} for a, b in pairs]
-
-
-def slip(digits: str, rng: random.Random) -> str:
-    """One digit of it is another."""
-    place = rng.randrange(len(digits))
-    return digits[:place] + str((int(digits[place]) + rng.randint(1, 9)) % 10) + digits[place + 1 :]
 
 
 def seen(rng: random.Random) -> dict[str, str]:

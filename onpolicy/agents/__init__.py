@@ -1,2 +1,1 @@
-"""Agents: functions of the user's that drive episodes, in worker processes, and the tools they
-call."""
+"""Agents: a user's functions that drive episodes, in worker processes, and the tools they call."""

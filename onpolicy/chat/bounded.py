@@ -1,5 +1,4 @@
-"""Bound on the work of chat templates, which third parties write and whose loops Jinja lets nest
-freely.
+"""Bound on the work of chat templates, which third parties write with loops nested at will.
 
 A sandbox protects the host from a template, but not its processor: its longest `range` has 100,000
 numbers, and three of them nested never end. So every turn of a loop and every call counts as a

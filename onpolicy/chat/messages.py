@@ -203,8 +203,7 @@ def answered(messages: Sequence[Message], response: str) -> list[Message]:
 
 
 def role_in(template: str, role: str) -> str:
-    """Return the role for a template with this source. Most know no developer role, and leave its
-    message out."""
+    """Return the role for a template with this source: most leave out a developer's message."""
     return "system" if role == "developer" and role not in template else role
 
 

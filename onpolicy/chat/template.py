@@ -1,5 +1,4 @@
-"""Tokenisation of chats: rendered by the tokenizer's own template, and continued as they were
-sampled.
+"""Tokenisation of chats: rendered by the tokenizer's template, and continued as they were sampled.
 
 A template is a program: given the whole chat again it may rewrite the past. It drops earlier
 thinking, merges the results of tools, serialises the arguments of a call in its own way, trims, or
@@ -132,8 +131,7 @@ class ChatTemplate(ChatRenderer):
         return token_ids
 
     def _encode_marked(self, text: str, stops: Mapping[str, str]) -> list[int]:
-        """Return the tokens of text in which marks stand for the texts of stop tokens, which become
-        ordinary tokens."""
+        """Return the tokens of text with marks for stop tokens, whose texts become ordinary tokens."""
         token_ids: list[int] = []
         for piece in filter(None, re.split(f"([{''.join(stops)}])", text)):
             token_ids += self._tokenizer.encode(
@@ -150,8 +148,7 @@ class ChatTemplate(ChatRenderer):
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Continuation:
         """Return the continuation of a chat after an answer. token_ids: the chat so far, which ends
-        with the answer as it was sampled. known: its messages, the last one being the answer.
-        messages: the new ones."""
+        with the answer as it was sampled; known: its messages; messages: the new ones."""
         have = self._text(token_ids)
         wanted = self._normal(self._render([*known, *messages], tools))
         if wanted.startswith(have):
@@ -206,8 +203,7 @@ class ChatTemplate(ChatRenderer):
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens after the tokenizer's normalisation: given text has it already,
-        sampled text may not."""
+        """Return the normalised text of tokens: given text is normalised already, sampled may not be."""
         return self._normal(self._decode(token_ids))
 
     def _normal(self, text: str) -> str:

@@ -63,8 +63,7 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> TurnEnds | None:
 
 def _call_end(tokenizer: PreTrainedTokenizerBase, end: int, is_special: set[int]) -> Iterator[int]:
     """Yield the token that ends a call, if it differs from the token that ends an answer. It is a
-    special token: `</tool_call>`, which may be an added token too, can be followed by further
-    calls."""
+    special token: further calls can follow `</tool_call>`, which may be an added token."""
     closing = _after_mark(tokenizer, [(chat, [_TOOL]) for chat in _calling()])
     if closing is None or end in (closes := _markers(tokenizer, closing)):
         return

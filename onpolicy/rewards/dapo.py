@@ -17,20 +17,12 @@ _REPLACED = {
     r",\text{and}": ",", r"\text{and}": ",", r"\text{m}": r"\text{}",
 }  # fmt: skip
 _DROPPED = (
-    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots"),
-    *("sue", "points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds"),
-    *("meters", "meals", "edges", "students", "childrentickets", "multiples"),
-    *(
-        r"\text{s}",
-        r"\text{.}",
-        "\\text{\ns}",
-        r"\text{}^2",
-        r"\text{}^3",
-        "\\text{\n}",
-        r"\text{}",
-    ),
-    *(r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
-)
+    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots",
+    "sue", "points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds",
+    "meters", "meals", "edges", "students", "childrentickets", "multiples",
+    r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}", r"\text{}",
+    r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots",
+)  # fmt: skip
 _REWRITTEN = (
     (r".*?\$(.*?)\$.*", r"$\1$"),  # what stands between the first dollar signs
     (r"\\text\{(.*?)\}", r"\1"),

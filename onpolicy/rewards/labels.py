@@ -61,8 +61,7 @@ def refused_labels(
 
 
 def told(refused: Sequence[Refused], num_prompts: int, name_of: Callable[[str], str]) -> str:
-    """Return a message on the first three refused labels, the number of prompts with one, and the
-    remedy."""
+    """Return a message: the first three refused labels, the number of prompts with one, the remedy."""
     each = "; ".join(
         f"prompt {prompt.index}, label={prompt.label[:80]!r}: {name_of(rule)} cannot read it: {reason}"
         for prompt, rule, reason in refused[:3]

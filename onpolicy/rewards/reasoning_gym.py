@@ -13,8 +13,7 @@ from reasoning_gym.utils import extract_answer
 
 
 def score(response: str, label: str) -> float:
-    """Return the result of the dataset's `score_answer`, mostly 0 to 1; `label` is a problem as
-    JSON."""
+    """Return the dataset's `score_answer`, mostly 0 to 1; `label` is a problem as JSON."""
     problem = json.loads(label)
     return float(_scorer(problem["name"])(answer(response), problem))
 

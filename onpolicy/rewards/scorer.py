@@ -115,8 +115,7 @@ class Scorer:
         )
 
     def score(self, groups: Groups) -> dict[str, float]:
-        """Set the reward of every sample; return metrics. groups: samples by the prompts they
-        answer.
+        """Set the reward of every sample; return metrics. groups: samples by their prompts.
 
         A sample on which any of its rules fails or is late has no reward (`has_failed`): a sum
         without a term is on another scale than the sums beside it. Raises RewardError if more fail

@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -34,8 +34,7 @@ CALLS_EACH = 4
 milliseconds, as much as most rules."""
 
 START_SECONDS = 120.0
-"""Seconds a worker may take to import the rules in a trial; ten times as long in a run, whose host
-may be busy."""
+"""Seconds to import the rules in a trial; ten times as long in a run, whose host may be busy."""
 
 STARTS = 3
 """Processes that may end in a row before one has imported the rules."""
@@ -52,8 +51,7 @@ class Workers:
     def __init__(
         self, config: RewardConfig, rules: Sequence[str], count: int = 0, *, is_trial: bool = False
     ):
-        """Start no process yet. is_trial: whether the rules are tried before a run, without
-        repeats."""
+        """Start no process yet. is_trial: whether rules are tried before a run, without repeats."""
         self.config, self._is_trial = config, is_trial
         self._starts, self._start_seconds = STARTS, WALL_FACTOR * START_SECONDS
         if is_trial:
@@ -72,9 +70,10 @@ class Workers:
         """Begin to score groups by a rule; the result waits for the answers."""
         if is_function(rule) and self.config.group_rm:
             jobs = [
-                self._submit(scoring_worker.score_group, rule, [_light(s) for s in g])
-                for g in groups
-                if g
+                self._threads.submit(
+                    self._call, scoring_worker.score_group, (rule, [*map(_light, group)])
+                )
+                for group in filter(None, groups)
             ]
             counts = [len(group) for group in groups if group]
         else:
@@ -103,9 +102,6 @@ class Workers:
         """Return why calls were repeated since the last time, one line each."""
         taken, self._repeated = self._repeated, []
         return taken
-
-    def _submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        return self._threads.submit(self._call, call, arguments)
 
     def _call_each(self, rule: str, samples: Sequence[Sample]) -> list[Numbers | Failure]:
         """Return a rule's results for samples, in their order. A built-in rule gets them in one call,

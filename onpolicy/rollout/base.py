@@ -26,8 +26,7 @@ class SamplingJob:
     """Requests and their responses so far, independent of the engines that answer or die.
 
     Requests may be added while engines work: call `on_news` afterwards, from any thread.
-    `takes_parts`: a response that an engine gave up counts as an answer, with finish reason `abort`
-    and maybe no token.
+    `takes_parts`: a response that an engine gave up (`abort`), maybe without a token, is an answer.
     """
 
     def __init__(self, requests: Sequence[Request] = (), *, takes_parts: bool = False):

@@ -1,5 +1,4 @@
-"""Jobs that grow while engines work: the requests of episodes, turn after turn, on all their
-branches."""
+"""Jobs that grow while engines work: the requests of episodes, turn after turn, on all branches."""
 
 from __future__ import annotations
 
@@ -99,11 +98,10 @@ class FreeJob(EpisodesJob):
 
 
 class ReplayJob(EpisodesJob):
-    """A replay of a run's sampling under the weights of `version`: the token count of each branch
-    by key.
+    """A replay of a run's sampling under the weights of `version`.
 
-    None: the episode came to its end under them. `patience`: seconds in which a function that was
-    not waiting then has to ask for something.
+    `drawn`: the token count of each branch by key; None: the episode came to its end under them.
+    `patience`: seconds in which a function that was not waiting then has to ask for something.
     """
 
     def __init__(

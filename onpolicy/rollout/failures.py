@@ -40,7 +40,7 @@ class EpisodeFailure:
 
     @staticmethod
     def of(error: BaseException) -> EpisodeFailure:
-        if isinstance(error, TimeoutError) and isinstance(error, EpisodeTimeoutError):
+        if isinstance(error, EpisodeTimeoutError):
             return EpisodeFailure(reason="deadline", message=str(error))
         inner = error.__cause__ if isinstance(error, AgentError) and error.__cause__ else error
         if isinstance(inner, ContextExceededError):
@@ -58,8 +58,7 @@ class EpisodeFailure:
 class WrittenFailures:
     """Failures of attempts at one episode, written beside its observations before they take effect.
 
-    The clock may have caused one, and a run that is resumed or repeated must fail the same
-    attempts.
+    The clock may cause one, and a resumed or repeated run must fail the same attempts.
 
     {"number": 12, "key": "3/0/failed", "value": {"sampled": 0, "reason": ..., "message": ...}}
 

@@ -28,8 +28,7 @@ def is_procedural(source: str) -> bool:
 
 
 def rows_of(source: str, size: int, seed: int, flag: str) -> Iterator[Row]:
-    """Yield `size` problems of each named dataset, each with a label of all that the package's
-    scorer needs, as JSON.
+    """Yield `size` problems of each named dataset, labelled with all that its scorer needs, as JSON.
 
     Problem i of a dataset is a function of (seed, flag, name, i): each is generated on its own,
     since in some datasets one depends on those before it. Raises ConfigError for an unknown name,

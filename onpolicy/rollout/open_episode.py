@@ -41,8 +41,7 @@ class OpenEpisode:
     """An attempt at a prompt, complete or not. Its function runs in the episode loop.
 
     `number`: the group's; `index`: the episode's place in it. Either a branch asks (waits for the
-    policy), or the function runs. A listener is notified when a branch asks and when the episode
-    ends.
+    policy), or the function runs. A listener hears when a branch asks and when the episode ends.
     """
 
     def __init__(

@@ -63,8 +63,7 @@ class FreeGroups(OpenGroups):
     `width`: episodes under way at a time, whether they sample or wait for something else. `last`:
     groups of a whole run. Staleness: a group begins only when all that have begun can be trained on
     in time, and a step takes the groups that were complete first, as long as those it leaves can
-    be; else it waits. So no group is dropped, and no step has to wait for a group that may not
-    begin.
+    be; else it waits. So no group is dropped, and no step waits for one that may not begin.
     """
 
     def __init__(

@@ -74,8 +74,7 @@ class Part:
 def joined(
     sources: Sequence[Sequence[Prompt]], weights: Sequence[float]
 ) -> tuple[list[Prompt], list[Part]]:
-    """Return the prompts of several sources as one list, and its parts, of which there are none
-    without weights."""
+    """Return the prompts of several sources as one list, and its parts: none without weights."""
     prompts = [prompt for source in sources for prompt in source]
     numbered = [replace(prompt, index=i) for i, prompt in enumerate(prompts)]
     parts = [Part(size=len(s), weight=w) for s, w in zip(sources, weights, strict=False)]

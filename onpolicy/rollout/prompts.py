@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from decimal import Decimal
-from functools import partial
+from functools import cached_property, partial
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -151,8 +151,6 @@ class RowReader:
     needs_label: bool = True
     """Whether a row without a label is refused; otherwise its label is empty."""
 
-    _template: ChatTemplate | None = field(default=None, init=False)
-
     def read(self, index: int, row: dict[str, Any], where: str) -> Prompt:
         """Return the prompt of a row. Raises ConfigError with `where` if there can be none."""
         config = self.config
@@ -202,18 +200,16 @@ class RowReader:
                 "row, or the template."
             ) from error
 
-    @property
+    @cached_property
     def template(self) -> ChatTemplate:
         """The tokenizer's chat template, with --chat-template-kwargs."""
-        if self._template is None:
-            if getattr(self.tokenizer, "chat_template", None) is None:
-                raise ConfigError(
-                    f"--apply-chat-template: {NO_TEMPLATE}. Leave the flag out, or add "
-                    "chat_template.jinja to the checkpoint."
-                )
-            options = template_options(self.config.chat_template_kwargs)
-            self._template = make_template(self.tokenizer, options=options)
-        return self._template
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise ConfigError(
+                f"--apply-chat-template: {NO_TEMPLATE}. Leave the flag out, or add "
+                "chat_template.jinja to the checkpoint."
+            )
+        options = template_options(self.config.chat_template_kwargs)
+        return make_template(self.tokenizer, options=options)
 
     def _messages(self, content: Any, where: str) -> list[dict[str, Any]]:
         try:

@@ -59,8 +59,7 @@ def rewarded(
 
     whole: the trajectories as the function sees them, to which its rewards refer. A token that is
     given in one and was sampled in the other is rewarded where it is learnt, in an earlier trajectory.
-    Raises AgentError for rewards or metrics of a wrong length or not finite, and for info that JSON
-    cannot hold.
+    Raises AgentError for rewards or metrics of wrong length or not finite, and info that is no JSON.
     """
     _require_one_kind(found)
     learnt, given = learnt_once(whole), found.token_rewards
@@ -163,9 +162,7 @@ def require_own(returned: Iterable[Trajectory], branches: Sequence[Trajectory]) 
             == (trajectory.token_ids, trajectory.sampled, trajectory.rollout_log_probs)
             for each in known
         ):
-            raise AgentError(
-                f"returned a trajectory, number {i}, that is none of its turns'", reason="result"
-            )
+            raise _nonsense(f"a trajectory, number {i}, that is none of its turns'")
 
 
 def learnt_once(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
@@ -173,30 +170,31 @@ def learnt_once(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
 
     Raises AgentError for a trajectory that has no sampled token of its own.
     """
-    found = list[Trajectory]()
+    found = [*_own_parts(trajectories)]
+    for i, own in enumerate(found):
+        if not own.num_sampled:
+            raise _nonsense(
+                f"a trajectory, number {i}, no token of which was sampled that an earlier one does not "
+                "hold"
+            )
+    return found
+
+
+def _own_parts(trajectories: Sequence[Trajectory]) -> Iterator[Trajectory]:
+    """Yield each trajectory with what an earlier one holds as given."""
     for i, trajectory in enumerate(trajectories):
         shared = max((num_shared(trajectory, other) for other in trajectories[:i]), default=0)
-        own = trajectory.as_given(shared)
-        if not own.num_sampled:
-            raise AgentError(
-                f"returned a trajectory, number {i}, no token of which was sampled that an earlier one "
-                "does not hold",
-                reason="result",
-            )
-        found.append(own)
-    return found
+        yield trajectory.as_given(shared)
 
 
 def said_by(branches: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
     """Return the readable trajectories of an attempt: every sampled token once, without branches
     that have no token of their own (but for the first)."""
-    found = list[Trajectory]()
-    for number, branch in enumerate(branches):
-        shared = max((num_shared(branch, other) for other in branches[:number]), default=0)
-        own = branch.as_given(shared)
-        if own.num_sampled or not found:
-            found.append(replace(own, routed_experts=None))
-    return tuple(found)
+    return tuple(
+        replace(own, routed_experts=None)
+        for i, own in enumerate(_own_parts(branches))
+        if own.num_sampled or i == 0
+    )
 
 
 def num_shared(one: Trajectory, other: Trajectory) -> int:

@@ -75,8 +75,7 @@ class Rollouter(ABC):
 
     @abstractmethod
     async def roll_out(self, prompt: Prompt, turns: Turns) -> Episode | None:
-        """Make one attempt at a prompt. It may wait for anything, and fork `turns`. None: all branches
-        are learnt.
+        """Make one attempt at a prompt; it may wait, and fork `turns`. None: all branches are learnt.
 
         It is called again for an episode that a checkpoint interrupts, and gets the same answers as
         before; so what it inserts must depend only on its arguments, on sampled tokens and on its

@@ -52,9 +52,10 @@ def _rewards(groups: Sequence[SampleGroup]) -> dict[str, float]:
 
 
 def reward_parts(groups: Sequence[SampleGroup], prefix: str) -> dict[str, float]:
-    """Return the means of reward functions' further numbers, as `prefix`/NAME."""
+    """Return the means of reward functions' further numbers, as `prefix`/NAME: over the trajectories
+    of each episode, then over the episodes."""
     scored = [episode for group in groups for episode in group.scored_episodes]
-    return _means(prefix, [_mean_parts(episode) for episode in scored])
+    return _means(prefix, [_means("", [s.reward_parts for s in each]) for each in scored])
 
 
 def _cache_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -81,11 +82,6 @@ def _episode_metrics(episodes: Sequence[Sequence[Sample]]) -> dict[str, float]:
 def _num_turns(sample: Sample) -> int:
     """Count the stretches of sampled tokens."""
     return sum(then and not here for here, then in pairwise(sample.trajectory.sampled))
-
-
-def _mean_parts(episode: Sequence[Sample]) -> dict[str, float]:
-    """Return the further numbers of a reward function, averaged over the trajectories."""
-    return _means("", [sample.reward_parts for sample in episode])
 
 
 def _means(prefix: str, each: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -119,8 +115,7 @@ def _length(episode: Sequence[Sample]) -> int:
 def eval_metrics(
     groups: Sequence[SampleGroup], count: int, name: str = "", num_failed: float | None = None
 ) -> dict[str, float]:
-    """Return the metrics of `count` episodes per prompt; an episode passes if its reward is
-    positive.
+    """Return the metrics of `count` episodes per prompt; one with a positive reward passes.
 
     They are `eval/avg@8` and so on, and `eval/NAME/avg@8` for a set with a name; `eval/reward/PART`
     is the mean of one of several rewards. An episode that could not be scored counts in none of
@@ -156,8 +151,7 @@ def _of_rewards(groups: Sequence[SampleGroup], count: int) -> dict[str, float]:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the chance that k of n episodes, drawn without replacement, include one of the c that
-    passed.
+    """Return the chance that k of n episodes, drawn without replacement, have one of c that passed.
 
     It is the unbiased estimate of the chance for k new episodes: 1 - C(n - c, k) / C(n, k), k <= n
     (Chen et al. 2021, arXiv 2107.03374, eq. 1), computed here in integers and rounded once.

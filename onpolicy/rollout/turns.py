@@ -36,9 +36,6 @@ class Turns:
         self.trajectory = trajectory
         """The tokens so far, and which of them were sampled."""
 
-        self.begins_at = len(trajectory.token_ids)
-        """The number of tokens shared with the branch it was forked from, or of the prompt."""
-
         self.past = episode.past.get(key)
         self.ask: Request | None = None
         """The request of the call of `sample` that waits for the policy, for all of its tokens."""
@@ -252,7 +249,6 @@ class UnderWay(Hashable, Protocol):
     branches: Mapping[BranchKey, Turns]
     number: int
     index: int
-    sampled_before: int
 
     @property
     def num_failures(self) -> int: ...

@@ -1,11 +1,14 @@
 """The record of runs whose answers grow."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from benchmarks.length_surge import RESULT
+import benchmarks
 from fallback_correction.length_decay import LengthDecay, LengthDecayConfig
+
+RESULT = Path(benchmarks.__path__[0]) / "results" / "length_surge.json"
 
 
 @pytest.mark.parametrize(("number", "onset", "period", "scale"), [(0, 29, 52, 0.5), (1, 0, 0, 1.0)])

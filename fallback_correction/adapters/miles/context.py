@@ -65,8 +65,7 @@ def zigzag_shard(
     padded_lengths: list[int] | None = None,
     device: torch.device | str = "cpu",
 ) -> ContextShard:
-    """Return the shard of rank `rank` of `size`: chunks rank and 2 size - 1 - rank of each sequence's 2
-    size.
+    """Return the shard of a rank: chunks `rank` and 2 size - 1 - rank of each sequence's 2 size.
 
     total_lengths: prompt and response. The log-probability of a token stands at the logits that predict
     it, one position earlier. padded_lengths: Miles' max_seq_lens, for qkv_format bshd. device: of the

@@ -72,8 +72,7 @@ def compute_mis_weights_with_cp(
     gather: Gather = alone,
     **kwargs: Any,
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """Return pg_loss times weights, masks for the loss, and flat metrics named `mis_*`: the hook
-    itself.
+    """Return pg_loss times weights, masks for the loss, and flat metrics `mis_*`: the hook itself.
 
     context_shard: a `ContextShard` or a similar object, if log-probabilities and pg_loss (one value for
     each token) hold only the tokens of a context-parallel rank; otherwise the tensors are whole.
@@ -118,7 +117,7 @@ def compute_mis_weights(
     Raises ValueError for bad keys, for lists of different shapes, and, with mis_fixed, for
     log-probabilities that are not finite.
     """
-    settings, fixed = read_keys(args), is_fixed(args)
+    settings, fixed = read_keys(args), bool(getattr(args, "mis_fixed", False))
     batch = _packed(train_log_probs, rollout_log_probs, loss_masks)
     lengths: list[int] = batch.lengths.tolist()
     if not (settings.use_tis or fixed):
@@ -267,14 +266,8 @@ def read_keys(args: Any) -> CorrectionSettings:
     )
 
 
-def is_fixed(args: Any) -> bool:
-    """Return `mis_fixed`, our own key; the top of this module explains it."""
-    return bool(getattr(args, "mis_fixed", False))
-
-
 def correction_config(args: Any) -> CorrectionConfig:
-    """Return the correction of the keys under `mis_fixed`, whether it is set or not. Raises ValueError
-    for bad keys."""
+    """Return the keys' correction under `mis_fixed`, set or not. Raises ValueError for bad keys."""
     return read_keys(args).correction()
 
 
@@ -304,8 +297,7 @@ def _require_order(prefix: str, lower: float, upper: float) -> None:
 
 
 def ratios(batch: TokenBatch, level: WeightLevel) -> Tensor:
-    """Return rho of every token, or of its sequence, with log rho clamped to +- 20: float32 [N],
-    positive."""
+    """Return rho > 0 of every token or its sequence, log rho clamped to +- 20: float32 [N]."""
     require_choice("level", level, WeightLevel)
     r = batch.train_log_probs - batch.rollout_log_probs
     if level == "token":
@@ -365,8 +357,7 @@ def veto_metrics(batch: TokenBatch, threshold: float) -> TokenMetrics:
 
 
 def final_metrics(batch: TokenBatch, weights: Tensor) -> TokenMetrics:
-    """Return statistics of the final weights over each sequence's tokens; 0 for a sequence
-    without any."""
+    """Return statistics of the final weights over each sequence's tokens; 0 where it has none."""
     some = batch.counts > 0
     of_sequences = {
         "is_ratio_mean_final": batch.means(weights),

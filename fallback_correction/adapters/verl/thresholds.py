@@ -23,8 +23,7 @@ Option = Literal[
 
 
 def importance_bounds(threshold: str | float) -> tuple[float | None, float]:
-    """Parse `rollout_is_threshold`: one number truncates weights there, "lower_upper" (IcePop) zeroes
-    weights outside.
+    """Parse `rollout_is_threshold`: one number truncates, "lower_upper" (IcePop) zeroes weights outside.
 
     Raises ValueError unless they are positive and in order.
     """
@@ -33,11 +32,9 @@ def importance_bounds(threshold: str | float) -> tuple[float | None, float]:
 
 
 def rejection_options(names: str, threshold: Spec) -> list[RejectionOption]:
-    """Parse `rollout_rs` and `rollout_rs_threshold`, comma-separated lists; one threshold may serve all
-    options.
+    """Parse `rollout_rs` and `rollout_rs_threshold`, lists with commas; one threshold may serve all.
 
-    Repeated options count once. Raises ValueError for an unknown option, a wrong number of thresholds
-    or a bad one.
+    Repeated options count once. Raises ValueError for an unknown option, or thresholds that do not fit.
     """
     options = list(dict.fromkeys(_parts(names)))
     if not options:
@@ -151,8 +148,7 @@ class RolloutCorrectionConfig:
     computes weights and masks from the log-probabilities that it is given."""
 
     loss_type: LossType = "ppo_clip"
-    """Loss in bypass mode: ppo_clip, which takes the mask and no weights, or reinforce, which takes
-    both."""
+    """Loss in bypass mode: ppo_clip takes the mask and no weights, reinforce takes both."""
 
     def __post_init__(self) -> None:
         require_choices(self)

@@ -124,8 +124,7 @@ def _rejection(config: Any, batch: TokenBatch, r: Tensor) -> tuple[Tensor, Metri
 
 
 def _statistic(batch: TokenBatch, r: Tensor, option: RejectionOption) -> Tensor:
-    """Return an option's statistic, [N]; a sequence's value at each of its tokens. Log-ratios are
-    clamped to +- 20 first."""
+    """Return an option's statistic of log-ratios clamped to +- 20, [N]; a sequence's at each token."""
     if option.statistic == "binary_kl":
         return _binary_kl(batch)
     values = divergence(clamped(r, CLAMP), option.statistic)

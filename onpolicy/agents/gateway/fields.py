@@ -115,6 +115,14 @@ class Fields:
         items = self.take(field, list, [])
         return [Fields(item, f"{self.name(field)}[{i}]") for i, item in enumerate(items)]
 
+    def streams_usage(self) -> bool:
+        """Return whether OpenAI's `stream_options` ask for token counts at the end of a stream."""
+        options = Fields(self.take("stream_options", dict, {}), "stream_options")
+        options.ignore("include_obfuscation")
+        asked = options.take("include_usage", bool, False)
+        options.end()
+        return asked
+
     def refuse(self, field: str, *neutral: Any, because: str) -> None:
         """Refuse any value of a field other than null and the `neutral` values."""
         value = self.pop(field)

@@ -50,11 +50,10 @@ class OpenSession:
 
 
 class Gateway:
-    """A server of sessions on `host`, at a free port if `port` is 0, in one event loop."""
+    """A server of sessions on `host`, at a free port, in one event loop."""
 
-    def __init__(self, rules: SessionRules, host: str = "127.0.0.1", port: int = 0):
-        self.rules = rules
-        self._host, self._port = host, port
+    def __init__(self, rules: SessionRules, host: str = "127.0.0.1"):
+        self.rules, self._host = rules, host
         self.routes: list[web.RouteDef] = []
         """Further routes, to be added before the first session."""
 
@@ -66,13 +65,8 @@ class Gateway:
         self._starting = asyncio.Lock()
         self._told = set[str]()
 
-    @property
-    def num_sessions(self) -> int:
-        """The number of open sessions."""
-        return len(self._sessions)
-
     async def start(self) -> None:
-        """Listen, unless it already does. Raises OSError where the port is taken."""
+        """Listen, unless it already does. Raises OSError where it cannot."""
         async with self._starting:
             if self._runner is not None:
                 return
@@ -90,7 +84,7 @@ class Gateway:
                 app, handler_cancellation=True, access_log=None, shutdown_timeout=1
             )
             await runner.setup()
-            site = web.TCPSite(runner, self._host, self._port)
+            site = web.TCPSite(runner, self._host, 0)
             await site.start()
             host = f"[{self._host}]" if ":" in self._host else self._host
             self.url = f"http://{host}:{runner.addresses[0][1]}"

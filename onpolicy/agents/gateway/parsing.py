@@ -110,8 +110,7 @@ class AnswerParser:
     """A function that gives the bytes of tokens; without it each token's text is encoded."""
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]], held: Held) -> Parsed:
-        """Return the parts of an answer; one that a parser fails on, or whose arguments are no
-        object, is text."""
+        """Return the parts of an answer: text where a parser fails or arguments are no object."""
         reasoning, content = self._split_reasoning(text, held.is_thinking)
         is_text = bool(held.begins) and not content.lstrip().startswith(held.begins)
         if not tools or not self.tool_call_parser or is_text:

@@ -2,8 +2,7 @@
 
 There are integers and floats, the operators + - * / // % **, parentheses, the functions abs, min,
 max, round, sqrt, exp, log, sin, cos, tan, and the constants pi and e. Integers are exact; / makes a
-float, as in Python. `^` and thousands separators are refused, since their meaning differs between
-readers.
+float, as in Python. `^` and thousands separators, which readers take differently, are refused.
 """
 
 from __future__ import annotations

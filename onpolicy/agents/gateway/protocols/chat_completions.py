@@ -45,7 +45,6 @@ def read(fields: Fields) -> Call:
     fields.refuse(
         "chat_template_kwargs", {}, because="--chat-template-kwargs sets them for all sessions."
     )
-    options = Fields(fields.take("stream_options", dict, {}), "stream_options")
     tools = tuple(read_tool(tool) for tool in fields.objects("tools"))
     call = Call(
         model=fields.need("model", str),
@@ -57,13 +56,11 @@ def read(fields: Fields) -> Call:
         stop=fields.texts("stop"),
         json_schema=schema_in(Fields(form, "response_format"), "json_schema"),
         streams=fields.take("stream", bool, False),
-        streams_usage=options.take("include_usage", bool, False),
+        streams_usage=fields.streams_usage(),
         log_probs=fields.take("logprobs", bool, False),
         token_ids=fields.take("return_token_ids", bool, False),
     )
     fields.ignore("max_tokens")
-    options.ignore("include_obfuscation")
-    options.end()
     fields.end()
     return call
 

@@ -26,7 +26,6 @@ def read(fields: Fields) -> Call:
         raise invalid(
             "logprobs", f"{log_probs!r}: only those of sampled tokens are known. Ask for 0."
         )
-    options = Fields(fields.take("stream_options", dict, {}), "stream_options")
     call = Call(
         model=fields.need("model", str),
         prompt=_read_prompt(fields.pop("prompt")),
@@ -35,12 +34,10 @@ def read(fields: Fields) -> Call:
         temperature=fields.temperature(),
         stop=fields.texts("stop"),
         streams=fields.take("stream", bool, False),
-        streams_usage=options.take("include_usage", bool, False),
+        streams_usage=fields.streams_usage(),
         log_probs=log_probs is not None,
         token_ids=fields.take("return_token_ids", bool, False),
     )
-    options.ignore("include_obfuscation")
-    options.end()
     fields.end()
     return call
 
