@@ -21,10 +21,9 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.controller_memory import PROMPT, RANKS, RESPONSE
 from benchmarks.scale_load import serving, write_answers
 
-SAMPLES = 64
+SAMPLES, PROMPT, RESPONSE, RANKS = 64, 64, 8192, 2
 TURNS, OF_TURN = 256, 64
 PACKED = (1_024, 4_096, 16_384)
 REPEATS = 7
