@@ -1,7 +1,5 @@
 """The help of a command: the flags of a first run, those of a group, or all."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """The command `onpolicy`, which parses arguments before anything imports torch."""
 
-from __future__ import annotations
-
 import importlib
 import signal
 import sys

@@ -5,8 +5,6 @@ also sets environment variables that the configuration needs and that libraries 
 since imports come next.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import difflib

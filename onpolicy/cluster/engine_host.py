@@ -6,8 +6,6 @@ run, so servers end however the run ends. On the controller's own host the contr
 `Places` says where each engine of a command runs, and where it moves after a host has left the cluster.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -8,8 +8,6 @@ the owner notices at once; Ray's C++ would abort the owner only a minute later.
 `start_node` starts no more of Ray's processes than a run needs.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

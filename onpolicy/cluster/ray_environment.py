@@ -1,7 +1,5 @@
 """The environment variables that Ray reads, some of them on import; all its processes inherit them."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from typing import Any

@@ -4,8 +4,6 @@ A watch notices when the head of a joined cluster is gone (`watching`). Ray itse
 minute, and then aborts this process from C++.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import signal

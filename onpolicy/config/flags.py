@@ -9,8 +9,6 @@ flags; notes on flags of a base class, or of a record, are passed to `also`. Fie
 keep their defaults in every run.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """Secret values: API keys and passwords, ours and SGLang's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

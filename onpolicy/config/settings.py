@@ -1,7 +1,5 @@
 """The effect of settings: whether they decide results, or only places and execution."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

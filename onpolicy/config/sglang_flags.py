@@ -1,7 +1,5 @@
 """The flags --sglang-*: SGLang's own flags, passed through, except those that a contract decides."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from typing import TypeVar

@@ -4,8 +4,6 @@ So `shuffle: "no"` or `save:` (null) is an error that names the file and the key
 a setting happens to accept.
 """
 
-from __future__ import annotations
-
 import difflib
 import types
 import typing

@@ -6,8 +6,6 @@ since the command began:
 [0:00:11] starting 1 SGLang server; its log: runs/train/logs/engine_0.log
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import time

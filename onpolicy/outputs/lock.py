@@ -1,7 +1,5 @@
 """Lock of a run directory: a second run is refused, with the name of the first."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

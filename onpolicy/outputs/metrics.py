@@ -1,7 +1,5 @@
 """Destinations of a run's metrics."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

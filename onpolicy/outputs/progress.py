@@ -1,7 +1,5 @@
 """Progress display of a run: a bar, its latest numbers, and a table at the end."""
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Mapping

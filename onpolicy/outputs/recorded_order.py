@@ -9,8 +9,6 @@ of tokens sampled from each version of the weights. Everything else about a run 
 Lines are added as a whole, before the step is taken.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -8,8 +8,6 @@ sample: its prompt and response as the model read and sampled them, special toke
 where its episode has several turns or trajectories, all given and sampled text, in order.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -6,8 +6,6 @@ to 127.0.0.1 as well, and so can any page in a browser here whose name was made 
 host's own names (jupyter/notebook #3714, spec-kitty/spec-kitty #4769).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

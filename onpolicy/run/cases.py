@@ -1,7 +1,5 @@
 """A mismatch of a run as a file, with everything needed to reproduce it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ they are pushed. The loop serves such requests whenever it waits for the thread:
 next version, and in `take`.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """The governor's rungs as settings of the engines: contract, corrections, learning rate."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

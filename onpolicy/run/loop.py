@@ -1,8 +1,6 @@
 """The reinforcement-learning step, the loop over it, and its restart from the last checkpoint after a
 lost trainer rank or host."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

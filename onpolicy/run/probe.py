@@ -6,8 +6,6 @@ scores the answers, and every log-probability is compared bit by bit. The govern
 distances.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The parts of a training step, as methods of a run with its engines, data and files."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import time

@@ -3,8 +3,6 @@
 Failed attempts at episodes are counted in the metrics, and kept as records for the sample log.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Teachers that are external SGLang servers, which score samples before these are trained on."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

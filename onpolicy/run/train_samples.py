@@ -1,7 +1,5 @@
 """The training samples of a rollout, from groups with a signal; the trainer's findings about them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from onpolicy.config import TrainConfig

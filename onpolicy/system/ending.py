@@ -5,8 +5,6 @@ The main thread then leaves all its contexts, which end servers and remove tempo
 an exception that reaches it in a destructor, so a timer ends a command that goes on.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

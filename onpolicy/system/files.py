@@ -4,8 +4,6 @@ A written file is old or new, never partial. Errors about a user's text file nam
 line, without a traceback.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The memory of this host and its GPUs that is free for new processes, and its unit in messages."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from collections.abc import Iterator

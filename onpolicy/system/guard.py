@@ -5,8 +5,6 @@ closes however the owner ends. As a child subreaper it adopts the server's orpha
 last process is gone. It passes on the server's output without the secrets.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Addresses and ports to listen at: on this host alone, unless --rollout-host names another."""
 
-from __future__ import annotations
-
 import errno
 import random
 import socket

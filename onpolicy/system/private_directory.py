@@ -6,8 +6,6 @@ the owner forked, lives. The next owner that starts or ends removes all director
 a kill of a run, these are the guards of its servers.
 """
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import functools

@@ -1,8 +1,6 @@
 """Proxies: their choice for requests to external services, and requests without any among processes
 of a run."""
 
-from __future__ import annotations
-
 import ipaddress
 from typing import Any
 from urllib.parse import urlsplit

@@ -4,8 +4,6 @@ Errors of attention, positions or a cache grow with the context, and a mean over
 them among short ones.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 

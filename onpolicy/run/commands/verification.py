@@ -5,8 +5,6 @@ step between them unless --no-step is given. `check_inputs` makes a run of the c
 checks it before anything is started.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import random

@@ -1,7 +1,5 @@
 """The numerics contract of all engines of a command, with its adapters, from the command's flags."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import os

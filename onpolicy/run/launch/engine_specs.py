@@ -1,7 +1,5 @@
 """The specs of SGLang servers: of a run's rollout, and of `onpolicy serve`."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace

@@ -5,8 +5,6 @@ replay), and of this machine: whether weights can be pushed with the chosen --we
 --share-prefixes auto, of which `sharing_described` tells.
 """
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Sums, in bytes and by purpose, of everything large that a rank, a server and a p
 time; none of them was compared with a GPU's peaks.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The checks of teachers, and their share of a rank's memory, before anything is started."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The choice of the checkpoint to resume from, and the checks that the run may resume it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path

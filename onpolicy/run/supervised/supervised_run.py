@@ -1,7 +1,5 @@
 """A run of supervised fine-tuning: its checked inputs, its trainer, its rows and its files."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Sequence
