@@ -79,7 +79,7 @@ FAULTS = re.compile("fault|refused|given_up|drift|error|timeout|timed_out")
 def render(data: Record) -> str:
     """Return the page as HTML."""
     styles, scripts = ("page.css", "episodes.css"), ("elements.js", "episodes.js")
-    return page_of("episodes.html", styles, scripts, data)
+    return page_of("episodes", styles, scripts, data, connect="; connect-src 'self'")
 
 
 def read_episodes(run: str, rollouts: int) -> Record:

@@ -31,15 +31,23 @@ NO_LINKS: Mapping[str, str] = MappingProxyType({})
 def render(runs: Sequence[LoggedRun], links: Mapping[str, str] = NO_LINKS) -> str:
     """Return the page as HTML; `links`: the page of each run's episodes, by the run's name."""
     data = page_data(runs, links)
-    return page_of("page.html", ["page.css"], ["elements.js", "page.js"], data)
+    return page_of("report", ["page.css"], ["elements.js", "page.js"], data)
 
 
-def page_of(template: str, styles: Sequence[str], scripts: Sequence[str], data: Any) -> str:
-    """Return a page from this folder's files: the template with styles, scripts and data in it."""
-    page = _part(template)
-    page = page.replace("__STYLE__", "".join(map(_part, styles)), 1)
-    page = page.replace("__SCRIPT__", "".join(map(_part, scripts)), 1)
-    return page.replace("__DATA__", _script_safe(data), 1)
+def page_of(
+    name: str, styles: Sequence[str], scripts: Sequence[str], data: Any, connect: str = ""
+) -> str:
+    """Return a page from this folder's files: page.html with the body of `name`, styles, scripts and
+    data in it. connect: what its policy adds, for a page that asks its server."""
+    parts = {
+        "CONNECT": connect,
+        "NAME": name,
+        "STYLE": "".join(map(_part, styles)),
+        "BODY": _part(f"{name}.html"),
+        "SCRIPT": "".join(map(_part, scripts)),
+        "DATA": _script_safe(data),
+    }
+    return re.sub("__([A-Z]+)__", lambda found: parts[found[1]], _part("page.html"))
 
 
 def _part(name: str) -> str:
