@@ -116,11 +116,6 @@ class Host:
         return f"{self.label} ({self.address})"
 
 
-def this_host(num_gpus: int) -> Host:
-    """Return this host as the only one of a cluster that has not been started yet."""
-    return Host("", socket.gethostname(), LOOPBACK[0], len(os.sched_getaffinity(0)), num_gpus)
-
-
 NOTHING = Placement((), ())
 
 Place = tuple[Host, tuple[int, ...]]
@@ -295,7 +290,9 @@ def placement_of(
         _require_device(contract, hosts)
     placement = place(config.cluster, config.engine, per_engine, contract.device, hosts)
     _require_device(contract, placement.hosts)
-    require_reach(config, placement)
+    _require_addresses_of_hosts(config.engine.rollout_host, placement)
+    if config.sync.weight_sync == "ipc" and not placement.is_here:
+        _require_gpu_memory_in_reach(config.plan.may_lag, placement)
     return placement
 
 
@@ -342,17 +339,9 @@ def placement_here(config: TrainConfig, contract: NumericsContract) -> Placement
 
 
 def hosts_here() -> list[Host]:
-    """Return this host with its GPUs, as a placement takes hosts."""
-    return [this_host(num_gpus())]
-
-
-def require_reach(config: TrainConfig, placement: Placement) -> None:
-    """Raise ConfigError if --weight-sync cannot reach an engine, or if hosts share one address."""
-    if placement.is_here:
-        return
-    _require_addresses_of_hosts(config.engine.rollout_host, placement)
-    if config.sync.weight_sync == "ipc":
-        _require_gpu_memory_in_reach(config.plan.may_lag, placement)
+    """Return this host as the only one of a cluster that has not been started yet."""
+    cores = len(os.sched_getaffinity(0))
+    return [Host("", socket.gethostname(), LOOPBACK[0], cores, num_gpus())]
 
 
 def _require_gpu_memory_in_reach(may_lag: bool, placement: Placement) -> None:

@@ -118,10 +118,6 @@ class TrainerRank:
         self.trainer = make_trainer(config, contract, self.num_threads)
         return distributed.data_rank()
 
-    def self_check(self) -> dict[str, str]:
-        """Return `Trainer.self_check`."""
-        return self.trainer.self_check
-
     def leave(self) -> None:
         """Close the trainer, if there is one, and end this process, which then removes its files."""
         import ray

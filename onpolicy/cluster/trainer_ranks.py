@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -112,7 +113,7 @@ class TrainerRanks(Trainer):
         self._call_each(TrainerRank.join, [(address, port, len(slots))] * len(slots))
 
     def _compare_self_checks(self) -> None:
-        self.self_check, *others = self._call_each(TrainerRank.self_check, [()] * len(self._actors))
+        self.self_check, *others = self.on_each_rank(attrgetter("self_check"))
         for rank, other in enumerate(others, start=1):
             if other != self.self_check:
                 differ = sorted(k for k, v in self.self_check.items() if other.get(k) != v)

@@ -41,7 +41,7 @@ def take_step(run: Run, step: int) -> None:
     run.evaluate_if_due(step)
     started = time.perf_counter()
     groups, rollout = run.roll_out(step)
-    run.draw_ahead(step)
+    run.rollouts.draw_ahead(step)
     update = run.train(groups, step)
     moves = run.govern(step, update)
     waited = run.settle_drawing()
@@ -71,14 +71,8 @@ def train_through_losses(
                 raise
             left -= 1
             logger.warning("%s", error)
-        config = _resumed(config)
+        # It resumes from its own last checkpoint, if it has written one.
+        if checkpoints(Path(config.output.save)):
+            config = replace(config, output=replace(config.output, load=config.output.save))
         begins = f"from the last checkpoint in {load}" if (load := config.output.load) else "again"
         logger.warning("the run begins %s; --max-rank-restarts leaves %d", begins, left)
-
-
-def _resumed(config: TrainConfig) -> TrainConfig:
-    """Return the run that resumes from its own last checkpoint, if it has written one."""
-    save = config.output.save
-    if not checkpoints(Path(save)):
-        return config
-    return replace(config, output=replace(config.output, load=save))

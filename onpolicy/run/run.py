@@ -179,10 +179,6 @@ class Run:
         self.journal.on_rollout(step, groups, failed, weights)
         return groups, metrics
 
-    def draw_ahead(self, step: int) -> None:
-        """Start to sample for later steps under the same weights, beside the trainer."""
-        self.rollouts.draw_ahead(step)
-
     def settle_drawing(self) -> Metrics:
         """Wait until nothing is being sampled under these weights."""
         started = time.perf_counter()
