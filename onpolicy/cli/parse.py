@@ -11,7 +11,7 @@ import difflib
 import io
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -55,11 +55,10 @@ def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
         show_help(config_class, prog, asked)
     rest, sglang_args = sglang_flags.split(argv)
     require_not_gone(rest)
-    _require_no_override(rest, [*flag_types(config_class)])
-    path = _config_path(rest) if CONFIG_KEY in flag_types(config_class) else ""
-    from_file: tuple[list[str], list[str]] = ([], [])
-    if path:
-        from_file = read_arguments(path, flag_types(config_class))
+    kinds = flag_types(config_class)
+    _require_no_override(rest, kinds)
+    path = _config_path(rest) if CONFIG_KEY in kinds else ""
+    from_file = read_arguments(path, kinds) if path else ([], [])
     arguments = [*from_file[0], *rest]
     config, unknown = _parsed(config_class, arguments, prog)
     recipe = RECIPES.get(getattr(config, "algorithm", AlgorithmConfig()).recipe, {})
@@ -69,7 +68,7 @@ def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
         config, unknown = _parsed(config_class, arguments, prog)
         _require_as_told(config, adapter)
     if unknown:
-        raise ConfigError(_unknown(unknown[0], rest, [*flag_types(config_class)], prog))
+        raise ConfigError(_unknown(unknown[0], rest, kinds, prog))
     if sglang := (*from_file[1], *sglang_args):
         if SGLANG_ARGS not in {field.name for field in dataclasses.fields(config)}:  # type: ignore[arg-type]
             raise ConfigError(f"{' '.join(sglang_args)}: {prog} starts no server.")
@@ -223,7 +222,7 @@ def _group(default: Any) -> StructConstructorSpec:
     return StructConstructorSpec(instantiate=make, fields=tuple(fields))
 
 
-def _unknown(arg: str, argv: Sequence[str], keys: Sequence[str], prog: str) -> str:
+def _unknown(arg: str, argv: Sequence[str], keys: Collection[str], prog: str) -> str:
     """Return the message for an argument that no flag takes."""
     if not arg.startswith("-"):
         before = argv[argv.index(arg) - 1] if arg in argv[1:] else ""
@@ -242,7 +241,7 @@ def _unknown(arg: str, argv: Sequence[str], keys: Sequence[str], prog: str) -> s
     return f"{arg}: unknown flag. {hint}See {prog} --help"
 
 
-def _require_no_override(argv: Sequence[str], keys: Sequence[str]) -> None:
+def _require_no_override(argv: Sequence[str], keys: Collection[str]) -> None:
     """Raise ConfigError for a verl override, which a flag with several values would take as a value."""
     for argument in argv:
         if (path := override_in(argument)) is not None:

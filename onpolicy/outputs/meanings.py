@@ -7,6 +7,7 @@ stands for the k of `avg@k`, `pass@k` and `maj@k`.
 """
 
 import re
+from itertools import product
 
 MEANINGS = {
     "rollout/raw_reward": "mean reward of the rollout's episodes that could be scored",
@@ -162,17 +163,11 @@ MEANINGS = {
     "eval/response_length": "mean length of evaluation responses",
 }
 
-BY_THE_CLOCK = (
-    "perf/",
-    "rollout/num_cached_tokens",
-    "rollout/prefix_cache_hit_rate",
-)
+BY_THE_CLOCK = ("perf/", "rollout/num_cached_tokens", "rollout/prefix_cache_hit_rate")
 """Prefixes of the metrics in which equal runs may differ."""
 
-for _estimator in (
-    "no_is",
-    *(f"{a}_{b}" for a in ("token", "sequence") for b in ("is", "tis", "mis")),
-):
+_PAIRS = product(("token", "sequence"), ("is", "tis", "mis"))
+for _estimator in ("no_is", *map("_".join, _PAIRS)):
     MEANINGS[f"estimator/{_estimator}_bias"] = "bound of its gradient's bias, in units of the score"
     MEANINGS[f"estimator/{_estimator}_variance"] = "bound of its variance, in units of its square"
 
