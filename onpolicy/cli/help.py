@@ -1,13 +1,12 @@
 """The help of a command: the flags of a first run, those of a group, or all."""
 
 import shutil
-import sys
 import textwrap
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from inspect import cleandoc
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import tyro
 
@@ -35,14 +34,9 @@ def help_asked(argv: Sequence[str]) -> str | None:
     return None
 
 
-def show_help(config_class: type, prog: str, asked: str) -> NoReturn:
-    """Print the help that is asked for, and exit. Raises ConfigError for an unknown group."""
-    print(help_of(config_class, prog, asked))
-    sys.exit(0)
-
-
 def help_of(config_class: type, prog: str, asked: str = "") -> str:
-    """Return the help of a command, of a group of its flags, or of all of them."""
+    """Return the help of a command, of a group of its flags, or of all of them. Raises ConfigError
+    for an unknown group."""
     groups = _by_group(config_class)
     if asked not in ("", ALL, *groups):
         raise ConfigError(

@@ -1,8 +1,7 @@
 """Parser of the command line: from arguments and a YAML file to a typed configuration.
 
 The file of --custom-config-path is turned into arguments; the command line wins over it. The parser
-also sets environment variables that the configuration needs and that libraries read on import,
-since imports come next.
+also sets environment variables that libraries read on import, since imports come next.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ from tyro.constructors import (
 )
 
 from onpolicy.cli.gone_flags import ours_for, override_in, require_not_gone
-from onpolicy.cli.help import help_asked, show_help
+from onpolicy.cli.help import help_asked, help_of
 from onpolicy.compat.process import use_variables_of
 from onpolicy.config import sglang_flags
 from onpolicy.config.flags import (
@@ -48,11 +47,11 @@ Config = TypeVar("Config")
 
 
 def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
-    """Parse flags of `config_class`, a dataclass of flags or of groups of flags. Raises ConfigError
-    for a bad YAML file, for a value that is not of its flag's type, and for arguments that are no
-    flags, with the nearest name."""
+    """Parse the flags of a dataclass, in groups or not. Raises ConfigError for a bad YAML file, a value
+    of another type than its flag's, and arguments that are no flags, with the nearest name."""
     if (asked := help_asked(argv)) is not None:
-        show_help(config_class, prog, asked)
+        print(help_of(config_class, prog, asked))
+        sys.exit(0)
     rest, sglang_args = sglang_flags.split(argv)
     require_not_gone(rest)
     kinds = flag_types(config_class)
@@ -93,9 +92,8 @@ def _config_path(argv: Sequence[str]) -> str:
 
 
 def read_arguments(path: str, kinds: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the arguments of the file, and its arguments for SGLang; `kinds` holds the type of
-    every flag. Raises ConfigError for a file, a key or a value that is no part of a
-    configuration."""
+    """Return the arguments of the file, and its arguments for SGLang; `kinds` holds the type of every
+    flag. Raises ConfigError for a file, a key or a value that is no part of a configuration."""
     ours: list[str] = []
     sglang: list[str] = []
     name = f"{spelled(CONFIG_KEY)}={path}"

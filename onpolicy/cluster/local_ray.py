@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import connection
@@ -194,10 +194,6 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
-def main(argv: Sequence[str]) -> int:
-    return guard.run(partial(_serve, int(argv[0])))
-
-
 def _serve(num_gpus: int, directory: Path) -> None:
     """Start Ray's processes, print the address, and wait until one ends, or the guard ends us."""
     guard.end_orphans_after_guard(directory)  # Ray's workers outlive its raylet
@@ -277,4 +273,4 @@ def _closed_port() -> int:
 
 if __name__ == "__main__":
     ray_environment.prepare(local=True)
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(guard.run(partial(_serve, int(sys.argv[1]))))

@@ -1,10 +1,9 @@
 """The trainer as its controller sees it: one call is the same call on all ranks.
 
 A call of the ranks may take hours, so there is no time limit for it; hung ranks are detected by the
-processor time that they use. A rank that computes, copies, reads or drives a GPU uses a processor,
-while a stopped one, or one that waits in a gloo collective, uses next to none; if all ranks are such,
-none will end the wait. (Ranks that wait in an NCCL collective use a processor; NCCL's own time limit
-ends them.)
+processor time that they use. A rank that computes, copies, reads or drives a GPU uses a processor, while
+a stopped one, or one that waits in a gloo collective, uses next to none; if all ranks are such, none
+will end the wait. (Ranks that wait in an NCCL collective use a processor; NCCL's own limit ends them.)
 """
 
 from __future__ import annotations
@@ -256,14 +255,9 @@ def _chosen_sums() -> dict[str, str]:
 class HungRanks:
     """The observations of the ranks' processes during a call."""
 
-    def __init__(
-        self,
-        ranks: Sequence[tuple[Host, int]],
-        seconds: float,
-        told: Callable[..., dict[Host, Any]] = told_by,
-    ):
+    def __init__(self, ranks: Sequence[tuple[Host, int]], seconds: float):
         """Observe ranks (host, process id), which count as hung after `seconds` without work."""
-        self._ranks, self._seconds, self._told = ranks, seconds, told
+        self._ranks, self._seconds = ranks, seconds
         self._next_look = time.monotonic() + seconds / LOOKS
         self._before: list[Look] = []
         self._worked = 0.0
@@ -302,7 +296,7 @@ class HungRanks:
             pids[host].append(pid)
         here: dict[Host, Any] = {}
         for host, own in pids.items():
-            here |= self._told([host], partial(ask, own), what)
+            here |= told_by([host], partial(ask, own), what)
         return here
 
     def _words(self, looks: Sequence[Look], seconds: float) -> str:

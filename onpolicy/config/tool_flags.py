@@ -26,12 +26,12 @@ from onpolicy.config.kinds import (
 from onpolicy.config.plan import RunPlan, tool_plan
 from onpolicy.config.rules import NO_RESULT, Against, Parsed
 from onpolicy.config.sglang_flags import tensor_parallel_size
-from onpolicy.config.train_flags import TrainConfig
+from onpolicy.config.train_flags import SglangArgs, TrainConfig
 from onpolicy.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyConfig:
+class VerifyConfig(SglangArgs):
     """Check that both engines give a checkpoint's tokens the same log-probabilities, bit for bit.
 
     The command samples with a real SGLang server (prompts share prefixes, prefill is chunked), trains
@@ -91,9 +91,6 @@ class VerifyConfig:
 
     run_dir: Directory = "runs/verify"
     """Directory for the engines' logs."""
-
-    sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
-    """SGLang's own flags, collected from --sglang-*."""
 
     @property
     def plan(self) -> RunPlan:
@@ -168,7 +165,7 @@ def of_bench(*names: str) -> ReadBy:
     actor_num_ranks_per_node=[of_bench("loop")],
 )
 @dataclass(frozen=True, kw_only=True)
-class BenchConfig:
+class BenchConfig(SglangArgs):
     """Compare aligned with stock operators in one run, alternately, by the medians of repetitions.
 
     `bench rollout` measures an SGLang server of each kind. `bench decode` measures its prefill and
@@ -247,9 +244,6 @@ class BenchConfig:
     run_dir: Directory = "runs/bench"
     """Directory for the engines' logs."""
 
-    sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
-    """SGLang's own flags, collected from --sglang-*; both servers get them."""
-
     @property
     def plan(self) -> RunPlan:
         """Return the plan of both sides: aligned operators beside stock ones."""
@@ -263,7 +257,7 @@ class BenchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig:
+class ServeConfig(SglangArgs):
     """Start SGLang servers under a contract and print how to connect to them.
 
     They serve runs with --rollout-server-url, and text (docs/serving.md). With --ray-address they run on
@@ -299,9 +293,6 @@ class ServeConfig:
     run_dir: Directory = "runs/serve"
     """Directory for the servers' logs."""
 
-    sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
-    """SGLang's own flags, collected from --sglang-*."""
-
     @property
     def serves_text(self) -> bool:
         """Return whether clients may send text, or only tokens."""
@@ -315,7 +306,7 @@ class ServeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
+class EvaluateConfig(SglangArgs):
     """Evaluate a checkpoint, with the numbers that its run would have recorded for it.
 
     The command starts servers but no trainer. It samples the evaluation sets with the seeds of a run
@@ -357,9 +348,6 @@ class EvaluateConfig:
 
     run_dir: Directory = "runs/eval"
     """Directory for metrics, samples and logs. It is created if it does not exist."""
-
-    sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
-    """SGLang's own flags, collected from --sglang-*."""
 
     def train_config(self, hf_checkpoint: str) -> TrainConfig:
         """Return a run of no rollouts with these evaluations. Raises ConfigError if there is no set."""

@@ -329,7 +329,8 @@ def _settings(run: LoggedRun) -> dict[str, Any]:
 
 def _group_names(groups: Sequence[Sequence[LoggedRun]]) -> list[str]:
     settings = [_settings(group[0]) for group in groups]
-    keys = [key for key in _keys(settings) if len({repr(s.get(key)) for s in settings}) > 1]
+    known = dict.fromkeys(key for each in settings for key in each)
+    keys = [key for key in known if len({repr(s.get(key)) for s in settings}) > 1]
     comparable = all(group[0].config is not None for group in groups)
     if comparable and 0 < len(keys) <= MOST_VALUES_IN_A_NAME:
         by_value = [", ".join(f"{key}={_short(s.get(key))}" for key in keys) for s in settings]
@@ -339,10 +340,6 @@ def _group_names(groups: Sequence[Sequence[LoggedRun]]) -> list[str]:
     if len(set(by_directory)) == len(groups):
         return by_directory
     return [group[0].name for group in groups]
-
-
-def _keys(settings: Iterable[dict[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(key for each in settings for key in each))
 
 
 def _short(value: Any) -> str:

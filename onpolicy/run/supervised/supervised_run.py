@@ -245,12 +245,10 @@ class SupervisedRun:
     def _evaluate(self) -> None:
         if not self.inputs.eval_examples:
             return
-        loss = self._loss(self.inputs.eval_examples)
+        evaluated = samples_of(self.inputs.eval_examples)
+        loss = self.trainer.on_each_rank(supervised_loss, evaluated)[0]
         self._log(self.steps_done, {"eval/loss": loss})
         print(f"step {self.steps_done}  eval loss {loss:.4f}", flush=True)
-
-    def _loss(self, examples: Sequence[Example]) -> float:
-        return self.trainer.on_each_rank(supervised_loss, samples_of(examples))[0]
 
     def _log(self, step: int, metrics: Metrics) -> None:
         for sink in self._sinks:
