@@ -61,10 +61,9 @@ class EngineHost:
 
 
 class PlacedServer(EngineServer):
-    """A server on another host, seen from the controller. If the host's actor is gone, so are its
-    servers: they count as not running, and a restart begins with another actor there. If the host
-    is gone, the server starts on the host that `elsewhere` chooses, which raises HostLostError if
-    there is none."""
+    """A server on another host, seen from the controller. If the host's actor is gone, its servers count
+    as not running, and a restart begins with another actor there. If the host is gone, the server starts
+    on the host that `elsewhere` chooses, which raises HostLostError if there is none."""
 
     def __init__(self, spec: EngineSpec, port: int, log_file: Path, elsewhere: Elsewhere):
         self.spec, self.log_file = spec, log_file.absolute()

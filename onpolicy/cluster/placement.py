@@ -1,9 +1,8 @@
 """The placement of a run's processes: a slot for each trainer rank and for each engine.
 
-Ranks take the first GPUs of the first hosts; engines take the next ones, or, with --colocate, the first
-ones again. An engine's GPUs are neighbours on one host. Without GPUs a slot is a share of a host's
-cores, and an engine goes where the fewest processes are. Trainer and engines compute in turn, so each
-side shares all cores.
+Ranks take the first GPUs of the first hosts; engines take the next ones, or the same with --colocate.
+An engine's GPUs are neighbours on one host. Without GPUs a slot is a share of a host's cores, and an
+engine goes where the fewest processes are. Ranks and engines compute in turn, each on all cores.
 """
 
 from __future__ import annotations
@@ -345,9 +344,8 @@ def hosts_here() -> list[Host]:
 
 
 def _require_gpu_memory_in_reach(may_lag: bool, placement: Placement) -> None:
-    """Raise ConfigError if an engine's host has no rank that can send it weights over CUDA IPC.
-    Every rank sends in a push. In a run that may lag, a restarted server gets its weights from rank
-    0 alone, which keeps them."""
+    """Raise ConfigError if an engine's host has no rank that can send it weights over CUDA IPC. All
+    ranks push; in a run that may lag rank 0 alone keeps weights for restarted servers."""
     senders = [slot.host for slot in placement.trainer[: 1 if may_lag else None]]
     far = (i for i, slot in enumerate(placement.engines) if slot.host not in senders)
     if (engine := next(far, None)) is not None:

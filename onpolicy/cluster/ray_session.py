@@ -182,9 +182,8 @@ def gpus_on(hosts: Sequence[Host]) -> dict[Host, tuple[Gpu, ...]]:
 
 
 def told_by(hosts: Sequence[Host], ask: Callable[[], T], what: str) -> dict[Host, T]:
-    """Return the result of `ask` on each host of the cluster, called in a process that then ends.
-    Raises ConfigError if a host does not answer, with `what` in the message; EngineError as soon as
-    this host leaves the cluster."""
+    """Return the result of `ask` on each host of the cluster, called in a process that then ends. Raises
+    ConfigError, with `what`, if a host does not answer; EngineError once this host leaves it."""
     from ray.exceptions import RayError
 
     asked = {host: _asked(host, ask) for host in hosts if not host.is_here}

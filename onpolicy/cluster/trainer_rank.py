@@ -107,8 +107,7 @@ class TrainerRank:
         distributed.join(address, port, rank=self.rank, world_size=world_size)
 
     def make(self, config: TrainConfig, contract: NumericsContract, gpu: int | None) -> int:
-        """Make the trainer, on one of the host's GPUs if there are any; return this rank's index among
-        the data-parallel shards."""
+        """Make the trainer, on that GPU of the host, if any; return this rank's data-parallel index."""
         import torch
 
         from onpolicy.train import distributed, make_trainer

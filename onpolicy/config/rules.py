@@ -131,9 +131,8 @@ def _contradictions(config: Any) -> Iterator[str]:
 
 
 def refuse_unread(config: Any) -> None:
-    """Raise ConfigError for the first flag that is set and that nothing would read. A flag counts
-    as set if it differs from its default. Corrections that may be turned on during the run count as
-    on."""
+    """Raise ConfigError for the first flag that is set and that nothing would read. A flag counts as set
+    if it differs from its default. Corrections that may be turned on during the run count as on."""
     run, defaults = Facts.of(config), flag_defaults(type(config))
     vars(run).update(dict.fromkeys(config.plan.may_come_on, True))
     for flag in flags_of(type(config)):

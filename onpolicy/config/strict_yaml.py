@@ -1,7 +1,6 @@
 """The strict reading of YAML files with settings: each value must have its setting's type.
 
-So `shuffle: "no"` or `save:` (null) is an error that names the file and the key, rather than a text that
-a setting happens to accept.
+So `shuffle: "no"` or `save:` (null) is an error that names file and key, and not taken for a text.
 """
 
 import difflib

@@ -53,11 +53,10 @@ os.register_at_fork(after_in_child=_forget)
 def locked(directory: Path, flag: str) -> Iterator[None]:
     """Create the directory if need be, for its owner alone, and lock it against other runs.
 
-    The kernel releases the lock however the process ends. It is a flock, which belongs to the file
-    as opened here: a record lock would be lost when this process closes the file once more.
-    (Linux's NFS makes it a record lock between hosts.) A process may lock a directory several
-    times. Raises ConfigError if nothing can be written there, or if another run holds the lock,
-    with its name."""
+    The kernel releases the lock however the process ends. It is a flock, which belongs to the file as
+    opened here: a record lock would be lost when this process closes the file once more. (Linux's NFS
+    makes it a record lock between hosts.) A process may lock a directory several times. Raises
+    ConfigError if nothing can be written there, or if another run holds the lock, with its name."""
     try:
         files.make_private(directory)
         file = FileIO(directory / FILE, "a+")

@@ -1,9 +1,8 @@
 """Names and meanings of everything a run logs.
 
-A user's reward function may add `rollout/reward/<name>` and `eval/reward/<name>`, a rollout
-function `episodes/<name>`, a user's correction `tis/<name>`. Evaluation sets with names log
-`eval/<set>/<metric>` instead of `eval/<metric>`, and tokens of a lag `lag/<lag>/<metric>`. A number
-stands for the k of `avg@k`, `pass@k` and `maj@k`.
+A user's reward function may add `rollout/reward/<name>` and `eval/reward/<name>`, a rollout function
+`episodes/<name>`, a user's correction `tis/<name>`. Evaluation sets with names log `eval/<set>/<metric>`
+instead of `eval/<metric>`, and tokens of a lag `lag/<lag>/<metric>`. @k stands for any number.
 """
 
 import re

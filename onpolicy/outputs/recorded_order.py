@@ -133,8 +133,7 @@ class RolloutJournal:
     steps: Mapping[int, DrawnStep]
 
     def spans(self) -> dict[tuple[int, int], dict[BranchKey, SpanLengths]]:
-        """Return the spans of each episode's branches, by the number of its group and its index
-        there."""
+        """Return the spans of each episode's branches, by its group's number and its index there."""
         return {
             (group.number, i): {branch.key: branch.spans for branch in branches}
             for record in self.steps.values()

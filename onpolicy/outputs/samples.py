@@ -84,8 +84,7 @@ class SampleLog:
         )
 
     def write_failed(self, name: str, step: int, attempts: Sequence[FailedAttempt]) -> None:
-        """Write the text of some failed attempts of rollout or evaluation `name`, and their
-        reasons."""
+        """Write the text of some failed attempts of rollout or evaluation `name`, and their reasons."""
         file = f"failed_{name}_{step:06d}.jsonl"
         of_prompts = groupby(attempts, key=lambda each: each.prompt.index)
         chosen = (each for _, found in of_prompts for each in islice(found, MOST_OF_A_PROMPT))

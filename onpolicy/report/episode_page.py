@@ -101,9 +101,8 @@ def read_episodes(run: str, rollouts: int) -> Record:
 
 
 def write_pages(runs: Sequence[LoggedRun], report: Path, rollouts: int) -> dict[str, str]:
-    """Write a page beside a report for each run with episodes; return the links to them, by the
-    run's name. Raises ConfigError for a page that cannot be written, and for a line that cannot be
-    read."""
+    """Write a page beside a report for each run with episodes; return the links to them, by the run's
+    name. Raises ConfigError for a page that cannot be written, and for a line that cannot be read."""
     links = {}
     for number, run in enumerate(runs, start=1):
         directory = run.directory if run.config is not None else None

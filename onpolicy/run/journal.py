@@ -68,8 +68,7 @@ class Journal:
         weights: str = "",
     ) -> None:
         """Record a rollout that was sampled and scored, and the failed attempts at its episodes.
-        `weights`: the digest of the weights that will learn from it, for an asynchronous run's
-        journal of rollouts."""
+        `weights`: the digest of those that learn from it, for an asynchronous run's journal."""
         self._write_failed("rollout", step, failed)
         if weights:
             with self._directory.writing():

@@ -63,9 +63,8 @@ class Ladder:
         return self._governor.lr_scale
 
     def update(self, metrics: Mapping[str, float]) -> Move | None:
-        """Take in a rollout's metrics, which must be equal on all ranks; return the move that
-        follows, if any. Where tokens may be stale, these metrics would measure staleness, so the
-        probe's readings are used."""
+        """Take in a rollout's metrics, which must be equal on all ranks; return the move that follows,
+        if any. Where tokens may be stale, they would measure staleness, so the probe's are used."""
         if "parity/num_compared_tokens" not in metrics:
             return None
         if self.config.plan.may_lag:

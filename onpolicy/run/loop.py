@@ -1,5 +1,4 @@
-"""The reinforcement-learning step, the loop over it, and its restart from the last checkpoint after a
-lost trainer rank or host."""
+"""The reinforcement-learning step, the loop over it, and its restart after a lost rank or host."""
 
 import logging
 import time
@@ -54,9 +53,8 @@ def take_step(run: Run, step: int) -> None:
 def train_through_losses(
     config: TrainConfig, inputs: Inputs, make_run: Callable[[TrainConfig, Inputs], Run] = Run
 ) -> RunSummary:
-    """Call `train`, and again after each loss, up to --max-rank-restarts times. All engines and
-    ranks are restarted, wherever they fit the cluster at that time. The run hash equals an
-    undisturbed run's."""
+    """Call `train`, and again after each loss, up to --max-rank-restarts times. All engines and ranks
+    are restarted, wherever they fit the cluster then. The run hash equals an undisturbed run's."""
     left = config.output.max_rank_restarts
     while True:
         try:

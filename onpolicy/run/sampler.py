@@ -125,8 +125,7 @@ class Sampler:
     def roll_out(self, step: int, version: int, work: Work) -> Drawn:
         """Return the rollout of a step: its groups, sampled under `version` and scored. With
         --dynamic-sampling others are sampled until enough have a signal. Raises EngineError for a
-        token that was not sampled from the weights of `version`, and TrainingError if too many
-        groups are without a signal."""
+        token of other weights, and TrainingError if too many groups are without a signal."""
         self.curriculum.begin(step, version)
         self._failed = []
         wanted, found = self.config.rollout.rollout_batch_size, defaultdict[str, float](float)

@@ -102,8 +102,7 @@ def _told(number: int) -> tuple[int, str]:
 
 
 def _end_by_then(seconds: float, number: int) -> None:
-    """Let the signal kill this process, and say where it stands, if it still runs after so many
-    seconds."""
+    """Let the signal kill this process, and say where it stands, if it runs after so many seconds."""
 
     def kill() -> None:
         words = f"This command did not end within {seconds:g} s of {signal.Signals(number).name}."

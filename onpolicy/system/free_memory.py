@@ -10,9 +10,8 @@ from pathlib import Path
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Return the bytes that Linux calls available, or that the limits of this process's control
-    groups leave. File pages that can be read again count as free. root: the directory that contains
-    proc and sys."""
+    """Return the bytes that Linux calls available, or that the limits of this process's control groups
+    leave. File pages that can be read again count as free. root: what contains proc and sys."""
     lines = (root / "proc/meminfo").read_text().splitlines()
     available = next(line for line in lines if line.startswith("MemAvailable:"))
     return min([int(available.split()[1]) << 10, *_left_in_groups(root)])

@@ -24,9 +24,8 @@ def is_loopback(host: str) -> bool:
 
 
 def proxy_exceptions(environment: Mapping[str, str], *hosts: str) -> dict[str, str]:
-    """Return the variables that keep requests to this host, and to `hosts`, from a proxy. Hosts
-    that the environment already names stay in them. They are names and addresses, not ranges, which
-    Python's urllib does not know."""
+    """Return the variables that keep requests to this host, and to `hosts`, from a proxy. Hosts that
+    the environment already names stay in them. No host is a range, which urllib does not know."""
     given = [environment.get(name, "").strip() for name in PROXY_EXCEPTIONS]
     if EVERYTHING in given:
         return dict.fromkeys(PROXY_EXCEPTIONS, EVERYTHING)

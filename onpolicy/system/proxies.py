@@ -1,5 +1,4 @@
-"""Proxies: their choice for requests to external services, and requests without any among processes
-of a run."""
+"""Proxies: the choice of one for external services, and requests of a run's processes without any."""
 
 import ipaddress
 from typing import Any

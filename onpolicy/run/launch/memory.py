@@ -86,10 +86,9 @@ def _terms(parts: dict[str, int]) -> str:
 
 
 def _states(config: TrainConfig, size: ModelSize, itemsize: int) -> dict[str, int]:
-    """Return the bytes of a rank's model state, by purpose. FSDP shards weights over all ranks,
-    float32 where they are trained, and gathers two layers at a time, with their gradients. Megatron
-    shards weights and gradient buffers over the model-parallel ranks, and the optimizer's state
-    over all."""
+    """Return the bytes of a rank's model state, by purpose. FSDP shards weights over all ranks, float32
+    where they are trained, and gathers two layers at a time, with their gradients. Megatron shards
+    weights and gradient buffers over the model-parallel ranks, and the optimizer's state over all."""
     ranks, trained = config.cluster.num_ranks, size.trained * config.takes_steps
     orders = ranks > 1 and config.plan.is_rank_invariant
     if config.trainer.train_backend == "megatron":
@@ -286,10 +285,9 @@ def require_memory(
     ray_address: str = "",
     run: RunMemory | None = None,
 ) -> None:
-    """Log the memory of the processes; raise ConfigError, with the sums, if they cannot fit. On a
-    CPU they share the memory of this host. On GPUs each process has one of its own, or a rank and a
-    server of `run` share one. Hosts of a cluster, at `ray_address`, are checked once placements are
-    known (`cluster_engines.fitting`)."""
+    """Log the memory of the processes; raise ConfigError, with the sums, if they cannot fit. On a CPU
+    they share the memory of this host. On GPUs each process has one of its own, or a rank and a server
+    of `run` share one. Hosts at `ray_address` are checked when placed (`cluster_engines.fitting`)."""
     colocates = run is not None and run.config.engine.colocate and device == "cuda"
     shared = run if colocates else None
     for process in [*processes, *(shared.moments() if shared else ())]:

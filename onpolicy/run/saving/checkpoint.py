@@ -221,9 +221,8 @@ def _digest(record: Mapping[str, Any]) -> str:
 def better(
     output: OutputConfig, best: Best | None, rollouts_done: int, metrics: Mapping[str, float]
 ) -> Best | None:
-    """Return the best evaluation, given the `metrics` after `rollouts_done` rollouts; weights that
-    were not saved are never the best. A new best is logged, and the link is moved to it
-    atomically."""
+    """Return the best evaluation, given the `metrics` after `rollouts_done` rollouts; weights that were
+    not saved are never the best. A new best is logged, and the link is moved to it atomically."""
     metric, saved = output.save_best_metric, Path(output.save) / name_of(rollouts_done)
     if not metric or not saved.is_dir():
         return best
