@@ -169,21 +169,12 @@ def make_server(
 def _actor(node: str) -> Any:
     """Return the actor on a host; start it if there is none."""
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    on_node = NodeAffinitySchedulingStrategy(node, soft=False)
     # Names are known in the job's own namespace (`session`).
-    return (
-        ray.remote(EngineHost)
-        .options(
-            num_cpus=0,
-            scheduling_strategy=on_node,
-            name=f"engines_{node}",
-            get_if_exists=True,
-            runtime_env=ray_environment.of_actors(),
-        )
-        .remote(os.getcwd())
-    )
+    named = {"name": f"engines_{node}", "get_if_exists": True}
+    own = ray_environment.of_actors()
+    actor = ray_environment.on_host(ray.remote(EngineHost), node, runtime_env=own, **named)
+    return actor.remote(os.getcwd())
 
 
 def _result(call: Any, seconds: float) -> Any:

@@ -138,8 +138,24 @@ def place(
 
 def place_trainer(cluster: ClusterConfig, device: str, hosts: Sequence[Host]) -> Placement:
     """Return the slots of the trainer's ranks. Raises ConfigError as `place` does."""
-    ranks = (_ranks_on_gpus if device == "cuda" else _ranks_on_cores)(cluster, hosts)
-    return Placement(ranks, ())
+    ranks = cluster.ranks_per_node
+    if device == "cuda":
+        if cluster.actor_num_ranks_per_node:
+            raise ConfigError(
+                f"--actor-num-ranks-per-node={cluster.actor_num_ranks_per_node}: with GPUs each rank of "
+                "the trainer takes one. Give --actor-num-gpus-per-node."
+            )
+        found = _enough(cluster, hosts, lambda host: host.num_gpus >= ranks)
+        slots = [Slot(h, (gpu,), _share(h, ranks)) for h in found for gpu in range(ranks)]
+    else:
+        if cluster.actor_num_gpus_per_node:
+            raise ConfigError(
+                f"--actor-num-gpus-per-node={cluster.actor_num_gpus_per_node}: there are no GPUs here. "
+                "Give --actor-num-ranks-per-node, the ranks that share a host's cores."
+            )
+        found = _enough(cluster, hosts, lambda host: host.num_cpus > 0)
+        slots = [Slot(host, (), _share(host, ranks)) for host in found for _ in range(ranks)]
+    return Placement(tuple(slots), ())
 
 
 def place_engines(
@@ -184,28 +200,6 @@ def place_again(
     new = iter(placed.engines[len(kept) :])
     engines = (slot if slot.host.name in left else next(new) for slot in placement.engines)
     return Placement(placement.trainer, tuple(engines))
-
-
-def _ranks_on_gpus(cluster: ClusterConfig, hosts: Sequence[Host]) -> tuple[Slot, ...]:
-    if cluster.actor_num_ranks_per_node:
-        raise ConfigError(
-            f"--actor-num-ranks-per-node={cluster.actor_num_ranks_per_node}: with GPUs each rank of the "
-            "trainer takes one. Give --actor-num-gpus-per-node."
-        )
-    ranks = cluster.ranks_per_node
-    found = _enough(cluster, hosts, lambda host: host.num_gpus >= ranks)
-    return tuple(Slot(h, (gpu,), _share(h, ranks)) for h in found for gpu in range(ranks))
-
-
-def _ranks_on_cores(cluster: ClusterConfig, hosts: Sequence[Host]) -> tuple[Slot, ...]:
-    if cluster.actor_num_gpus_per_node:
-        raise ConfigError(
-            f"--actor-num-gpus-per-node={cluster.actor_num_gpus_per_node}: there are no GPUs here. Give "
-            "--actor-num-ranks-per-node, the ranks that share a host's cores."
-        )
-    ranks = cluster.ranks_per_node
-    found = _enough(cluster, hosts, lambda host: host.num_cpus > 0)
-    return tuple(Slot(host, (), _share(host, ranks)) for host in found for _ in range(ranks))
 
 
 def _free_gpus(

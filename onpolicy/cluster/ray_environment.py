@@ -35,6 +35,14 @@ def of_actors() -> dict[str, Any] | None:
     return None if _is_local else {"env_vars": ALL_GPUS}
 
 
+def on_host(remote: Any, node: str, **options: Any) -> Any:
+    """Return an actor's class or a task of Ray's that starts on that node alone, whatever runs there."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    return remote.options(num_cpus=0, scheduling_strategy=there, **options)
+
+
 def work_in(directory: str) -> None:
     """Change an actor's process to the controller's working directory, if its host has it. Ray
     starts a worker in its node's directory, where relative paths would differ."""

@@ -212,13 +212,10 @@ def answer_of(call: Any, seconds: float) -> Any:
 
 def _asked(host: Host, ask: Callable[[], T]) -> Any:
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    there = NodeAffinitySchedulingStrategy(host.name, soft=False)
     task = ray.remote(max_calls=1)(ask)  # a process that stayed alive would keep its CUDA contexts
-    return task.options(
-        num_cpus=0, scheduling_strategy=there, runtime_env=ray_environment.of_actors()
-    ).remote()
+    own = ray_environment.of_actors()
+    return ray_environment.on_host(task, host.name, runtime_env=own).remote()
 
 
 def when_it_fits(

@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 import psutil
 import ray
 from ray.exceptions import RayActorError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from onpolicy.cluster import ray_environment
 from onpolicy.cluster.placement import Host, Slot
 from onpolicy.cluster.ray_session import alive_hosts, told_by
 from onpolicy.cluster.trainer_rank import Answer, TrainerRank
@@ -96,8 +96,7 @@ class TrainerRanks(Trainer):
             raise
 
     def _start(self, rank: int, slot: Slot) -> Any:
-        on_host = NodeAffinitySchedulingStrategy(slot.host.name, soft=False)
-        actor = ray.remote(TrainerRank).options(num_cpus=0, scheduling_strategy=on_host)
+        actor = ray_environment.on_host(ray.remote(TrainerRank), slot.host.name)
         threads = self.config.engine.cpu_threads or slot.cpu_threads
         variables = _chosen_sums() | VARIABLES.get(self.config.operators.operators, {})
         return actor.remote(rank, str(self._logs[rank]), threads, os.getcwd(), variables)
