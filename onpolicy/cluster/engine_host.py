@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -192,23 +192,18 @@ def _result(call: Any, seconds: float) -> Any:
         ) from error
 
 
+@dataclass
 class Places:
     """The slots of engines; after the loss of a host its engines get others on the remaining hosts."""
 
-    def __init__(
-        self,
-        placement: Placement,
-        *,
-        cpu_threads: int = 0,
-        colocate: bool = False,
-        hosts: Callable[[], Sequence[Host]] = alive_hosts,
-        require_room: RequireRoom | None = None,
-    ):
-        """Take a placement. cpu_threads: of each process; 0: its slot's share of the cores."""
-        self.placement = placement
-        self._cpu_threads, self._colocate, self.hosts = cpu_threads, colocate, hosts
-        self._require_room = require_room
-        self._lost: set[str] = set()
+    placement: Placement
+    cpu_threads: int = 0
+    """Those of each process; 0: its slot's share of the cores."""
+
+    colocate: bool = False
+    hosts: Callable[[], Sequence[Host]] = alive_hosts
+    require_room: RequireRoom | None = None
+    _lost: set[str] = field(default_factory=set)
 
     def specs(self, spec: EngineSpec) -> list[EngineSpec]:
         """Return each engine's spec, by number. If everything is on this host, an engine listens
@@ -230,9 +225,9 @@ class Places:
         self._lost.add(spec.node)
         left = [host for host in self.hosts() if host.name not in self._lost]
         try:
-            placement = place_again(self.placement, spec.tp_size, left, self._colocate)
-            if self._require_room is not None:
-                self._require_room(self.placement, placement)
+            placement = place_again(self.placement, spec.tp_size, left, self.colocate)
+            if self.require_room is not None:
+                self.require_room(self.placement, placement)
         except ConfigError as reason:
             raise HostLostError(
                 f"{spec.host}: the host has left the cluster, or takes no actor ({error}) Its engines "
@@ -247,5 +242,5 @@ class Places:
         return replace(
             spec,
             first_gpu=slot.devices[0] if slot.devices else 0,
-            num_threads=self._cpu_threads or slot.cpu_threads,
+            num_threads=self.cpu_threads or slot.cpu_threads,
         )
