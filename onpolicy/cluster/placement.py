@@ -32,7 +32,6 @@ class Placement:
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """Return the slots of ranks and of engines."""
         return *self.trainer, *self.engines
 
     @property

@@ -90,7 +90,6 @@ class TrainerRank:
         return answer
 
     def process_id(self) -> int:
-        """Return the id of this process on its host."""
         return os.getpid()
 
     def open_store(self, address: str) -> int:

@@ -285,7 +285,6 @@ class HungRanks:
             )  # fmt: skip
 
     def _look(self) -> list[Look]:
-        """Return a look at each rank, on all hosts."""
         found = self._on_each_host(look_at, "what its ranks of the trainer do")
         return [found[host][pid] for host, pid in self._ranks]
 

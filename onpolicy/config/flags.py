@@ -130,7 +130,6 @@ def _walk(owner: type, path: tuple[str, ...] = (), prefix: str = "") -> Iterator
 
 
 def is_record(kind: Any) -> bool:
-    """Return whether a type is a dataclass."""
     return isinstance(kind, type) and dataclasses.is_dataclass(kind)
 
 

@@ -86,7 +86,6 @@ class TrainConfig(SglangArgs):
 
     @property
     def steps_per_rollout(self) -> int:
-        """Return the number of optimizer steps per rollout."""
         return self.samples_per_rollout // self.global_batch_size
 
     @property

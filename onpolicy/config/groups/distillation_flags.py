@@ -118,7 +118,6 @@ class DistillationConfig:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of all teachers."""
         return (*self.teachers, *self.teacher_urls)
 
     def _by_name(self, given: tuple[str, ...]) -> dict[str, str]:

@@ -258,5 +258,4 @@ class ClusterConfig(HostsConfig):
 
     @property
     def num_ranks(self) -> int:
-        """Return the number of trainer ranks."""
         return self.actor_num_nodes * self.ranks_per_node
