@@ -50,7 +50,6 @@ SYSTEM = {
 }
 """Ray's settings (ray_config_def.h) for a run on one host."""
 
-
 ATTEMPTS = 3
 """The number of attempts to start Ray: on a busy host it gives up after 30 s, a limit that no setting
 changes (ray/_private/node.py)."""

@@ -67,7 +67,6 @@ class DecidesResults:
 
 NO_RESULT = DecidesResults(False)
 
-
 BY_CONTENT = object()
 """A note on a path that is compared by its content, wherever the content is."""
 

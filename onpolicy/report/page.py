@@ -16,7 +16,6 @@ from fnmatch import fnmatchcase
 from importlib.resources import files
 from itertools import takewhile
 from pathlib import Path, PurePath
-from types import MappingProxyType
 from typing import Any
 
 from onpolicy.config.settings import DECIDE_NO_RESULT
@@ -25,10 +24,8 @@ from onpolicy.outputs.meanings import BY_THE_CLOCK, meaning
 from onpolicy.system.files import read_json_object
 from onpolicy.system.json_values import number as number_of
 
-NO_LINKS: Mapping[str, str] = MappingProxyType({})
 
-
-def render(runs: Sequence[LoggedRun], links: Mapping[str, str] = NO_LINKS) -> str:
+def render(runs: Sequence[LoggedRun], links: Mapping[str, str]) -> str:
     """Return the page as HTML; `links`: the page of each run's episodes, by the run's name."""
     data = page_data(runs, links)
     return page_of("report", ["page.css"], ["elements.js", "page.js"], data)
@@ -54,14 +51,14 @@ def _part(name: str) -> str:
     return files("onpolicy.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def page_data(runs: Sequence[LoggedRun], links: Mapping[str, str] = NO_LINKS) -> dict[str, Any]:
+def page_data(runs: Sequence[LoggedRun], links: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return everything that the page shows, as JSON values."""
     groups = group_runs(runs)
     panels = [_panel(title, metrics, runs, groups) for title, metrics in PANELS.items()]
     return {
         "groups": [{"name": group.name, "runs": group.runs} for group in groups],
         "runs": [
-            {**_run(run), "same_as": same, "episodes": links.get(run.name)}
+            {**_run(run), "same_as": same, "episodes": (links or {}).get(run.name)}
             for run, same in zip(runs, _same_as(runs), strict=True)
         ],
         "panels": [panel for panel in panels if panel["metrics"]],
@@ -315,12 +312,10 @@ def median_curve(curves: Iterable[Curve]) -> Curve:
 
 
 NOT_THE_EXPERIMENT = DECIDE_NO_RESULT | {"seed"}
-"""Configuration values that may differ inside a group: the seed, and flags that affect no result.
-"""
+"""Settings that may differ inside a group: the seed, and flags that affect no result."""
 
 MOST_VALUES_IN_A_NAME = 3
-"""The most differing values in a group's name; beyond that, groups are named by their directories.
-"""
+"""The most differing values in a group's name; with more, groups are named by their directories."""
 
 
 def _settings(run: LoggedRun) -> dict[str, Any]:

@@ -12,7 +12,6 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 LOOPBACK_INTERFACE = "lo"
 
-
 PROXY_EXCEPTIONS = ("no_proxy", "NO_PROXY")
 """The two variables with exceptions from a proxy; programs read one, or prefer one to the other."""
 

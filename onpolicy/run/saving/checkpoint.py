@@ -109,12 +109,10 @@ _SHAPE = Shape(_Record)
 def made_with(config: AnyRun) -> dict[str, Any]:
     """Return package versions, the number of trainer ranks, and digests of the user's own function
     files, without their imports (`<path> xxh3_128:<digest>`)."""
-    given = config.to_dict()
-    named = {name: path for name, path in given.items() if path and names_code(name)}
-    own = {name: file for name, path in named.items() if (file := source_of(path)) is not None}
     digests_of = {
-        name: f"{named[name]} xxh3_128:{xxhash.xxh3_128_hexdigest(file.read_bytes())}"
-        for name, file in own.items()
+        name: f"{path} xxh3_128:{xxhash.xxh3_128_hexdigest(file.read_bytes())}"
+        for name, path in config.to_dict().items()
+        if path and names_code(name) and (file := source_of(path)) is not None
     }
     return {**versions(), "trainer_ranks": config.cluster.num_ranks, **digests_of}
 
