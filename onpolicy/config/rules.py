@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +56,11 @@ class Parsed:
     """The parser of a value, which raises ConfigError if it cannot parse it."""
 
     by: Callable[[Any], object]
+
+
+def secret(flag: str) -> Parsed:
+    """Return the parser of a secret, which may be in a file: @FILE."""
+    return Parsed(partial(secrets.reveal, flag))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ Flags shared with `onpolicy train` come from its groups.
 """
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, Literal
 
 import tyro
@@ -24,7 +23,7 @@ from onpolicy.config.kinds import (
     Unasked,
 )
 from onpolicy.config.plan import RunPlan, tool_plan
-from onpolicy.config.rules import NO_RESULT, Against, Parsed
+from onpolicy.config.rules import NO_RESULT, Against, secret
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.config.train_flags import SglangArgs, TrainConfig
 from onpolicy.errors import ConfigError
@@ -271,7 +270,7 @@ class ServeConfig(SglangArgs):
     gateway: groups.SessionsConfig = field(default_factory=groups.SessionsConfig)
 
     client_api_key: Annotated[
-        HeaderText, Parsed(partial(secrets.reveal, "--client-api-key")),
+        HeaderText, secret("--client-api-key"),
         Against(lambda run: secrets.ADMIN_KEY in secrets.split(run.sglang_args)[1],
             "--sglang-admin-api-key is the key of control calls then, and --rollout-api-key that of "
             "clients",

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -19,7 +18,7 @@ from onpolicy.config.kinds import (
     Seconds,
     Threads,
 )
-from onpolicy.config.rules import Against, DecidesResults, Facts, Parsed, Together
+from onpolicy.config.rules import Against, DecidesResults, Facts, Parsed, Together, secret
 from onpolicy.errors import ConfigError
 from onpolicy.system.network import is_loopback
 
@@ -94,9 +93,7 @@ class CpuConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class KeyConfig(CpuConfig):
-    rollout_api_key: Annotated[HeaderText, Parsed(partial(secrets.reveal, "--rollout-api-key"))] = (
-        ""
-    )
+    rollout_api_key: Annotated[HeaderText, secret("--rollout-api-key")] = ""
     """API key of the servers, or @FILE to read it from a file. By default a key is made up for the
     servers that the run starts. Other users of the host can read command lines, but not necessarily the
     file."""
