@@ -121,9 +121,9 @@ def _started(deadline: float) -> tuple[subprocess.Popen[str], str]:
     for attempt in range(1, ATTEMPTS + 1):
         process = _taken_over() or _guard()
         left = max(deadline - time.monotonic(), 0.1)
-        address, said = _address(
-            process, min(left, _ATTEMPT_SECONDS) if attempt < ATTEMPTS else left
-        )
+        if attempt < ATTEMPTS:
+            left = min(left, _ATTEMPT_SECONDS)
+        address, said = _address(process, left)
         if address:
             return process, address
         _end(process)

@@ -234,11 +234,9 @@ def when_it_fits(
             return place(alive_hosts())
         except ConfigError as error:
             if time.monotonic() >= deadline:
-                if after_a_loss:
-                    raise EngineError(
-                        f"what is left of the cluster is not enough. {error}"
-                    ) from error
-                raise
+                if not after_a_loss:
+                    raise
+                raise EngineError(f"what is left of the cluster is not enough. {error}") from error
             if not is_waiting:
                 logger.info("waiting for more hosts: %s", error)
             is_waiting = True

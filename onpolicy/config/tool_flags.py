@@ -97,10 +97,8 @@ class VerifyConfig(SglangArgs):
             "--megatron-tp": self.megatron.megatron_tp,
             "--sglang-tp-size": tensor_parallel_size(self.sglang_args),
         }
-        starts = not self.servers.rollout_server_url
-        return tool_plan(
-            self, mode=self.true_on_policy_mode, degrees=degrees, starts_servers=starts
-        )
+        mode, starts = self.true_on_policy_mode, not self.servers.rollout_server_url
+        return tool_plan(self, mode=mode, degrees=degrees, starts_servers=starts)
 
 
 NEEDS_RECORDS = Against(

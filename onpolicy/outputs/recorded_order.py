@@ -151,10 +151,8 @@ def read(file: str) -> RolloutJournal:
             f"--replay={file}: cannot be read ({error.strerror}). Give the rollouts.jsonl of a run with "
             "--rollout-schedule free."
         ) from error
-    starts = [_taken(file, record, _START) for record in records if "config" in record]
-    steps = {
-        record["step"]: _taken(file, record, _STEP) for record in records if "groups" in record
-    }
+    starts = [_taken(file, each, _START) for each in records if "config" in each]
+    steps = {each["step"]: _taken(file, each, _STEP) for each in records if "groups" in each}
     if not starts or not steps:
         raise ConfigError(
             f"--replay={file}: holds no rollouts. Give the rollouts.jsonl of a run with "

@@ -79,9 +79,8 @@ class SampleLog:
 
     def write(self, name: str, step: int, groups: Sequence[SampleGroup]) -> None:
         """Write some samples of rollout or evaluation `name`, replacing the file of this step."""
-        self._write(
-            f"{name}_{step:06d}.jsonl", [self._record(step, e, i) for e, i in self._chosen(groups)]
-        )
+        records = [self._record(step, episode, i) for episode, i in self._chosen(groups)]
+        self._write(f"{name}_{step:06d}.jsonl", records)
 
     def write_failed(self, name: str, step: int, attempts: Sequence[FailedAttempt]) -> None:
         """Write the text of some failed attempts of rollout or evaluation `name`, and their reasons."""

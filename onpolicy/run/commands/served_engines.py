@@ -122,9 +122,8 @@ def _print_how_to_use(
     servers: Sequence[EngineServer], keys: KeyFiles, sessions: ServedSessions | None
 ) -> None:
     spec, urls = servers[0].spec, [server.url for server in servers]
-    print(
-        f"contract {spec.contract.fingerprint}; log {', '.join(str(s.log_file) for s in servers)}"
-    )
+    logs = ", ".join(str(server.log_file) for server in servers)
+    print(f"contract {spec.contract.fingerprint}; log {logs}")
     if spec.serves_text:
         bases = " or ".join(f"{url}/v1" for url in urls)
         print(
@@ -152,9 +151,8 @@ class KeyFiles:
 
     def __init__(self, config: ServeConfig, spec: EngineSpec, directory: Path):
         self._own: dict[Path, str] = {}
-        self.of_runs = self._file(
-            config.server.rollout_api_key, directory / "api_key", spec.api_key
-        )
+        given = config.server.rollout_api_key
+        self.of_runs = self._file(given, directory / "api_key", spec.api_key)
         self.of_clients = self.of_runs
         if spec.client_api_key:
             own = directory / "client_api_key"

@@ -162,9 +162,8 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
         input_checks.require_weights(config, hf_config)
         spec = rollout_spec(config, hf_config, contract, inputs.longest_sequence(config))
         size = ModelSize.of(hf_config, trust, contract.adapter)
-        require_run_fits(
-            config, hf_config, spec, size, config.cluster.num_ranks * config.takes_steps
-        )
+        ranks = config.cluster.num_ranks * config.takes_steps
+        require_run_fits(config, hf_config, spec, size, ranks)
         input_checks.require_transport(config, contract)
         flags.require_passed()
     return inputs

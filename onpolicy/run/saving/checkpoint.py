@@ -244,9 +244,8 @@ def take(directory: Path, but: Iterable[str] = ()) -> Digests:
     EPYC. xxh3 is no cryptographic hash: it guards against damage, not against an attacker."""
     names = sorted(_files(directory) - set(but))
     with ThreadPoolExecutor() as pool:
-        return dict(
-            zip(names, pool.map(lambda name: _digest_of_file(directory / name), names), strict=True)
-        )
+        digests = pool.map(lambda name: _digest_of_file(directory / name), names)
+        return dict(zip(names, digests, strict=True))
 
 
 def compare(directory: Path, recorded: Mapping[str, str], but: Iterable[str] = ()) -> list[str]:
@@ -254,9 +253,8 @@ def compare(directory: Path, recorded: Mapping[str, str], but: Iterable[str] = (
     found = _files(directory) - set(but)
     problems = [f"{name}: missing" for name in sorted(recorded.keys() - found)]
     problems += [f"{name}: not of the checkpoint" for name in sorted(found - recorded.keys())]
-    return problems + _changed(
-        directory, {name: recorded[name] for name in found & recorded.keys()}
-    )
+    in_both = {name: recorded[name] for name in found & recorded.keys()}
+    return problems + _changed(directory, in_both)
 
 
 def _changed(directory: Path, recorded: Mapping[str, str]) -> list[str]:
@@ -269,9 +267,8 @@ def _changed(directory: Path, recorded: Mapping[str, str]) -> list[str]:
     if problems:
         return problems
     now = take(directory, but=_files(directory) - recorded.keys())
-    return [
-        f"{name}: not the bytes that were written" for name in now if now[name] != recorded[name]
-    ]
+    changed = [name for name in now if now[name] != recorded[name]]
+    return [f"{name}: not the bytes that were written" for name in changed]
 
 
 def _files(directory: Path) -> set[str]:

@@ -82,15 +82,13 @@ def read_inputs(config: SftConfig) -> SftInputs:
     hf_config = load_config(path, trust)
     require_fit(path, hf_config, trust)
     data, tokenizer = config.data, load_tokenizer(path, trust)
-    longest = hf_config.max_position_embeddings
+    chats = data.apply_chat_template
     load = partial(
         load_examples,
         config=data,
         tokenizer=tokenizer,
-        stop_token_ids=stop_token_ids(
-            path, hf_config, tokenizer=tokenizer, of_chats=data.apply_chat_template
-        ),
-        max_tokens=longest,
+        stop_token_ids=stop_token_ids(path, hf_config, tokenizer=tokenizer, of_chats=chats),
+        max_tokens=hf_config.max_position_embeddings,
     )
     examples = load(data.prompt_data, flag="--prompt-data")
     evaluated = data.eval_prompt_data
