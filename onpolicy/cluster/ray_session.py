@@ -248,8 +248,7 @@ def watching(address: str, on_loss: Callable[[EngineError], None]) -> Iterator[N
     """Hold a connection to the GCS at `address` within the context. Call `on_loss` once, in another
     thread, if it ends and no new one can be made within PATIENCE."""
     has_ended = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(address, has_ended, on_loss), daemon=True)
-    watcher.start()
+    threading.Thread(target=_watch, args=(address, has_ended, on_loss), daemon=True).start()
     try:
         yield
     finally:

@@ -89,8 +89,7 @@ class Sampler:
         """Return the tokens of a text, of token ids or of chat messages that are appended to an episode.
         Raises ValueError for anything else, and for messages that do not follow an answer."""
         if isinstance(more, str):
-            encode = self.inputs.tokenizer.encode
-            return list(encode(more, add_special_tokens=False))
+            return list(self.inputs.tokenizer.encode(more, add_special_tokens=False))
         if all(isinstance(token, int) for token in more):
             return [*more]
         if not all(isinstance(message, Mapping) for message in more):
