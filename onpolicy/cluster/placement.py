@@ -296,7 +296,7 @@ def placement_of_servers(
     hosts: Sequence[Host],
 ) -> Placement:
     """Return the placement of servers without a trainer; raises as `placement_of` does."""
-    placement = place_engines(count.num_started, per_engine, contract.device, hosts)
+    placement = place_engines(count.rollout_num_engines, per_engine, contract.device, hosts)
     _require_device(contract, placement.hosts)
     _require_addresses_of_hosts(rollout_host, placement)
     return placement

@@ -149,11 +149,6 @@ class EngineCountConfig:
     """Number of SGLang servers to start. Each takes --sglang-tp-size GPUs, 1 by default; without GPUs
     the servers share the cores."""
 
-    @property
-    def num_started(self) -> int:
-        """Return the number of servers that the command starts itself."""
-        return self.rollout_num_engines
-
 
 @also(rollout_num_engines=[NONE_STARTED])
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +164,7 @@ class FoundServersConfig(KeyConfig, EngineCountConfig):
 
     @property
     def num_started(self) -> int:
+        """Return the number of servers that the command starts itself."""
         return 0 if self.rollout_server_url else self.rollout_num_engines
 
 
