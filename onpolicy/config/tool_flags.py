@@ -220,9 +220,8 @@ class BenchConfig(SglangArgs):
     """agents: longest time of a tool call, in seconds."""
 
     longest_response: Annotated[int | None, at_least(1), of_bench("loop")] = None
-    """loop: compare schedules (lag 0, lag 1, free) on aligned operators instead of
-    aligned with stock operators. Response lengths are log-normal with median --max-new-tokens, and at
-    most this."""
+    """loop: compare schedules (lag 0, lag 1, free) on aligned operators instead of aligned with stock
+    operators. Response lengths are log-normal with median --max-new-tokens, and at most this."""
 
     train_backend: Annotated[
         Literal["fsdp", "megatron", "fsdp,megatron"], of_bench("step", "loop")
