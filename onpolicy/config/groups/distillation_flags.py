@@ -11,7 +11,6 @@ from onpolicy.config.rules import NO_RESULT, Against, Together, secret
 HAS_TEACHER = ReadBy(
     "--teacher-checkpoint or --teacher-url", lambda run: run.teacher_checkpoint or run.teacher_url
 )
-BY_TOP_K = ReadBy("--opd-loss=top-k", lambda run: run.opd_loss == "top-k")
 AT_ONE = Against(
     lambda run: run.rollout_temperature != 1 and run.rollout_temperature,
     "with --rollout-temperature={found} the student samples from another distribution than its own, and "
@@ -75,7 +74,9 @@ class DistillationConfig:
     finds most likely, with all others as one. full and top-k are terms of the loss with their own
     gradient."""
 
-    opd_top_k: Annotated[Count, BY_TOP_K] = 64
+    opd_top_k: Annotated[Count, ReadBy("--opd-loss=top-k", lambda run: run.opd_loss == "top-k")] = (
+        64
+    )
     """Number of tokens for --opd-loss top-k."""
 
     opd_kl_coef: Annotated[

@@ -86,9 +86,10 @@ def _terms(parts: dict[str, int]) -> str:
 
 
 def _states(config: TrainConfig, size: ModelSize, itemsize: int) -> dict[str, int]:
-    """Return the bytes of a rank's model state, by purpose. FSDP shards weights over all ranks, float32
-    where they are trained, and gathers two layers at a time, with their gradients. Megatron shards
-    weights and gradient buffers over the model-parallel ranks, and the optimizer's state over all."""
+    """Return the bytes of a rank's model state, by purpose. FSDP shards weights over all ranks,
+    float32 where they are trained, and gathers two layers at a time, with their gradients. Megatron
+    shards weights and gradient buffers over the model-parallel ranks, and the optimizer's state
+    over all."""
     ranks, trained = config.cluster.num_ranks, size.trained * config.takes_steps
     orders = ranks > 1 and config.plan.is_rank_invariant
     if config.trainer.train_backend == "megatron":
