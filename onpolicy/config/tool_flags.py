@@ -135,8 +135,7 @@ class ExplainConfig(VerifyConfig):
     """Replay a mismatch that a run recorded in this file (RUN_DIR/cases), instead of random prompts."""
 
     load: str = ""
-    """Checkpoint of that run, or its --save directory, whose weights replace those of
-    --hf-checkpoint."""
+    """Checkpoint of that run, or its --save directory, whose weights replace --hf-checkpoint's."""
 
     json: str = ""
     """Also write the result to this file, with every operator of every layer."""
