@@ -192,7 +192,7 @@ def _result(call: Any, seconds: float) -> Any:
         ) from error
 
 
-@dataclass
+@dataclass(eq=False)
 class Places:
     """The slots of engines; after the loss of a host its engines get others on the remaining hosts."""
 
