@@ -1,7 +1,5 @@
 """The command `onpolicy bench rollout | decode | agents | step | loop`."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

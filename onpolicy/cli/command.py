@@ -1,7 +1,5 @@
 """The steps that commands share: before their work, and for the output of a result."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The command `onpolicy data FILE`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from onpolicy.cli.parse import parse

@@ -1,9 +1,9 @@
 """The command `onpolicy episodes RUN`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
@@ -45,24 +45,17 @@ def main(argv: Sequence[str]) -> int:
     if not config.run:
         raise ConfigError("RUN is missing. Give a run's directory.")
 
-    from onpolicy.report.episode_page import read_episodes, render
+    from onpolicy.report.episode_page import make_server, read_episodes, render
 
     read = partial(read_episodes, config.run, config.rollouts)
     if config.port is not None:
-        return _serve(config, read, render)
+        read()
+        with make_server(config.port, read, render, config.page_host) as server:
+            print(server.url, flush=True)
+            server.serve_forever()
+        return 0
     require_writable("--output", config.output)
     data = read()
     write_output("--output", config.output, render(data))
     print(f"{config.output}: {len(data['episodes'])} episodes")
-    return 0
-
-
-def _serve(config: EpisodesConfig, read: Callable[[], Any], render: Callable[[Any], str]) -> int:
-    from onpolicy.report.episode_page import make_server
-
-    assert config.port is not None
-    read()
-    with make_server(config.port, read, render, config.page_host) as server:
-        print(server.url, flush=True)
-        server.serve_forever()
     return 0

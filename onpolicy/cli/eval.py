@@ -1,7 +1,5 @@
 """The command `onpolicy eval CHECKPOINT`."""
 
-from __future__ import annotations
-
 import logging
 import shlex
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The command `onpolicy explain`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack

@@ -5,8 +5,6 @@ libraries: TRL's GRPOConfig, verl's overrides, prime-rl's and OpenRLHF's flags. 
 Miles are our own. Only names with the same meaning are listed; values may have other units.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -1,21 +1,42 @@
 """The help of a command: the flags of a first run, those of a group, or all."""
 
-from __future__ import annotations
-
 import shutil
-import sys
 import textwrap
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from inspect import cleandoc
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import tyro
 
 from onpolicy.config.flags import SGLANG_ARGS, Flag, flag_defaults, flags_of, spelled
-from onpolicy.config.groups.first_run import FIRST
 from onpolicy.errors import ConfigError
+
+FIRST: Mapping[str, tuple[str, ...]] = {
+    "What is trained, on what": (
+        "hf_checkpoint", "prompt_data", "input_key", "label_key", "apply_chat_template",
+    ),
+    "What a response is worth": ("rm_type", "custom_rm_path", "rewards"),
+    "Rollouts": (
+        "num_rollout", "rollout_batch_size", "n_samples_per_prompt", "rollout_max_response_len",
+        "rollout_temperature",
+    ),
+    "Both engines agree, or the rollout is corrected": ("true_on_policy_mode", "use_tis"),
+    "Algorithm": (
+        "recipe", "advantage_estimator", "eps_clip", "eps_clip_high", "use_kl_loss",
+        "kl_loss_coef", "dynamic_sampling",
+    ),
+    "Optimizer and memory": (
+        "lr", "lr_warmup_steps", "global_batch_size", "max_tokens_per_gpu",
+        "activation_checkpointing", "lora_rank",
+    ),
+    "GPUs": ("actor_num_gpus_per_node", "rollout_num_engines", "colocate", "rollout_lag"),
+    "Evaluation": ("eval_prompt_data", "eval_interval", "n_samples_per_eval_prompt"),
+    "Outputs": ("run_dir", "save", "save_interval", "load", "use_wandb"),
+    "The run": ("seed", "custom_config_path", "dry_run"),
+}  # fmt: skip
+"""The flags that a first run of `onpolicy train` needs, in the order in which one meets them."""
 
 ALL = "all"
 COMMON = "command"
@@ -37,14 +58,9 @@ def help_asked(argv: Sequence[str]) -> str | None:
     return None
 
 
-def show_help(config_class: type, prog: str, asked: str) -> NoReturn:
-    """Print the help that is asked for, and exit. Raises ConfigError for an unknown group."""
-    print(help_of(config_class, prog, asked))
-    sys.exit(0)
-
-
 def help_of(config_class: type, prog: str, asked: str = "") -> str:
-    """Return the help of a command, of a group of its flags, or of all of them."""
+    """Return the help of a command, of a group of its flags, or of all of them. Raises ConfigError
+    for an unknown group."""
     groups = _by_group(config_class)
     if asked not in ("", ALL, *groups):
         raise ConfigError(
@@ -53,10 +69,10 @@ def help_of(config_class: type, prog: str, asked: str = "") -> str:
     flags = {flag.name: flag for flag in _shown_flags(config_class)}
     if asked in groups:
         shown: Mapping[str, Sequence[Flag]] = {asked: groups[asked]}
-    elif asked == ALL or prog not in FIRST:
+    elif asked == ALL or prog != "onpolicy train":
         shown = groups
     else:
-        shown = {title: [flags[name] for name in names] for title, names in FIRST[prog].items()}
+        shown = {title: [flags[name] for name in names] for title, names in FIRST.items()}
     width = min(shutil.get_terminal_size((WIDTH, 0)).columns, WIDTH)
     defaults = flag_defaults(config_class)
     places = [flag for flag in flags.values() if _is_place(flag)]

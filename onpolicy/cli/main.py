@@ -1,7 +1,5 @@
 """The command `onpolicy`, which parses arguments before anything imports torch."""
 
-from __future__ import annotations
-
 import importlib
 import signal
 import sys
@@ -52,12 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ending.Ended as ended:
         assert isinstance(ended.code, int)
         return ended.code
-    except ConfigError as error:
-        print(f"\nConfigError: {visible(str(error))}", file=sys.stderr)
-        return 2
     except OnPolicyError as error:
         print(f"\n{type(error).__name__}: {visible(str(error))}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130

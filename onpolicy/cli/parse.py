@@ -1,11 +1,8 @@
 """Parser of the command line: from arguments and a YAML file to a typed configuration.
 
 The file of --custom-config-path is turned into arguments; the command line wins over it. The parser
-also sets environment variables that the configuration needs and that libraries read on import,
-since imports come next.
+also sets environment variables that libraries read on import, since imports come next.
 """
-
-from __future__ import annotations
 
 import contextlib
 import dataclasses
@@ -13,7 +10,7 @@ import difflib
 import io
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,7 +23,7 @@ from tyro.constructors import (
 )
 
 from onpolicy.cli.gone_flags import ours_for, override_in, require_not_gone
-from onpolicy.cli.help import help_asked, show_help
+from onpolicy.cli.help import help_asked, help_of
 from onpolicy.compat.process import use_variables_of
 from onpolicy.config import sglang_flags
 from onpolicy.config.flags import (
@@ -50,18 +47,17 @@ Config = TypeVar("Config")
 
 
 def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
-    """Parse flags of `config_class`, a dataclass of flags or of groups of flags. Raises ConfigError
-    for a bad YAML file, for a value that is not of its flag's type, and for arguments that are no
-    flags, with the nearest name."""
+    """Parse the flags of a dataclass, in groups or not. Raises ConfigError for a bad YAML file, a value
+    of another type than its flag's, and arguments that are no flags, with the nearest name."""
     if (asked := help_asked(argv)) is not None:
-        show_help(config_class, prog, asked)
+        print(help_of(config_class, prog, asked))
+        sys.exit(0)
     rest, sglang_args = sglang_flags.split(argv)
     require_not_gone(rest)
-    _require_no_override(rest, [*flag_types(config_class)])
-    path = _config_path(rest) if CONFIG_KEY in flag_types(config_class) else ""
-    from_file: tuple[list[str], list[str]] = ([], [])
-    if path:
-        from_file = read_arguments(path, flag_types(config_class))
+    kinds = flag_types(config_class)
+    _require_no_override(rest, kinds)
+    path = _config_path(rest) if CONFIG_KEY in kinds else ""
+    from_file = read_arguments(path, kinds) if path else ([], [])
     arguments = [*from_file[0], *rest]
     config, unknown = _parsed(config_class, arguments, prog)
     recipe = RECIPES.get(getattr(config, "algorithm", AlgorithmConfig()).recipe, {})
@@ -71,7 +67,7 @@ def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
         config, unknown = _parsed(config_class, arguments, prog)
         _require_as_told(config, adapter)
     if unknown:
-        raise ConfigError(_unknown(unknown[0], rest, [*flag_types(config_class)], prog))
+        raise ConfigError(_unknown(unknown[0], rest, kinds, prog))
     if sglang := (*from_file[1], *sglang_args):
         if SGLANG_ARGS not in {field.name for field in dataclasses.fields(config)}:  # type: ignore[arg-type]
             raise ConfigError(f"{' '.join(sglang_args)}: {prog} starts no server.")
@@ -96,9 +92,8 @@ def _config_path(argv: Sequence[str]) -> str:
 
 
 def read_arguments(path: str, kinds: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the arguments of the file, and its arguments for SGLang; `kinds` holds the type of
-    every flag. Raises ConfigError for a file, a key or a value that is no part of a
-    configuration."""
+    """Return the arguments of the file, and its arguments for SGLang; `kinds` holds the type of every
+    flag. Raises ConfigError for a file, a key or a value that is no part of a configuration."""
     ours: list[str] = []
     sglang: list[str] = []
     name = f"{spelled(CONFIG_KEY)}={path}"
@@ -225,7 +220,7 @@ def _group(default: Any) -> StructConstructorSpec:
     return StructConstructorSpec(instantiate=make, fields=tuple(fields))
 
 
-def _unknown(arg: str, argv: Sequence[str], keys: Sequence[str], prog: str) -> str:
+def _unknown(arg: str, argv: Sequence[str], keys: Collection[str], prog: str) -> str:
     """Return the message for an argument that no flag takes."""
     if not arg.startswith("-"):
         before = argv[argv.index(arg) - 1] if arg in argv[1:] else ""
@@ -244,7 +239,7 @@ def _unknown(arg: str, argv: Sequence[str], keys: Sequence[str], prog: str) -> s
     return f"{arg}: unknown flag. {hint}See {prog} --help"
 
 
-def _require_no_override(argv: Sequence[str], keys: Sequence[str]) -> None:
+def _require_no_override(argv: Sequence[str], keys: Collection[str]) -> None:
     """Raise ConfigError for a verl override, which a flag with several values would take as a value."""
     for argument in argv:
         if (path := override_in(argument)) is not None:

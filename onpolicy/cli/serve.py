@@ -1,7 +1,5 @@
 """The command `onpolicy serve`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path

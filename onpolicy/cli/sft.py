@@ -1,7 +1,5 @@
 """The command `onpolicy sft`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

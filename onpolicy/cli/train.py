@@ -1,7 +1,5 @@
 """The command `onpolicy train`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from functools import partial

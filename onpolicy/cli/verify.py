@@ -1,7 +1,5 @@
 """The command `onpolicy verify`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from onpolicy.cli.command import begin, put_out

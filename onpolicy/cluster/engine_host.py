@@ -6,13 +6,11 @@ run, so servers end however the run ends. On the controller's own host the contr
 `Places` says where each engine of a command runs, and where it moves after a host has left the cluster.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,10 +61,9 @@ class EngineHost:
 
 
 class PlacedServer(EngineServer):
-    """A server on another host, seen from the controller. If the host's actor is gone, so are its
-    servers: they count as not running, and a restart begins with another actor there. If the host
-    is gone, the server starts on the host that `elsewhere` chooses, which raises HostLostError if
-    there is none."""
+    """A server on another host, seen from the controller. If the host's actor is gone, its servers count
+    as not running, and a restart begins with another actor there. If the host is gone, the server starts
+    on the host that `elsewhere` chooses, which raises HostLostError if there is none."""
 
     def __init__(self, spec: EngineSpec, port: int, log_file: Path, elsewhere: Elsewhere):
         self.spec, self.log_file = spec, log_file.absolute()
@@ -172,21 +169,12 @@ def make_server(
 def _actor(node: str) -> Any:
     """Return the actor on a host; start it if there is none."""
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    on_node = NodeAffinitySchedulingStrategy(node, soft=False)
     # Names are known in the job's own namespace (`session`).
-    return (
-        ray.remote(EngineHost)
-        .options(
-            num_cpus=0,
-            scheduling_strategy=on_node,
-            name=f"engines_{node}",
-            get_if_exists=True,
-            runtime_env=ray_environment.of_actors(),
-        )
-        .remote(os.getcwd())
-    )
+    named = {"name": f"engines_{node}", "get_if_exists": True}
+    own = ray_environment.of_actors()
+    actor = ray_environment.on_host(ray.remote(EngineHost), node, runtime_env=own, **named)
+    return actor.remote(os.getcwd())
 
 
 def _result(call: Any, seconds: float) -> Any:
@@ -204,23 +192,18 @@ def _result(call: Any, seconds: float) -> Any:
         ) from error
 
 
+@dataclass(eq=False)
 class Places:
     """The slots of engines; after the loss of a host its engines get others on the remaining hosts."""
 
-    def __init__(
-        self,
-        placement: Placement,
-        *,
-        cpu_threads: int = 0,
-        colocate: bool = False,
-        hosts: Callable[[], Sequence[Host]] = alive_hosts,
-        require_room: RequireRoom | None = None,
-    ):
-        """Take a placement. cpu_threads: of each process; 0: its slot's share of the cores."""
-        self.placement = placement
-        self._cpu_threads, self._colocate, self.hosts = cpu_threads, colocate, hosts
-        self._require_room = require_room
-        self._lost: set[str] = set()
+    placement: Placement
+    cpu_threads: int = 0
+    """Those of each process; 0: its slot's share of the cores."""
+
+    colocate: bool = False
+    hosts: Callable[[], Sequence[Host]] = alive_hosts
+    require_room: RequireRoom | None = None
+    _lost: set[str] = field(default_factory=set)
 
     def specs(self, spec: EngineSpec) -> list[EngineSpec]:
         """Return each engine's spec, by number. If everything is on this host, an engine listens
@@ -242,9 +225,9 @@ class Places:
         self._lost.add(spec.node)
         left = [host for host in self.hosts() if host.name not in self._lost]
         try:
-            placement = place_again(self.placement, spec.tp_size, left, self._colocate)
-            if self._require_room is not None:
-                self._require_room(self.placement, placement)
+            placement = place_again(self.placement, spec.tp_size, left, self.colocate)
+            if self.require_room is not None:
+                self.require_room(self.placement, placement)
         except ConfigError as reason:
             raise HostLostError(
                 f"{spec.host}: the host has left the cluster, or takes no actor ({error}) Its engines "
@@ -259,5 +242,5 @@ class Places:
         return replace(
             spec,
             first_gpu=slot.devices[0] if slot.devices else 0,
-            num_threads=self._cpu_threads or slot.cpu_threads,
+            num_threads=self.cpu_threads or slot.cpu_threads,
         )

@@ -8,8 +8,6 @@ the owner notices at once; Ray's C++ would abort the owner only a minute later.
 `start_node` starts no more of Ray's processes than a run needs.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil
@@ -19,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import connection
@@ -51,7 +49,6 @@ SYSTEM = {
     "enable_metrics_collection": False,
 }
 """Ray's settings (ray_config_def.h) for a run on one host."""
-
 
 ATTEMPTS = 3
 """The number of attempts to start Ray: on a busy host it gives up after 30 s, a limit that no setting
@@ -124,9 +121,9 @@ def _started(deadline: float) -> tuple[subprocess.Popen[str], str]:
     for attempt in range(1, ATTEMPTS + 1):
         process = _taken_over() or _guard()
         left = max(deadline - time.monotonic(), 0.1)
-        address, said = _address(
-            process, min(left, _ATTEMPT_SECONDS) if attempt < ATTEMPTS else left
-        )
+        if attempt < ATTEMPTS:
+            left = min(left, _ATTEMPT_SECONDS)
+        address, said = _address(process, left)
         if address:
             return process, address
         _end(process)
@@ -194,10 +191,6 @@ def _end(process: subprocess.Popen[str]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def main(argv: Sequence[str]) -> int:
-    return guard.run(partial(_serve, int(argv[0])))
 
 
 def _serve(num_gpus: int, directory: Path) -> None:
@@ -279,4 +272,4 @@ def _closed_port() -> int:
 
 if __name__ == "__main__":
     ray_environment.prepare(local=True)
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(guard.run(partial(_serve, int(sys.argv[1]))))

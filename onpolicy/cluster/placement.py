@@ -1,9 +1,8 @@
 """The placement of a run's processes: a slot for each trainer rank and for each engine.
 
-Ranks take the first GPUs of the first hosts; engines take the next ones, or, with --colocate, the first
-ones again. An engine's GPUs are neighbours on one host. Without GPUs a slot is a share of a host's
-cores, and an engine goes where the fewest processes are. Trainer and engines compute in turn, so each
-side shares all cores.
+Ranks take the first GPUs of the first hosts; engines take the next ones, or the same with --colocate.
+An engine's GPUs are neighbours on one host. Without GPUs a slot is a share of a host's cores, and an
+engine goes where the fewest processes are. Ranks and engines compute in turn, each on all cores.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ class Placement:
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """Return the slots of ranks and of engines."""
         return *self.trainer, *self.engines
 
     @property
@@ -116,11 +114,6 @@ class Host:
         return f"{self.label} ({self.address})"
 
 
-def this_host(num_gpus: int) -> Host:
-    """Return this host as the only one of a cluster that has not been started yet."""
-    return Host("", socket.gethostname(), LOOPBACK[0], len(os.sched_getaffinity(0)), num_gpus)
-
-
 NOTHING = Placement((), ())
 
 Place = tuple[Host, tuple[int, ...]]
@@ -144,8 +137,24 @@ def place(
 
 def place_trainer(cluster: ClusterConfig, device: str, hosts: Sequence[Host]) -> Placement:
     """Return the slots of the trainer's ranks. Raises ConfigError as `place` does."""
-    ranks = (_ranks_on_gpus if device == "cuda" else _ranks_on_cores)(cluster, hosts)
-    return Placement(ranks, ())
+    ranks = cluster.ranks_per_node
+    if device == "cuda":
+        if cluster.actor_num_ranks_per_node:
+            raise ConfigError(
+                f"--actor-num-ranks-per-node={cluster.actor_num_ranks_per_node}: with GPUs each rank of "
+                "the trainer takes one. Give --actor-num-gpus-per-node."
+            )
+        found = _enough(cluster, hosts, lambda host: host.num_gpus >= ranks)
+        slots = [Slot(h, (gpu,), _share(h, ranks)) for h in found for gpu in range(ranks)]
+    else:
+        if cluster.actor_num_gpus_per_node:
+            raise ConfigError(
+                f"--actor-num-gpus-per-node={cluster.actor_num_gpus_per_node}: there are no GPUs here. "
+                "Give --actor-num-ranks-per-node, the ranks that share a host's cores."
+            )
+        found = _enough(cluster, hosts, lambda host: host.num_cpus > 0)
+        slots = [Slot(host, (), _share(host, ranks)) for host in found for _ in range(ranks)]
+    return Placement(tuple(slots), ())
 
 
 def place_engines(
@@ -190,28 +199,6 @@ def place_again(
     new = iter(placed.engines[len(kept) :])
     engines = (slot if slot.host.name in left else next(new) for slot in placement.engines)
     return Placement(placement.trainer, tuple(engines))
-
-
-def _ranks_on_gpus(cluster: ClusterConfig, hosts: Sequence[Host]) -> tuple[Slot, ...]:
-    if cluster.actor_num_ranks_per_node:
-        raise ConfigError(
-            f"--actor-num-ranks-per-node={cluster.actor_num_ranks_per_node}: with GPUs each rank of the "
-            "trainer takes one. Give --actor-num-gpus-per-node."
-        )
-    ranks = cluster.ranks_per_node
-    found = _enough(cluster, hosts, lambda host: host.num_gpus >= ranks)
-    return tuple(Slot(h, (gpu,), _share(h, ranks)) for h in found for gpu in range(ranks))
-
-
-def _ranks_on_cores(cluster: ClusterConfig, hosts: Sequence[Host]) -> tuple[Slot, ...]:
-    if cluster.actor_num_gpus_per_node:
-        raise ConfigError(
-            f"--actor-num-gpus-per-node={cluster.actor_num_gpus_per_node}: there are no GPUs here. Give "
-            "--actor-num-ranks-per-node, the ranks that share a host's cores."
-        )
-    ranks = cluster.ranks_per_node
-    found = _enough(cluster, hosts, lambda host: host.num_cpus > 0)
-    return tuple(Slot(host, (), _share(host, ranks)) for host in found for _ in range(ranks))
 
 
 def _free_gpus(
@@ -295,7 +282,9 @@ def placement_of(
         _require_device(contract, hosts)
     placement = place(config.cluster, config.engine, per_engine, contract.device, hosts)
     _require_device(contract, placement.hosts)
-    require_reach(config, placement)
+    _require_addresses_of_hosts(config.engine.rollout_host, placement)
+    if config.sync.weight_sync == "ipc" and not placement.is_here:
+        _require_gpu_memory_in_reach(config.plan.may_lag, placement)
     return placement
 
 
@@ -307,7 +296,7 @@ def placement_of_servers(
     hosts: Sequence[Host],
 ) -> Placement:
     """Return the placement of servers without a trainer; raises as `placement_of` does."""
-    placement = place_engines(count.num_started, per_engine, contract.device, hosts)
+    placement = place_engines(count.rollout_num_engines, per_engine, contract.device, hosts)
     _require_device(contract, placement.hosts)
     _require_addresses_of_hosts(rollout_host, placement)
     return placement
@@ -342,23 +331,14 @@ def placement_here(config: TrainConfig, contract: NumericsContract) -> Placement
 
 
 def hosts_here() -> list[Host]:
-    """Return this host with its GPUs, as a placement takes hosts."""
-    return [this_host(num_gpus())]
-
-
-def require_reach(config: TrainConfig, placement: Placement) -> None:
-    """Raise ConfigError if --weight-sync cannot reach an engine, or if hosts share one address."""
-    if placement.is_here:
-        return
-    _require_addresses_of_hosts(config.engine.rollout_host, placement)
-    if config.sync.weight_sync == "ipc":
-        _require_gpu_memory_in_reach(config.plan.may_lag, placement)
+    """Return this host as the only one of a cluster that has not been started yet."""
+    cores = len(os.sched_getaffinity(0))
+    return [Host("", socket.gethostname(), LOOPBACK[0], cores, num_gpus())]
 
 
 def _require_gpu_memory_in_reach(may_lag: bool, placement: Placement) -> None:
-    """Raise ConfigError if an engine's host has no rank that can send it weights over CUDA IPC.
-    Every rank sends in a push. In a run that may lag, a restarted server gets its weights from rank
-    0 alone, which keeps them."""
+    """Raise ConfigError if an engine's host has no rank that can send it weights over CUDA IPC. All
+    ranks push; in a run that may lag rank 0 alone keeps weights for restarted servers."""
     senders = [slot.host for slot in placement.trainer[: 1 if may_lag else None]]
     far = (i for i, slot in enumerate(placement.engines) if slot.host not in senders)
     if (engine := next(far, None)) is not None:

@@ -1,7 +1,5 @@
 """The environment variables that Ray reads, some of them on import; all its processes inherit them."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from typing import Any
@@ -35,6 +33,14 @@ def of_actors() -> dict[str, Any] | None:
     the variables. In a cluster of this process's own, return None: all nodes have inherited them,
     and there is no agent to prepare a runtime_env."""
     return None if _is_local else {"env_vars": ALL_GPUS}
+
+
+def on_host(remote: Any, node: str, **options: Any) -> Any:
+    """Return an actor's class or a task of Ray's that starts on that node alone, whatever runs there."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    return remote.options(num_cpus=0, scheduling_strategy=there, **options)
 
 
 def work_in(directory: str) -> None:

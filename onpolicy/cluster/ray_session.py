@@ -4,8 +4,6 @@ A watch notices when the head of a joined cluster is gone (`watching`). Ray itse
 minute, and then aborts this process from C++.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import signal
@@ -184,9 +182,8 @@ def gpus_on(hosts: Sequence[Host]) -> dict[Host, tuple[Gpu, ...]]:
 
 
 def told_by(hosts: Sequence[Host], ask: Callable[[], T], what: str) -> dict[Host, T]:
-    """Return the result of `ask` on each host of the cluster, called in a process that then ends.
-    Raises ConfigError if a host does not answer, with `what` in the message; EngineError as soon as
-    this host leaves the cluster."""
+    """Return the result of `ask` on each host of the cluster, called in a process that then ends. Raises
+    ConfigError, with `what`, if a host does not answer; EngineError once this host leaves it."""
     from ray.exceptions import RayError
 
     asked = {host: _asked(host, ask) for host in hosts if not host.is_here}
@@ -215,13 +212,10 @@ def answer_of(call: Any, seconds: float) -> Any:
 
 def _asked(host: Host, ask: Callable[[], T]) -> Any:
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    there = NodeAffinitySchedulingStrategy(host.name, soft=False)
     task = ray.remote(max_calls=1)(ask)  # a process that stayed alive would keep its CUDA contexts
-    return task.options(
-        num_cpus=0, scheduling_strategy=there, runtime_env=ray_environment.of_actors()
-    ).remote()
+    own = ray_environment.of_actors()
+    return ray_environment.on_host(task, host.name, runtime_env=own).remote()
 
 
 def when_it_fits(
@@ -240,11 +234,9 @@ def when_it_fits(
             return place(alive_hosts())
         except ConfigError as error:
             if time.monotonic() >= deadline:
-                if after_a_loss:
-                    raise EngineError(
-                        f"what is left of the cluster is not enough. {error}"
-                    ) from error
-                raise
+                if not after_a_loss:
+                    raise
+                raise EngineError(f"what is left of the cluster is not enough. {error}") from error
             if not is_waiting:
                 logger.info("waiting for more hosts: %s", error)
             is_waiting = True
@@ -256,8 +248,7 @@ def watching(address: str, on_loss: Callable[[EngineError], None]) -> Iterator[N
     """Hold a connection to the GCS at `address` within the context. Call `on_loss` once, in another
     thread, if it ends and no new one can be made within PATIENCE."""
     has_ended = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(address, has_ended, on_loss), daemon=True)
-    watcher.start()
+    threading.Thread(target=_watch, args=(address, has_ended, on_loss), daemon=True).start()
     try:
         yield
     finally:

@@ -90,7 +90,6 @@ class TrainerRank:
         return answer
 
     def process_id(self) -> int:
-        """Return the id of this process on its host."""
         return os.getpid()
 
     def open_store(self, address: str) -> int:
@@ -107,8 +106,7 @@ class TrainerRank:
         distributed.join(address, port, rank=self.rank, world_size=world_size)
 
     def make(self, config: TrainConfig, contract: NumericsContract, gpu: int | None) -> int:
-        """Make the trainer, on one of the host's GPUs if there are any; return this rank's index among
-        the data-parallel shards."""
+        """Make the trainer, on that GPU of the host, if any; return this rank's data-parallel index."""
         import torch
 
         from onpolicy.train import distributed, make_trainer
@@ -117,10 +115,6 @@ class TrainerRank:
             torch.cuda.set_device(gpu)
         self.trainer = make_trainer(config, contract, self.num_threads)
         return distributed.data_rank()
-
-    def self_check(self) -> dict[str, str]:
-        """Return `Trainer.self_check`."""
-        return self.trainer.self_check
 
     def leave(self) -> None:
         """Close the trainer, if there is one, and end this process, which then removes its files."""

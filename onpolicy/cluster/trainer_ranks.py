@@ -1,10 +1,9 @@
 """The trainer as its controller sees it: one call is the same call on all ranks.
 
 A call of the ranks may take hours, so there is no time limit for it; hung ranks are detected by the
-processor time that they use. A rank that computes, copies, reads or drives a GPU uses a processor,
-while a stopped one, or one that waits in a gloo collective, uses next to none; if all ranks are such,
-none will end the wait. (Ranks that wait in an NCCL collective use a processor; NCCL's own time limit
-ends them.)
+processor time that they use. A rank that computes, copies, reads or drives a GPU uses a processor, while
+a stopped one, or one that waits in a gloo collective, uses next to none; if all ranks are such, none
+will end the wait. (Ranks that wait in an NCCL collective use a processor; NCCL's own limit ends them.)
 """
 
 from __future__ import annotations
@@ -17,14 +16,15 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 import ray
 from ray.exceptions import RayActorError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from onpolicy.cluster import ray_environment
 from onpolicy.cluster.placement import Host, Slot
 from onpolicy.cluster.ray_session import alive_hosts, told_by
 from onpolicy.cluster.trainer_rank import Answer, TrainerRank
@@ -96,8 +96,7 @@ class TrainerRanks(Trainer):
             raise
 
     def _start(self, rank: int, slot: Slot) -> Any:
-        on_host = NodeAffinitySchedulingStrategy(slot.host.name, soft=False)
-        actor = ray.remote(TrainerRank).options(num_cpus=0, scheduling_strategy=on_host)
+        actor = ray_environment.on_host(ray.remote(TrainerRank), slot.host.name)
         threads = self.config.engine.cpu_threads or slot.cpu_threads
         variables = _chosen_sums() | VARIABLES.get(self.config.operators.operators, {})
         return actor.remote(rank, str(self._logs[rank]), threads, os.getcwd(), variables)
@@ -112,7 +111,7 @@ class TrainerRanks(Trainer):
         self._call_each(TrainerRank.join, [(address, port, len(slots))] * len(slots))
 
     def _compare_self_checks(self) -> None:
-        self.self_check, *others = self._call_each(TrainerRank.self_check, [()] * len(self._actors))
+        self.self_check, *others = self.on_each_rank(attrgetter("self_check"))
         for rank, other in enumerate(others, start=1):
             if other != self.self_check:
                 differ = sorted(k for k, v in self.self_check.items() if other.get(k) != v)
@@ -255,14 +254,9 @@ def _chosen_sums() -> dict[str, str]:
 class HungRanks:
     """The observations of the ranks' processes during a call."""
 
-    def __init__(
-        self,
-        ranks: Sequence[tuple[Host, int]],
-        seconds: float,
-        told: Callable[..., dict[Host, Any]] = told_by,
-    ):
+    def __init__(self, ranks: Sequence[tuple[Host, int]], seconds: float):
         """Observe ranks (host, process id), which count as hung after `seconds` without work."""
-        self._ranks, self._seconds, self._told = ranks, seconds, told
+        self._ranks, self._seconds = ranks, seconds
         self._next_look = time.monotonic() + seconds / LOOKS
         self._before: list[Look] = []
         self._worked = 0.0
@@ -291,7 +285,6 @@ class HungRanks:
             )  # fmt: skip
 
     def _look(self) -> list[Look]:
-        """Return a look at each rank, on all hosts."""
         found = self._on_each_host(look_at, "what its ranks of the trainer do")
         return [found[host][pid] for host, pid in self._ranks]
 
@@ -301,7 +294,7 @@ class HungRanks:
             pids[host].append(pid)
         here: dict[Host, Any] = {}
         for host, own in pids.items():
-            here |= self._told([host], partial(ask, own), what)
+            here |= told_by([host], partial(ask, own), what)
         return here
 
     def _words(self, looks: Sequence[Look], seconds: float) -> str:

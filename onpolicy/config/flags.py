@@ -9,8 +9,6 @@ flags; notes on flags of a base class, or of a record, are passed to `also`. Fie
 keep their defaults in every run.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect
@@ -132,7 +130,6 @@ def _walk(owner: type, path: tuple[str, ...] = (), prefix: str = "") -> Iterator
 
 
 def is_record(kind: Any) -> bool:
-    """Return whether a type is a dataclass."""
     return isinstance(kind, type) and dataclasses.is_dataclass(kind)
 
 

@@ -1,7 +1,5 @@
 """The kinds of values that flags take: a type with its range, for the annotations of flags."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """The plan of a run: its properties, resolved once from its flags, under names that no flag has."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +58,11 @@ class Parsed:
     by: Callable[[Any], object]
 
 
+def secret(flag: str) -> Parsed:
+    """Return the parser of a secret, which may be in a file: @FILE."""
+    return Parsed(partial(secrets.reveal, flag))
+
+
 @dataclass(frozen=True)
 class DecidesResults:
     """Whether a setting changes bits of an aligned run, or more than chance in another. Without a
@@ -66,7 +72,6 @@ class DecidesResults:
 
 
 NO_RESULT = DecidesResults(False)
-
 
 BY_CONTENT = object()
 """A note on a path that is compared by its content, wherever the content is."""
@@ -131,9 +136,8 @@ def _contradictions(config: Any) -> Iterator[str]:
 
 
 def refuse_unread(config: Any) -> None:
-    """Raise ConfigError for the first flag that is set and that nothing would read. A flag counts
-    as set if it differs from its default. Corrections that may be turned on during the run count as
-    on."""
+    """Raise ConfigError for the first flag that is set and that nothing would read. A flag counts as set
+    if it differs from its default. Corrections that may be turned on during the run count as on."""
     run, defaults = Facts.of(config), flag_defaults(type(config))
     vars(run).update(dict.fromkeys(config.plan.may_come_on, True))
     for flag in flags_of(type(config)):

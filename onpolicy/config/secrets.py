@@ -1,7 +1,5 @@
 """Secret values: API keys and passwords, ours and SGLang's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,9 +35,8 @@ def is_key(name: str) -> bool:
 
 def is_secret(argument: str) -> bool:
     """Return whether a flag's value is secret, by its name: --admin-api-key, --x-password=y."""
-    return argument.startswith("--") and argument.split("=")[0].endswith(
-        ("key", "password", "secret")
-    )
+    name = argument.split("=")[0]
+    return name.startswith("--") and name.endswith(("key", "password", "secret"))
 
 
 def split(sglang_args: Sequence[str]) -> tuple[list[str], dict[str, str]]:

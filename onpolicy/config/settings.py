@@ -1,7 +1,5 @@
 """The effect of settings: whether they decide results, or only places and execution."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,8 +17,7 @@ DECIDE_NO_RESULT = frozenset(flag.name for flag in _FLAGS if not decides_results
 """Settings that change no bit of an aligned run, and nothing but chance in another."""
 
 BY_CONTENT = frozenset(flag.name for flag in _FLAGS if rules.BY_CONTENT in flag.notes)
-"""Paths of which whoever compares settings compares the contents instead (`digest_prompts`,
-`digest_sets`)."""
+"""Paths whose contents are compared instead (`digest_prompts`, `digest_sets`)."""
 
 _GONE: dict[str, Any] = {
     "adam_beta1": 0.9, "adam_eps": 1e-08, "align": (), "clip_cov_ratio": 0.0,
@@ -86,9 +83,8 @@ def same_run(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 
 def _only_goes_on(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether a changed length only extends the run. It does not if the learning rate
-    depends on the length, or if samples beyond the old end, which a run with --rollout-lag draws
-    ahead, are missing."""
+    """Return whether a changed length only extends the run. It does not if the learning rate depends
+    on the length, or if samples beyond the old end, which --rollout-lag draws ahead, are missing."""
     longer: bool = now[name] > was[name] and now["lr_decay_style"] == "constant"
     return longer and not now.get("rollout_lag")
 

@@ -87,8 +87,7 @@ class SftOutputConfig(groups.OutputConfig):
     """Save a checkpoint after every this many optimizer steps. The last step is always saved."""
 
     save_hf: Annotated[str, NO_RESULT] = ""
-    """New directory for the final model as a Hugging Face checkpoint, which --hf-checkpoint of
-    `onpolicy train` reads."""
+    """New directory for the final model as a Hugging Face checkpoint, as `onpolicy train` reads it."""
 
     allow_changed_settings: Annotated[tuple[str, ...], ReadBy("--load", lambda run: run.load)] = ()
     """Names of settings, as in config.json, that may differ from those of the resumed checkpoint."""
@@ -132,8 +131,7 @@ class SftConfig:
     """YAML file with values of flags (keys are the flags' names with _ for -). The command line wins."""
 
     dry_run: Annotated[bool, NO_RESULT] = False
-    """Check everything that can be checked without running, print the resolved configuration and
-    exit."""
+    """Check everything that can be checked without running, print the configuration and exit."""
 
     @property
     def sglang_args(self) -> tuple[str, ...]:

@@ -1,7 +1,5 @@
 """The flags --sglang-*: SGLang's own flags, passed through, except those that a contract decides."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from typing import TypeVar
@@ -151,8 +149,7 @@ def _value(
 
 def validate(sglang_args: Sequence[str], aligned_by: str) -> None:
     """Raise ConfigError for flags that onpolicy sets itself, flags that break an aligned contract,
-    and secrets in unreadable files. aligned_by: the flag that requests aligned operators, for
-    messages; "" if there are none."""
+    and secrets in unreadable files. aligned_by: what asks for aligned operators, or ""."""
     memory_fraction(sglang_args)
     for flag, value in secrets.split(sglang_args)[1].items():
         secrets.reveal(f"{PREFIX}{flag[2:]}", value)

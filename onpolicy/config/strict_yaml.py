@@ -1,10 +1,7 @@
 """The strict reading of YAML files with settings: each value must have its setting's type.
 
-So `shuffle: "no"` or `save:` (null) is an error that names the file and the key, rather than a text that
-a setting happens to accept.
+So `shuffle: "no"` or `save:` (null) is an error that names file and key, and not taken for a text.
 """
-
-from __future__ import annotations
 
 import difflib
 import types

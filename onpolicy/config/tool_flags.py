@@ -4,7 +4,6 @@ Flags shared with `onpolicy train` come from its groups.
 """
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, Literal
 
 import tyro
@@ -24,14 +23,14 @@ from onpolicy.config.kinds import (
     Unasked,
 )
 from onpolicy.config.plan import RunPlan, tool_plan
-from onpolicy.config.rules import NO_RESULT, Against, Parsed
+from onpolicy.config.rules import NO_RESULT, Against, secret
 from onpolicy.config.sglang_flags import tensor_parallel_size
-from onpolicy.config.train_flags import TrainConfig
+from onpolicy.config.train_flags import SglangArgs, TrainConfig
 from onpolicy.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyConfig:
+class VerifyConfig(SglangArgs):
     """Check that both engines give a checkpoint's tokens the same log-probabilities, bit for bit.
 
     The command samples with a real SGLang server (prompts share prefixes, prefill is chunked), trains
@@ -92,19 +91,14 @@ class VerifyConfig:
     run_dir: Directory = "runs/verify"
     """Directory for the engines' logs."""
 
-    sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
-    """SGLang's own flags, collected from --sglang-*."""
-
     @property
     def plan(self) -> RunPlan:
         degrees = {
             "--megatron-tp": self.megatron.megatron_tp,
             "--sglang-tp-size": tensor_parallel_size(self.sglang_args),
         }
-        starts = not self.servers.rollout_server_url
-        return tool_plan(
-            self, mode=self.true_on_policy_mode, degrees=degrees, starts_servers=starts
-        )
+        mode, starts = self.true_on_policy_mode, not self.servers.rollout_server_url
+        return tool_plan(self, mode=mode, degrees=degrees, starts_servers=starts)
 
 
 NEEDS_RECORDS = Against(
@@ -141,8 +135,7 @@ class ExplainConfig(VerifyConfig):
     """Replay a mismatch that a run recorded in this file (RUN_DIR/cases), instead of random prompts."""
 
     load: str = ""
-    """Checkpoint of that run, or its --save directory, whose weights replace those of
-    --hf-checkpoint."""
+    """Checkpoint of that run, or its --save directory, whose weights replace --hf-checkpoint's."""
 
     json: str = ""
     """Also write the result to this file, with every operator of every layer."""
@@ -168,7 +161,7 @@ def of_bench(*names: str) -> ReadBy:
     actor_num_ranks_per_node=[of_bench("loop")],
 )
 @dataclass(frozen=True, kw_only=True)
-class BenchConfig:
+class BenchConfig(SglangArgs):
     """Compare aligned with stock operators in one run, alternately, by the medians of repetitions.
 
     `bench rollout` measures an SGLang server of each kind. `bench decode` measures its prefill and
@@ -226,9 +219,8 @@ class BenchConfig:
     """agents: longest time of a tool call, in seconds."""
 
     longest_response: Annotated[int | None, at_least(1), of_bench("loop")] = None
-    """loop: compare schedules (lag 0, lag 1, free) on aligned operators instead of
-    aligned with stock operators. Response lengths are log-normal with median --max-new-tokens, and at
-    most this."""
+    """loop: compare schedules (lag 0, lag 1, free) on aligned operators instead of aligned with stock
+    operators. Response lengths are log-normal with median --max-new-tokens, and at most this."""
 
     train_backend: Annotated[
         Literal["fsdp", "megatron", "fsdp,megatron"], of_bench("step", "loop")
@@ -247,9 +239,6 @@ class BenchConfig:
     run_dir: Directory = "runs/bench"
     """Directory for the engines' logs."""
 
-    sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
-    """SGLang's own flags, collected from --sglang-*; both servers get them."""
-
     @property
     def plan(self) -> RunPlan:
         """Return the plan of both sides: aligned operators beside stock ones."""
@@ -263,7 +252,7 @@ class BenchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig:
+class ServeConfig(SglangArgs):
     """Start SGLang servers under a contract and print how to connect to them.
 
     They serve runs with --rollout-server-url, and text (docs/serving.md). With --ray-address they run on
@@ -277,7 +266,7 @@ class ServeConfig:
     gateway: groups.SessionsConfig = field(default_factory=groups.SessionsConfig)
 
     client_api_key: Annotated[
-        HeaderText, Parsed(partial(secrets.reveal, "--client-api-key")),
+        HeaderText, secret("--client-api-key"),
         Against(lambda run: secrets.ADMIN_KEY in secrets.split(run.sglang_args)[1],
             "--sglang-admin-api-key is the key of control calls then, and --rollout-api-key that of "
             "clients",
@@ -299,9 +288,6 @@ class ServeConfig:
     run_dir: Directory = "runs/serve"
     """Directory for the servers' logs."""
 
-    sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
-    """SGLang's own flags, collected from --sglang-*."""
-
     @property
     def serves_text(self) -> bool:
         """Return whether clients may send text, or only tokens."""
@@ -315,7 +301,7 @@ class ServeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
+class EvaluateConfig(SglangArgs):
     """Evaluate a checkpoint, with the numbers that its run would have recorded for it.
 
     The command starts servers but no trainer. It samples the evaluation sets with the seeds of a run
@@ -357,9 +343,6 @@ class EvaluateConfig:
 
     run_dir: Directory = "runs/eval"
     """Directory for metrics, samples and logs. It is created if it does not exist."""
-
-    sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
-    """SGLang's own flags, collected from --sglang-*."""
 
     def train_config(self, hf_checkpoint: str) -> TrainConfig:
         """Return a run of no rollouts with these evaluations. Raises ConfigError if there is no set."""

@@ -14,6 +14,15 @@ from onpolicy.config.plan import MODE, OnMismatch, RunPlan
 from onpolicy.config.rules import NO_RESULT, Together
 from onpolicy.config.sglang_flags import tensor_parallel_size
 
+
+@dataclass(frozen=True, kw_only=True)
+class SglangArgs:
+    """The arguments that a command passes on to its servers."""
+
+    sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
+    """SGLang's own flags, collected from --sglang-*."""
+
+
 NO_CHECKPOINT = Together(
     lambda run: not run.hf_checkpoint, "--hf-checkpoint is missing: a run needs it. Give a path."
 )
@@ -21,7 +30,7 @@ NO_CHECKPOINT = Together(
 
 @also(hf_checkpoint=[NO_CHECKPOINT], save_best_metric=[groups.NEVER_BEST])
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(SglangArgs):
     """Train a language model by reinforcement learning, on-policy to the bit."""
 
     model: groups.ModelConfig = field(default_factory=groups.ModelConfig)
@@ -61,9 +70,6 @@ class TrainConfig:
     """Check everything that can be checked without running, print the resolved configuration and exit.
     Missing memory or GPUs are reported but not refused, because the run may take place elsewhere."""
 
-    sglang_args: tyro.conf.Suppress[tuple[str, ...]] = ()
-    """SGLang's own flags, collected from --sglang-*."""
-
     @cached_property
     def plan(self) -> RunPlan:
         """Return the properties of the run, resolved from its flags."""
@@ -80,7 +86,6 @@ class TrainConfig:
 
     @property
     def steps_per_rollout(self) -> int:
-        """Return the number of optimizer steps per rollout."""
         return self.samples_per_rollout // self.global_batch_size
 
     @property

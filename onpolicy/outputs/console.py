@@ -6,8 +6,6 @@ since the command began:
 [0:00:11] starting 1 SGLang server; its log: runs/train/logs/engine_0.log
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import time
@@ -17,8 +15,7 @@ from typing import TextIO
 from onpolicy.errors import visible
 
 _BEGAN = time.monotonic()
-"""The time at which this process began, without Python's own start: a command imports this first.
-"""
+"""The time at which this process began, less Python's own start: a command imports this first."""
 
 OURS = ("onpolicy", "benchmarks")
 """Packages whose lines do not name their source."""

@@ -1,7 +1,5 @@
 """Destinations of results: tested before the work, and written whole."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress

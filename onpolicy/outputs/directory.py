@@ -25,17 +25,9 @@ from onpolicy.config.settings import same_run
 from onpolicy.config.sft_flags import AnyRun
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, OutputError
+from onpolicy.outputs import metrics
 from onpolicy.outputs.console import Visible
 from onpolicy.outputs.lock import locked
-from onpolicy.outputs.metrics import (
-    JsonlSink,
-    Sink,
-    TensorBoardSink,
-    WandbSink,
-    check_tensorboard,
-    check_wandb,
-    drop_from,
-)
 from onpolicy.system import files
 
 logger = logging.getLogger(__name__)
@@ -125,7 +117,7 @@ class RunDirectory:
             "versions": versions(),
         }
         with self.writing():
-            drop_from(self.path / "governor.jsonl", first_step)
+            metrics.drop_from(self.path / "governor.jsonl", first_step)
             for name, record in records.items():
                 files.write(self.path / f"{name}.json", json.dumps(record, indent=2) + "\n")
 
@@ -150,7 +142,7 @@ class RunDirectory:
                 handler.close()
 
     @contextmanager
-    def opened_sinks(self, config: AnyRun, first_step: int) -> Iterator[list[Sink]]:
+    def opened_sinks(self, config: AnyRun, first_step: int) -> Iterator[list[metrics.Sink]]:
         """Yield the sinks, and close them at the end; errors then are only logged."""
         with self.writing():
             sinks = self.sinks(config, first_step)
@@ -164,13 +156,13 @@ class RunDirectory:
                     kind = type(sink).__name__
                     logger.warning("%s did not finish writing (%s)", kind, error)
 
-    def sinks(self, config: AnyRun, first_step: int) -> list[Sink]:
+    def sinks(self, config: AnyRun, first_step: int) -> list[metrics.Sink]:
         """Return the sinks: metrics.jsonl always; the others if asked for."""
-        sinks: list[Sink] = [JsonlSink(self.metrics_file, first_step)]
+        sinks: list[metrics.Sink] = [metrics.JsonlSink(self.metrics_file, first_step)]
         if config.output.use_tensorboard:
-            sinks.append(TensorBoardSink(self.path / "tensorboard"))
+            sinks.append(metrics.TensorBoardSink(self.path / "tensorboard"))
         if config.output.use_wandb:
-            sinks.append(WandbSink(config.output, self.path, config.to_dict()))
+            sinks.append(metrics.WandbSink(config.output, self.path, config.to_dict()))
         return sinks
 
 
@@ -197,9 +189,9 @@ def _path_of(place: str) -> str:
 def check_sinks(output: OutputConfig) -> None:
     """Raise ConfigError if a requested sink could not be opened; open none."""
     if output.use_tensorboard:
-        check_tensorboard()
+        metrics.check_tensorboard()
     if output.use_wandb:
-        check_wandb(output)
+        metrics.check_wandb(output)
 
 
 def versions() -> Mapping[str, Any]:

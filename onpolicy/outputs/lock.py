@@ -1,7 +1,5 @@
 """Lock of a run directory: a second run is refused, with the name of the first."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -55,11 +53,10 @@ os.register_at_fork(after_in_child=_forget)
 def locked(directory: Path, flag: str) -> Iterator[None]:
     """Create the directory if need be, for its owner alone, and lock it against other runs.
 
-    The kernel releases the lock however the process ends. It is a flock, which belongs to the file
-    as opened here: a record lock would be lost when this process closes the file once more.
-    (Linux's NFS makes it a record lock between hosts.) A process may lock a directory several
-    times. Raises ConfigError if nothing can be written there, or if another run holds the lock,
-    with its name."""
+    The kernel releases the lock however the process ends. It is a flock, which belongs to the file as
+    opened here: a record lock would be lost when this process closes the file once more. (Linux's NFS
+    makes it a record lock between hosts.) A process may lock a directory several times. Raises
+    ConfigError if nothing can be written there, or if another run holds the lock, with its name."""
     try:
         files.make_private(directory)
         file = FileIO(directory / FILE, "a+")
@@ -97,32 +94,25 @@ def _unwritable(directory: Path, flag: str, error: OSError) -> ConfigError:
 
 def _lock(file: FileIO, directory: Path, flag: str) -> None:
     deadline = time.monotonic() + _FORK_SECONDS
-    try:
-        while not _is_locked(file, by=deadline):
-            time.sleep(_FORK_SECONDS / 10)
-    except OSError as error:
-        if error.errno in _HELD_BY_ANOTHER:
-            file.seek(0)
-            raise ConfigError(
-                f"{flag}={directory}: {_owner(file.read())} is writing there. Two runs in one "
-                "directory would destroy each other's files. Wait for it, end it, or choose "
-                "another directory."
-            ) from error
-        logger.warning(
-            "%s=%s: cannot be locked (%s); see to it that no other run writes there",
-            flag, directory, error.strerror,
-        )  # fmt: skip
-
-
-def _is_locked(file: FileIO, by: float) -> bool:
-    """Try to lock the file; return False if another process has it, or raise after the deadline."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in _HELD_BY_ANOTHER or time.monotonic() > by:
-            raise
-        return False
-    return True
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno not in _HELD_BY_ANOTHER:
+                logger.warning(
+                    "%s=%s: cannot be locked (%s); see to it that no other run writes there",
+                    flag, directory, error.strerror,
+                )  # fmt: skip
+                return
+            if time.monotonic() > deadline:
+                file.seek(0)
+                raise ConfigError(
+                    f"{flag}={directory}: {_owner(file.read())} is writing there. Two runs in one "
+                    "directory would destroy each other's files. Wait for it, end it, or choose "
+                    "another directory."
+                ) from error
+        time.sleep(_FORK_SECONDS / 10)
 
 
 def _sign(file: FileIO, directory: Path, flag: str) -> None:

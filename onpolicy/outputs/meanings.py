@@ -1,12 +1,12 @@
 """Names and meanings of everything a run logs.
 
-A user's reward function may add `rollout/reward/<name>` and `eval/reward/<name>`, a rollout
-function `episodes/<name>`, a user's correction `tis/<name>`. Evaluation sets with names log
-`eval/<set>/<metric>` instead of `eval/<metric>`, and tokens of a lag `lag/<lag>/<metric>`. A number
-stands for the k of `avg@k`, `pass@k` and `maj@k`.
+A user's reward function may add `rollout/reward/<name>` and `eval/reward/<name>`, a rollout function
+`episodes/<name>`, a user's correction `tis/<name>`. Evaluation sets with names log `eval/<set>/<metric>`
+instead of `eval/<metric>`, and tokens of a lag `lag/<lag>/<metric>`. @k stands for any number.
 """
 
 import re
+from itertools import product
 
 MEANINGS = {
     "rollout/raw_reward": "mean reward of the rollout's episodes that could be scored",
@@ -162,17 +162,11 @@ MEANINGS = {
     "eval/response_length": "mean length of evaluation responses",
 }
 
-BY_THE_CLOCK = (
-    "perf/",
-    "rollout/num_cached_tokens",
-    "rollout/prefix_cache_hit_rate",
-)
+BY_THE_CLOCK = ("perf/", "rollout/num_cached_tokens", "rollout/prefix_cache_hit_rate")
 """Prefixes of the metrics in which equal runs may differ."""
 
-for _estimator in (
-    "no_is",
-    *(f"{a}_{b}" for a in ("token", "sequence") for b in ("is", "tis", "mis")),
-):
+_PAIRS = product(("token", "sequence"), ("is", "tis", "mis"))
+for _estimator in ("no_is", *map("_".join, _PAIRS)):
     MEANINGS[f"estimator/{_estimator}_bias"] = "bound of its gradient's bias, in units of the score"
     MEANINGS[f"estimator/{_estimator}_variance"] = "bound of its variance, in units of its square"
 

@@ -1,7 +1,5 @@
 """Destinations of a run's metrics."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -73,9 +71,8 @@ def check_tensorboard() -> None:
 
 
 def drop_from(file: Path, step: int) -> None:
-    """Drop the records of `step` and later ones: a resumed run repeats the steps after its
-    checkpoint. Nothing else is lost: lines that are no records move into a file beside it, and are
-    reported."""
+    """Drop the records of `step` and later ones: a resumed run repeats the steps after its checkpoint.
+    Nothing else is lost: lines that are no records move into a file beside it, and are reported."""
     if not file.exists():
         return
     kept, damaged = [], []
@@ -198,9 +195,8 @@ def _teardown() -> None:
 
 
 def check_wandb(output: OutputConfig) -> None:
-    """Have a run that cannot log there log into its directory, and say so. Asks a person at a
-    terminal for a key. Accepts WANDB_MODE=offline or disabled. Raises ConfigError if wandb is not
-    installed."""
+    """Have a run that cannot log there log into its directory, and say so. Asks a person at a terminal
+    for a key. Accepts WANDB_MODE=offline or disabled. Raises ConfigError if wandb is not installed."""
     try:
         import wandb
     except ImportError as error:

@@ -1,7 +1,5 @@
 """Progress display of a run: a bar, its latest numbers, and a table at the end."""
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Mapping
@@ -62,7 +60,9 @@ class Progress:
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show that a rollout has been trained on."""
-        spent, left = self._times(step + 1)
+        self._finished.append(elapsed())
+        pace = (self._finished[-1] - self._finished[0]) / (len(self._finished) - 1)
+        spent, left = duration(elapsed()), duration(pace * (self._total - step - 1))
         mean = metrics.get("rollout/raw_reward")
         reward = "no reward" if mean is None else f"reward {mean:.3f}"
         compared, mismatched = parity_of(metrics)
@@ -81,12 +81,6 @@ class Progress:
             speed, shared, f"{spent} elapsed, {left} left",
         )  # fmt: skip
         self._say("  ".join(filter(None, parts)))
-
-    def _times(self, done: int) -> tuple[str, str]:
-        """Return the elapsed and the remaining time, at the pace of the latest rollouts."""
-        self._finished.append(elapsed())
-        pace = (self._finished[-1] - self._finished[0]) / (len(self._finished) - 1)
-        return duration(elapsed()), duration(pace * (self._total - done))
 
     def _say(self, line: str) -> None:
         """Print a line where there is no bar."""
@@ -117,7 +111,8 @@ class Phases:
 
     def begin(self, what: str, total: int = 0) -> None:
         """Begin a new phase, of `total` steps if they can be counted."""
-        self._end()
+        if self._total:
+            self._bar.remove_task(self._task)
         self._what, self._total, self._spoken = what, total, elapsed()
         logger.info("%s", what)
         if total:
@@ -131,11 +126,6 @@ class Phases:
         if elapsed() - self._spoken > PHASE_SILENCE and not self._has_bar:
             self._spoken = elapsed()
             logger.info("%s: %d of %d", self._what, done, self._total)
-
-    def _end(self) -> None:
-        if self._total:
-            self._bar.remove_task(self._task)
-            self._total = 0
 
     def close(self) -> None:
         self._bar.stop()

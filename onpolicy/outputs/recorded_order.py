@@ -9,8 +9,6 @@ of tokens sampled from each version of the weights. Everything else about a run 
 Lines are added as a whole, before the step is taken.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,8 +133,7 @@ class RolloutJournal:
     steps: Mapping[int, DrawnStep]
 
     def spans(self) -> dict[tuple[int, int], dict[BranchKey, SpanLengths]]:
-        """Return the spans of each episode's branches, by the number of its group and its index
-        there."""
+        """Return the spans of each episode's branches, by its group's number and its index there."""
         return {
             (group.number, i): {branch.key: branch.spans for branch in branches}
             for record in self.steps.values()
@@ -154,10 +151,8 @@ def read(file: str) -> RolloutJournal:
             f"--replay={file}: cannot be read ({error.strerror}). Give the rollouts.jsonl of a run with "
             "--rollout-schedule free."
         ) from error
-    starts = [_taken(file, record, _START) for record in records if "config" in record]
-    steps = {
-        record["step"]: _taken(file, record, _STEP) for record in records if "groups" in record
-    }
+    starts = [_taken(file, each, _START) for each in records if "config" in each]
+    steps = {each["step"]: _taken(file, each, _STEP) for each in records if "groups" in each}
     if not starts or not steps:
         raise ConfigError(
             f"--replay={file}: holds no rollouts. Give the rollouts.jsonl of a run with "

@@ -8,8 +8,6 @@ sample: its prompt and response as the model read and sampled them, special toke
 where its episode has several turns or trajectories, all given and sampled text, in order.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -81,13 +79,11 @@ class SampleLog:
 
     def write(self, name: str, step: int, groups: Sequence[SampleGroup]) -> None:
         """Write some samples of rollout or evaluation `name`, replacing the file of this step."""
-        self._write(
-            f"{name}_{step:06d}.jsonl", [self._record(step, e, i) for e, i in self._chosen(groups)]
-        )
+        records = [self._record(step, episode, i) for episode, i in self._chosen(groups)]
+        self._write(f"{name}_{step:06d}.jsonl", records)
 
     def write_failed(self, name: str, step: int, attempts: Sequence[FailedAttempt]) -> None:
-        """Write the text of some failed attempts of rollout or evaluation `name`, and their
-        reasons."""
+        """Write the text of some failed attempts of rollout or evaluation `name`, and their reasons."""
         file = f"failed_{name}_{step:06d}.jsonl"
         of_prompts = groupby(attempts, key=lambda each: each.prompt.index)
         chosen = (each for _, found in of_prompts for each in islice(found, MOST_OF_A_PROMPT))

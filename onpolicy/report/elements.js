@@ -1,12 +1,12 @@
 "use strict";
-// Text of the data reaches a page only as textContent or attribute values, never as HTML.
+// Text of the data reaches a page only as text nodes or attribute values, never as HTML.
 
-function make(tag, attributes = {}, text = null) {
+function make(tag, attributes = {}, ...children) {
   const inSvg = ["svg", "path", "line", "text", "g"].includes(tag);
   const node = inSvg
     ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  if (text !== null) node.textContent = text;
+  node.append(...children);
   return node;
 }
 
@@ -21,8 +21,7 @@ function format(value) {
 }
 
 function addTable(table, titles, rows) {
-  const head = make("tr");
-  titles.forEach(([title, kind]) => head.append(make("th", { class: kind }, title)));
-  table.append(head, ...rows);
+  const head = titles.map(([title, kind]) => make("th", { class: kind }, title));
+  table.append(make("tr", {}, ...head), ...rows);
 }
 

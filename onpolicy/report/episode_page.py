@@ -6,8 +6,6 @@ to 127.0.0.1 as well, and so can any page in a browser here whose name was made 
 host's own names (jupyter/notebook #3714, spec-kitty/spec-kitty #4769).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets
@@ -81,7 +79,7 @@ FAULTS = re.compile("fault|refused|given_up|drift|error|timeout|timed_out")
 def render(data: Record) -> str:
     """Return the page as HTML."""
     styles, scripts = ("page.css", "episodes.css"), ("elements.js", "episodes.js")
-    return page_of("episodes.html", styles, scripts, data)
+    return page_of("episodes", styles, scripts, data, connect="; connect-src 'self'")
 
 
 def read_episodes(run: str, rollouts: int) -> Record:
@@ -103,9 +101,8 @@ def read_episodes(run: str, rollouts: int) -> Record:
 
 
 def write_pages(runs: Sequence[LoggedRun], report: Path, rollouts: int) -> dict[str, str]:
-    """Write a page beside a report for each run with episodes; return the links to them, by the
-    run's name. Raises ConfigError for a page that cannot be written, and for a line that cannot be
-    read."""
+    """Write a page beside a report for each run with episodes; return the links to them, by the run's
+    name. Raises ConfigError for a page that cannot be written, and for a line that cannot be read."""
     links = {}
     for number, run in enumerate(runs, start=1):
         directory = run.directory if run.config is not None else None

@@ -23,9 +23,7 @@ function addFilters() {
 }
 
 function labelled(title, control) {
-  const label = make("label", {}, `${title} `);
-  label.append(control);
-  return label;
+  return make("label", {}, `${title} `, control);
 }
 
 /** Offers what the episodes have now, and leaves the choice as it is. */
@@ -67,11 +65,10 @@ function drawList() {
 }
 
 function listRow(episode) {
-  const line = make("tr", { "data-episode": episode.key, tabindex: 0 });
-  line.append(make("td", {}, episode.key));
   const numbers = [episode.reward, episode.num_tokens, episode.num_turns, episode.trajectories.length];
-  line.append(...numbers.map((value) => make("td", { class: "number" }, format(value))));
-  line.append(make("td", {}, episode.faults.join(", ")));
+  const line = make("tr", { "data-episode": episode.key, tabindex: 0 }, make("td", {}, episode.key),
+    ...numbers.map((value) => make("td", { class: "number" }, format(value))),
+    make("td", {}, episode.faults.join(", ")));
   line.classList.toggle("chosen", episode.key === chosen);
   line.onclick = () => {
     chosen = episode.key;
@@ -99,15 +96,13 @@ function drawShown() {
   });
   const facts = make("table");
   addTable(facts, [["what", ""], ["value", ""]], episode.facts.map(factRow));
-  place.replaceChildren(make("h2", {}, episode.key), make("p", {}, "tokens coloured by "), facts,
+  place.replaceChildren(
+    make("h2", {}, episode.key), make("p", {}, "tokens coloured by ", ...buttons), facts,
     ...episode.trajectories.flatMap((each, number) => drawTrajectory(episode, each, number)));
-  place.querySelector("p").append(...buttons);
 }
 
 function factRow([name, value]) {
-  const line = make("tr");
-  line.append(make("td", {}, name), make("td", { class: "turn" }, value));
-  return line;
+  return make("tr", {}, make("td", {}, name), make("td", { class: "turn" }, value));
 }
 
 function drawTrajectory(episode, trajectory, number) {
@@ -122,9 +117,8 @@ function drawTrajectory(episode, trajectory, number) {
 }
 
 function drawTurn(turn, largest) {
-  const block = make("div", { class: `turn ${turn.sampled ? "sampled" : "given"}` });
-  if (turn.texts) block.append(...turn.texts.map((text, i) => drawToken(turn, text, i, largest)));
-  else block.textContent = turn.text;
+  const parts = turn.texts?.map((text, i) => drawToken(turn, text, i, largest)) ?? [turn.text];
+  const block = make("div", { class: `turn ${turn.sampled ? "sampled" : "given"}` }, ...parts);
   return turn.branch ? [make("div", { class: "branch" }, turn.branch), block] : [block];
 }
 

@@ -21,13 +21,10 @@ function swatch(group) {
 // ---- tables and legend
 
 function nameCell(run) {
-  const cell = make("td", { class: "name" }), { name, episodes } = data.runs[run];
-  const group = data.groups[groupOf[run]].name;
-  cell.append(swatch(groupOf[run]), name);
-  if (group !== name) cell.append(make("small", {}, group));
-  cell.append(...sameAs(run));
-  if (episodes) cell.append(" ", make("a", { href: episodes }, "episodes"));
-  return cell;
+  const { name, episodes } = data.runs[run], group = data.groups[groupOf[run]].name;
+  return make("td", { class: "name" }, swatch(groupOf[run]), name,
+    ...(group === name ? [] : [make("small", {}, group)]), ...sameAs(run),
+    ...(episodes ? [" ", make("a", { href: episodes }, "episodes")] : []));
 }
 
 /** Says which earlier run logged the same values; nothing if none did. */
@@ -39,9 +36,7 @@ function sameAs(run) {
 }
 
 function row(run, cells) {
-  const line = make("tr", { "data-run": run });
-  line.append(nameCell(run), ...cells);
-  return line;
+  return make("tr", { "data-run": run }, nameCell(run), ...cells);
 }
 
 function fillSummary() {
@@ -76,25 +71,19 @@ function runLabel(run) {
 
 function fillLegend() {
   data.groups.forEach((group, g) => {
-    const entry = make("div", { class: "entry" });
     const several = group.runs.length > 1;
-    const whole = toggle("group", group.runs, group.name);
-    whole.prepend(swatch(g));
-    if (several) whole.title = `${group.name}: bold is the median of ${group.runs.length} runs`;
-    else whole.append(...sameAs(group.runs[0]));
-    entry.append(whole);
-    if (several) group.runs.forEach((run) => {
-      const one = toggle("run", [run], runLabel(run));
-      one.title = data.runs[run].name;
-      one.append(...sameAs(run));
-      entry.append(one);
-    });
-    document.getElementById("legend").append(entry);
+    const title = `${group.name}: bold is the median of ${group.runs.length} runs`;
+    const whole = toggle("group", group.runs, several ? { title } : {}, swatch(g), group.name,
+      ...(several ? [] : sameAs(group.runs[0])));
+    const each = several ? group.runs.map((run) => (
+      toggle("run", [run], { title: data.runs[run].name }, runLabel(run), ...sameAs(run)))) : [];
+    document.getElementById("legend").append(make("div", { class: "entry" }, whole, ...each));
   });
 }
 
-function toggle(kind, runs, text) {
-  const button = make("button", { class: kind, "data-runs": runs.join(" ") }, text);
+function toggle(kind, runs, attributes, ...children) {
+  const known = { class: kind, "data-runs": runs.join(" "), ...attributes };
+  const button = make("button", known, ...children);
   button.onclick = () => {
     const hide = runs.some((run) => !hidden.has(run));
     runs.forEach((run) => (hide ? hidden.add(run) : hidden.delete(run)));
@@ -320,17 +309,14 @@ function nearestStep(panel, position) {
 }
 
 function tipRow(group, label, value, bold) {
-  const line = make("div");
-  line.append(swatch(group), make("span", { class: `label ${bold ? "bold" : ""}` }, label));
-  line.append(make("span", { class: `value ${bold ? "bold" : ""}` }, value));
-  return line;
+  const weight = bold ? "bold" : "";
+  return make("div", {}, swatch(group), make("span", { class: `label ${weight}` }, label),
+    make("span", { class: `value ${weight}` }, value));
 }
 
 function tipMove(move) {
-  const line = make("div", { class: "reason" });
   const text = `rollout ${move.step}: ${move.source} → ${move.target}. ${move.reason}`;
-  line.append(swatch(move.group), make("span", { class: "label" }, text));
-  return line;
+  return make("div", { class: "reason" }, swatch(move.group), make("span", { class: "label" }, text));
 }
 
 function valuesAt(panel, step) {
@@ -389,18 +375,11 @@ function stopPointing() {
 // ---- building the page
 
 function metricNames(panel) {
-  const names = make("div", { class: "names" });
-  panel.metrics.forEach((metric, m) => {
-    const name = make("span", { title: metric.meaning || metric.name });
-    if (panel.metrics.length > 1) {
-      const line = make("svg", { viewBox: "0 0 22 6" });
-      line.append(make("path", { d: "M0,3h22", "stroke-dasharray": DASHES[m % DASHES.length] }));
-      name.append(line);
-    }
-    name.append(metric.name);
-    names.append(name);
-  });
-  return names;
+  return make("div", { class: "names" }, ...panel.metrics.map((metric, m) => {
+    const path = make("path", { d: "M0,3h22", "stroke-dasharray": DASHES[m % DASHES.length] });
+    const line = panel.metrics.length > 1 ? [make("svg", { viewBox: "0 0 22 6" }, path)] : [];
+    return make("span", { title: metric.meaning || metric.name }, ...line, metric.name);
+  }));
 }
 
 function logButton(panel) {
@@ -416,15 +395,14 @@ function logButton(panel) {
 }
 
 function addPanel(panel) {
-  const box = make("section", { class: "panel", "data-panel": panel.title });
-  const head = make("div", { class: "head" });
-  head.append(make("h2", {}, panel.title), logButton(panel));
+  const head = make("div", { class: "head" }, make("h2", {}, panel.title), logButton(panel));
   panel.svg = make("svg", { class: "plot", role: "img", "aria-label": panel.title });
   panel.svg.onpointermove = panel.svg.onpointerdown = (event) => point(panel, event);
   panel.svg.onpointerleave = stopPointing;
   panel.identical = make("div", { class: "identical" });
-  box.append(head, metricNames(panel), panel.svg, panel.identical);
-  document.getElementById("panels").append(box);
+  const box = { class: "panel", "data-panel": panel.title };
+  const parts = [head, metricNames(panel), panel.svg, panel.identical];
+  document.getElementById("panels").append(make("section", box, ...parts));
 }
 
 function about() {

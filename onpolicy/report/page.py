@@ -16,7 +16,6 @@ from fnmatch import fnmatchcase
 from importlib.resources import files
 from itertools import takewhile
 from pathlib import Path, PurePath
-from types import MappingProxyType
 from typing import Any
 
 from onpolicy.config.settings import DECIDE_NO_RESULT
@@ -25,35 +24,41 @@ from onpolicy.outputs.meanings import BY_THE_CLOCK, meaning
 from onpolicy.system.files import read_json_object
 from onpolicy.system.json_values import number as number_of
 
-NO_LINKS: Mapping[str, str] = MappingProxyType({})
 
-
-def render(runs: Sequence[LoggedRun], links: Mapping[str, str] = NO_LINKS) -> str:
+def render(runs: Sequence[LoggedRun], links: Mapping[str, str]) -> str:
     """Return the page as HTML; `links`: the page of each run's episodes, by the run's name."""
     data = page_data(runs, links)
-    return page_of("page.html", ["page.css"], ["elements.js", "page.js"], data)
+    return page_of("report", ["page.css"], ["elements.js", "page.js"], data)
 
 
-def page_of(template: str, styles: Sequence[str], scripts: Sequence[str], data: Any) -> str:
-    """Return a page from this folder's files: the template with styles, scripts and data in it."""
-    page = _part(template)
-    page = page.replace("__STYLE__", "".join(map(_part, styles)), 1)
-    page = page.replace("__SCRIPT__", "".join(map(_part, scripts)), 1)
-    return page.replace("__DATA__", _script_safe(data), 1)
+def page_of(
+    name: str, styles: Sequence[str], scripts: Sequence[str], data: Any, connect: str = ""
+) -> str:
+    """Return a page from this folder's files: page.html with the body of `name`, styles, scripts and
+    data in it. connect: what its policy adds, for a page that asks its server."""
+    parts = {
+        "CONNECT": connect,
+        "NAME": name,
+        "STYLE": "".join(map(_part, styles)),
+        "BODY": _part(f"{name}.html"),
+        "SCRIPT": "".join(map(_part, scripts)),
+        "DATA": _script_safe(data),
+    }
+    return re.sub("__([A-Z]+)__", lambda found: parts[found[1]], _part("page.html"))
 
 
 def _part(name: str) -> str:
     return files("onpolicy.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def page_data(runs: Sequence[LoggedRun], links: Mapping[str, str] = NO_LINKS) -> dict[str, Any]:
+def page_data(runs: Sequence[LoggedRun], links: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return everything that the page shows, as JSON values."""
     groups = group_runs(runs)
     panels = [_panel(title, metrics, runs, groups) for title, metrics in PANELS.items()]
     return {
         "groups": [{"name": group.name, "runs": group.runs} for group in groups],
         "runs": [
-            {**_run(run), "same_as": same, "episodes": links.get(run.name)}
+            {**_run(run), "same_as": same, "episodes": (links or {}).get(run.name)}
             for run, same in zip(runs, _same_as(runs), strict=True)
         ],
         "panels": [panel for panel in panels if panel["metrics"]],
@@ -307,12 +312,10 @@ def median_curve(curves: Iterable[Curve]) -> Curve:
 
 
 NOT_THE_EXPERIMENT = DECIDE_NO_RESULT | {"seed"}
-"""Configuration values that may differ inside a group: the seed, and flags that affect no result.
-"""
+"""Settings that may differ inside a group: the seed, and flags that affect no result."""
 
 MOST_VALUES_IN_A_NAME = 3
-"""The most differing values in a group's name; beyond that, groups are named by their directories.
-"""
+"""The most differing values in a group's name; with more, groups are named by their directories."""
 
 
 def _settings(run: LoggedRun) -> dict[str, Any]:
@@ -321,7 +324,8 @@ def _settings(run: LoggedRun) -> dict[str, Any]:
 
 def _group_names(groups: Sequence[Sequence[LoggedRun]]) -> list[str]:
     settings = [_settings(group[0]) for group in groups]
-    keys = [key for key in _keys(settings) if len({repr(s.get(key)) for s in settings}) > 1]
+    known = dict.fromkeys(key for each in settings for key in each)
+    keys = [key for key in known if len({repr(s.get(key)) for s in settings}) > 1]
     comparable = all(group[0].config is not None for group in groups)
     if comparable and 0 < len(keys) <= MOST_VALUES_IN_A_NAME:
         by_value = [", ".join(f"{key}={_short(s.get(key))}" for key in keys) for s in settings]
@@ -331,10 +335,6 @@ def _group_names(groups: Sequence[Sequence[LoggedRun]]) -> list[str]:
     if len(set(by_directory)) == len(groups):
         return by_directory
     return [group[0].name for group in groups]
-
-
-def _keys(settings: Iterable[dict[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(key for each in settings for key in each))
 
 
 def _short(value: Any) -> str:

@@ -1,7 +1,5 @@
 """A mismatch of a run as a file, with everything needed to reproduce it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -83,8 +81,7 @@ def make_case(
     engines: EnginePair,
 ) -> Case:
     """Return the case of a sample of rollout `step` whose log-probabilities differ. It records the
-    weights and the contract of both engines. `request` is the first request of the sample's
-    episode."""
+    weights and the contract of both engines. `request` is the first request of the sample's episode."""
     place = first_apart(sample.trajectory, train_log_probs)
     asked = asked_at(request, sample.trajectory, place)
     if sample.seeds:  # an episode that was restarted has another seed than its request

@@ -2,11 +2,8 @@
 
 A thread drives the engines while the loop's thread is in the trainer. The thread never calls the
 trainer: after engines were restarted, it asks the loop for the weights of its version and continues once
-they are pushed. The loop serves such requests whenever it waits for the thread: before it pushes the
-next version, and in `take`.
+they are pushed. The loop serves that while it waits for the thread: before a push, and in `take`.
 """
-
-from __future__ import annotations
 
 import logging
 import threading
@@ -303,9 +300,8 @@ class Replayed(Drawing):
 
 class FreeRollouts(Drawing):
     """Asynchronous rollouts: engines always sample, a push interrupts them, and a step takes the
-    first groups to complete. `open_groups` decides which groups may be taken. The order of
-    completion is written to the run's journal of rollouts, from which `Replayed` repeats the
-    run."""
+    first groups to complete. `open_groups` decides which groups may be taken. The order of completion
+    is written to the run's journal of rollouts, from which `Replayed` repeats the run."""
 
     def __init__(self, sampler: Sampler, open_groups: FreeGroups, engines: EnginePair):
         super().__init__(engines)

@@ -1,7 +1,5 @@
 """The two engines of a run, and the weight pushes between them."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 
 from rich.console import Console
 
@@ -27,20 +28,15 @@ logger = logging.getLogger(__name__)
 Metrics = dict[str, float]
 
 
+@dataclass(frozen=True, eq=False)
 class Journal:
     """The writer of a run's events: into its directory, to the trackers given, and on the console."""
 
-    def __init__(
-        self,
-        directory: RunDirectory,
-        sinks: Sequence[Sink],
-        samples: SampleLog,
-        progress: Progress,
-        first_step: int,
-    ):
-        self._directory, self._sinks, self._samples = directory, sinks, samples
-        self.progress = progress
-        self._first_step = first_step
+    directory: RunDirectory
+    sinks: Sequence[Sink]
+    samples: SampleLog
+    progress: Progress
+    first_step: int
 
     @classmethod
     @contextmanager
@@ -68,16 +64,15 @@ class Journal:
         weights: str = "",
     ) -> None:
         """Record a rollout that was sampled and scored, and the failed attempts at its episodes.
-        `weights`: the digest of the weights that will learn from it, for an asynchronous run's
-        journal of rollouts."""
+        `weights`: the digest of those that learn from it, for an asynchronous run's journal."""
         self._write_failed("rollout", step, failed)
         if weights:
-            with self._directory.writing():
+            with self.directory.writing():
                 record = recorded_order.record_of(step, weights, groups)
-                recorded_order.add(self._directory.rollouts, record)
+                recorded_order.add(self.directory.rollouts, record)
         first = next((sample for group in groups for sample in group.samples), None)
-        if step == self._first_step and first is not None:
-            logger.info("%s", self._samples.describe(first))
+        if step == self.first_step and first is not None:
+            logger.info("%s", self.samples.describe(first))
 
     def on_evaluation(
         self,
@@ -96,7 +91,7 @@ class Journal:
 
     def on_training(self, step: int, groups: Sequence[SampleGroup]) -> None:
         """Mark the shown samples before a rollout is trained on, so that the trainer reports on them."""
-        for sample in self._samples.shown(groups):
+        for sample in self.samples.shown(groups):
             sample.is_shown = True
 
     @contextmanager
@@ -117,7 +112,7 @@ class Journal:
     def on_move(self, step: int, move: Move) -> None:
         """Record a move of the governor to another rung."""
         logger.warning("governor: %s -> %s (%s)", move.before, move.after, move.reason)
-        self._directory.record_move(step, move.before, move.after, move.reason)
+        self.directory.record_move(step, move.before, move.after, move.reason)
 
     def on_step(self, step: int, metrics: Metrics) -> None:
         """Record the metrics of a finished step."""
@@ -125,18 +120,18 @@ class Journal:
         self.progress.on_step(step, metrics)
 
     def _log(self, step: int, metrics: Metrics) -> None:
-        for sink in self._sinks:
-            with self._directory.writing():
+        for sink in self.sinks:
+            with self.directory.writing():
                 sink.log(step, metrics)
 
     def write_samples(self, name: str, step: int, groups: Sequence[SampleGroup]) -> None:
         """Record the shown samples of a rollout or an evaluation, after training if there is any."""
-        with self._directory.writing():
-            self._samples.write(name, step, groups)
+        with self.directory.writing():
+            self.samples.write(name, step, groups)
 
     def _write_failed(self, name: str, step: int, failed: Sequence[FailedAttempt]) -> None:
-        with self._directory.writing():
-            self._samples.write_failed(name, step, failed)
+        with self.directory.writing():
+            self.samples.write_failed(name, step, failed)
 
 
 def _eval_file(name: str) -> str:

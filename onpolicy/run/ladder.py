@@ -1,7 +1,5 @@
 """The governor's rungs as settings of the engines: contract, corrections, learning rate."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,9 +63,8 @@ class Ladder:
         return self._governor.lr_scale
 
     def update(self, metrics: Mapping[str, float]) -> Move | None:
-        """Take in a rollout's metrics, which must be equal on all ranks; return the move that
-        follows, if any. Where tokens may be stale, these metrics would measure staleness, so the
-        probe's readings are used."""
+        """Take in a rollout's metrics, which must be equal on all ranks; return the move that follows,
+        if any. Where tokens may be stale, they would measure staleness, so the probe's are used."""
         if "parity/num_compared_tokens" not in metrics:
             return None
         if self.config.plan.may_lag:

@@ -1,7 +1,5 @@
 """The learning rate of every optimizer step: base schedule x length decay x governor."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

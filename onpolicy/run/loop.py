@@ -1,7 +1,4 @@
-"""The reinforcement-learning step, the loop over it, and its restart from the last checkpoint after a
-lost trainer rank or host."""
-
-from __future__ import annotations
+"""The reinforcement-learning step, the loop over it, and its restart after a lost rank or host."""
 
 import logging
 import time
@@ -43,7 +40,7 @@ def take_step(run: Run, step: int) -> None:
     run.evaluate_if_due(step)
     started = time.perf_counter()
     groups, rollout = run.roll_out(step)
-    run.draw_ahead(step)
+    run.rollouts.draw_ahead(step)
     update = run.train(groups, step)
     moves = run.govern(step, update)
     waited = run.settle_drawing()
@@ -56,9 +53,8 @@ def take_step(run: Run, step: int) -> None:
 def train_through_losses(
     config: TrainConfig, inputs: Inputs, make_run: Callable[[TrainConfig, Inputs], Run] = Run
 ) -> RunSummary:
-    """Call `train`, and again after each loss, up to --max-rank-restarts times. All engines and
-    ranks are restarted, wherever they fit the cluster at that time. The run hash equals an
-    undisturbed run's."""
+    """Call `train`, and again after each loss, up to --max-rank-restarts times. All engines and ranks
+    are restarted, wherever they fit the cluster then. The run hash equals an undisturbed run's."""
     left = config.output.max_rank_restarts
     while True:
         try:
@@ -73,14 +69,8 @@ def train_through_losses(
                 raise
             left -= 1
             logger.warning("%s", error)
-        config = _resumed(config)
+        # It resumes from its own last checkpoint, if it has written one.
+        if checkpoints(Path(config.output.save)):
+            config = replace(config, output=replace(config.output, load=config.output.save))
         begins = f"from the last checkpoint in {load}" if (load := config.output.load) else "again"
         logger.warning("the run begins %s; --max-rank-restarts leaves %d", begins, left)
-
-
-def _resumed(config: TrainConfig) -> TrainConfig:
-    """Return the run that resumes from its own last checkpoint, if it has written one."""
-    save = config.output.save
-    if not checkpoints(Path(save)):
-        return config
-    return replace(config, output=replace(config.output, load=save))

@@ -1,12 +1,8 @@
-"""The comparison of engines and trainer after a push, for runs whose samples are too stale to compare in
-training.
+"""The comparison of engines and trainer after a push, for samples too stale to compare in training.
 
 Each engine answers the same few requests. The trainer, which holds the pushed weights at that time,
-scores the answers, and every log-probability is compared bit by bit. The governor decides by their
-distances.
+scores the answers, and every log-probability is compared by bits. The governor decides by that.
 """
-
-from __future__ import annotations
 
 import logging
 from collections.abc import Sequence

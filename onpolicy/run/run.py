@@ -1,7 +1,5 @@
 """The parts of a training step, as methods of a run with its engines, data and files."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import time
@@ -181,10 +179,6 @@ class Run:
         self.journal.on_rollout(step, groups, failed, weights)
         return groups, metrics
 
-    def draw_ahead(self, step: int) -> None:
-        """Start to sample for later steps under the same weights, beside the trainer."""
-        self.rollouts.draw_ahead(step)
-
     def settle_drawing(self) -> Metrics:
         """Wait until nothing is being sampled under these weights."""
         started = time.perf_counter()
@@ -213,7 +207,9 @@ class Run:
         kept = train_samples.worth_training(groups, self.config)
         metrics = {"rollout/num_filtered_groups": float(len(groups) - len(kept))}
         if not kept:
-            logger.warning("rollout %d: %s", step, train_samples.why_nothing_is_learnt(groups))
+            scored = any(group.rewards for group in groups)
+            why = "all groups have equal rewards" if scored else "no sample could be scored"
+            logger.warning("rollout %d: %s; nothing to learn from", step, why)
             return metrics
         self.engines.make_room()
         self.journal.on_training(step, groups)
@@ -240,10 +236,14 @@ class Run:
         step: int,
     ) -> None:
         """Store the findings in the samples; write the first that differs as a case."""
-        apart = train_samples.note_findings(findings, trained)
-        if apart is not None:
-            sample = trained[apart[0]]
-            given = self.sampler.request_of(sample, groups), sample, apart[1], step, self.engines
+        if findings is None:
+            return
+        for one, count in zip(trained, findings.mismatched_tokens, strict=True):
+            one.mismatched_tokens = count
+        if findings.apart is not None:
+            number, log_probs = findings.apart
+            sample = trained[number]
+            given = self.sampler.request_of(sample, groups), sample, log_probs, step, self.engines
             with self._directory.writing():
                 write_case(make_case(*given), Path(self.config.output.case_file(step)))
 

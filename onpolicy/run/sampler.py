@@ -3,8 +3,6 @@
 Failed attempts at episodes are counted in the metrics, and kept as records for the sample log.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -91,8 +89,7 @@ class Sampler:
         """Return the tokens of a text, of token ids or of chat messages that are appended to an episode.
         Raises ValueError for anything else, and for messages that do not follow an answer."""
         if isinstance(more, str):
-            encode = self.inputs.tokenizer.encode
-            return list(encode(more, add_special_tokens=False))
+            return list(self.inputs.tokenizer.encode(more, add_special_tokens=False))
         if all(isinstance(token, int) for token in more):
             return [*more]
         if not all(isinstance(message, Mapping) for message in more):
@@ -127,8 +124,7 @@ class Sampler:
     def roll_out(self, step: int, version: int, work: Work) -> Drawn:
         """Return the rollout of a step: its groups, sampled under `version` and scored. With
         --dynamic-sampling others are sampled until enough have a signal. Raises EngineError for a
-        token that was not sampled from the weights of `version`, and TrainingError if too many
-        groups are without a signal."""
+        token of other weights, and TrainingError if too many groups are without a signal."""
         self.curriculum.begin(step, version)
         self._failed = []
         wanted, found = self.config.rollout.rollout_batch_size, defaultdict[str, float](float)

@@ -1,7 +1,5 @@
 """Teachers that are external SGLang servers, which score samples before these are trained on."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,9 +32,9 @@ class Said(NamedTuple):
     def beside(self, one: Sample) -> Sample:
         """Return the sample with these scores."""
         tops = [[*zip(*row, strict=True)] for row in self.likeliest]
-        top = (
-            ([[*ids] for _, ids in tops], [[*values] for values, _ in tops]) if all(tops) else None
-        )
+        top = None
+        if all(tops):
+            top = [[*ids] for _, ids in tops], [[*values] for values, _ in tops]
         return replace(one, teacher_log_probs=self.log_probs, teacher_top=top)
 
 

@@ -1,12 +1,10 @@
-"""The training samples of a rollout, from groups with a signal; the trainer's findings about them."""
-
-from __future__ import annotations
+"""The training samples of a rollout, from groups with a signal."""
 
 from collections.abc import Sequence
 
 from onpolicy.config import TrainConfig
 from onpolicy.token_weights import require_terms
-from onpolicy.types import ParityFindings, Sample, SampleGroup
+from onpolicy.types import Sample, SampleGroup
 
 
 def worth_training(groups: Sequence[SampleGroup], config: TrainConfig) -> Sequence[SampleGroup]:
@@ -24,13 +22,6 @@ def has_signal(group: SampleGroup) -> bool:
     return len({*group.rewards}) > 1
 
 
-def why_nothing_is_learnt(groups: Sequence[SampleGroup]) -> str:
-    """Return the reason why none of these groups is worth training."""
-    scored = any(group.rewards for group in groups)
-    why = "all groups have equal rewards" if scored else "no sample could be scored"
-    return f"{why}; nothing to learn from"
-
-
 def make_train_samples(
     groups: Sequence[SampleGroup], policy_version: int | None = None
 ) -> list[Sample]:
@@ -46,14 +37,3 @@ def make_train_samples(
             samples += episode
             number += 1
     return samples
-
-
-def note_findings(
-    findings: ParityFindings | None, samples: Sequence[Sample]
-) -> tuple[int, Sequence[float]] | None:
-    """Store the mismatched tokens in the samples; return the first difference, if any."""
-    if findings is None:
-        return None
-    for one, count in zip(samples, findings.mismatched_tokens, strict=True):
-        one.mismatched_tokens = count
-    return findings.apart

@@ -1,7 +1,5 @@
 """Calls in threads that the end of a program does not wait for."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future

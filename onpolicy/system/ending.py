@@ -5,8 +5,6 @@ The main thread then leaves all its contexts, which end servers and remove tempo
 an exception that reaches it in a destructor, so a timer ends a command that goes on.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal
@@ -104,8 +102,7 @@ def _told(number: int) -> tuple[int, str]:
 
 
 def _end_by_then(seconds: float, number: int) -> None:
-    """Let the signal kill this process, and say where it stands, if it still runs after so many
-    seconds."""
+    """Let the signal kill this process, and say where it stands, if it runs after so many seconds."""
 
     def kill() -> None:
         words = f"This command did not end within {seconds:g} s of {signal.Signals(number).name}."

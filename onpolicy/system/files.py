@@ -1,10 +1,7 @@
 """Files written so that a kill, a crash or a full disk does no harm, and users' files read.
 
-A written file is old or new, never partial. Errors about a user's text file name the file and the
-line, without a traceback.
+A written file is old or new, never partial. Errors about a user's text file name it and the line.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -28,8 +25,7 @@ def make_private(directory: Path) -> None:
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
     """Yield a path to write to, whose content replaces `file` durably at the end. Raises OSError,
-    with `file` unchanged. A link, a pipe or a device is written to directly, since it must not be
-    replaced."""
+    with `file` unchanged. A link, a pipe or a device is written to directly, and not replaced."""
     if file.is_symlink() or (file.exists() and not file.is_file()):
         yield file
         return

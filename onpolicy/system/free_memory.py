@@ -1,7 +1,5 @@
 """The memory of this host and its GPUs that is free for new processes, and its unit in messages."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from collections.abc import Iterator
@@ -12,9 +10,8 @@ from pathlib import Path
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Return the bytes that Linux calls available, or that the limits of this process's control
-    groups leave. File pages that can be read again count as free. root: the directory that contains
-    proc and sys."""
+    """Return the bytes that Linux calls available, or that the limits of this process's control groups
+    leave. File pages that can be read again count as free. root: what contains proc and sys."""
     lines = (root / "proc/meminfo").read_text().splitlines()
     available = next(line for line in lines if line.startswith("MemAvailable:"))
     return min([int(available.split()[1]) << 10, *_left_in_groups(root)])

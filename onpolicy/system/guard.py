@@ -5,8 +5,6 @@ closes however the owner ends. As a child subreaper it adopts the server's orpha
 last process is gone. It passes on the server's output without the secrets.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import multiprocessing
@@ -100,8 +98,7 @@ def _serve(serve: Callable[[Path], None], directory: Path, log: int, guard: int)
 
 def end_orphans_after_guard(directory: Path) -> None:
     """Let the server's own process replace its guard if that is killed, for servers whose child
-    processes do not end with them. It then kills all processes below it, removes the directory, and
-    ends."""
+    processes do not end with them. It kills all processes below it, removes the directory, and ends."""
     server = os.getpid()
 
     def end(number: int, _: object) -> None:

@@ -1,7 +1,5 @@
 """The conversion of values from data files and user functions to JSON (RFC 8259)."""
 
-from __future__ import annotations
-
 import base64
 import json
 import math

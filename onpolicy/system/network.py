@@ -1,7 +1,5 @@
 """Addresses and ports to listen at: on this host alone, unless --rollout-host names another."""
 
-from __future__ import annotations
-
 import errno
 import random
 import socket
@@ -14,7 +12,6 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 LOOPBACK_INTERFACE = "lo"
 
-
 PROXY_EXCEPTIONS = ("no_proxy", "NO_PROXY")
 """The two variables with exceptions from a proxy; programs read one, or prefer one to the other."""
 
@@ -26,9 +23,8 @@ def is_loopback(host: str) -> bool:
 
 
 def proxy_exceptions(environment: Mapping[str, str], *hosts: str) -> dict[str, str]:
-    """Return the variables that keep requests to this host, and to `hosts`, from a proxy. Hosts
-    that the environment already names stay in them. They are names and addresses, not ranges, which
-    Python's urllib does not know."""
+    """Return the variables that keep requests to this host, and to `hosts`, from a proxy. Hosts that
+    the environment already names stay in them. No host is a range, which urllib does not know."""
     given = [environment.get(name, "").strip() for name in PROXY_EXCEPTIONS]
     if EVERYTHING in given:
         return dict.fromkeys(PROXY_EXCEPTIONS, EVERYTHING)

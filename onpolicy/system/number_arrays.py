@@ -1,7 +1,5 @@
 """Numbers of a sequence's tokens, in one array: they are held, compared and sent as bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self, TypeVar, overload
 

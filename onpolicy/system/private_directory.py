@@ -6,8 +6,6 @@ the owner forked, lives. The next owner that starts or ends removes all director
 a kill of a run, these are the guards of its servers.
 """
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import functools
@@ -141,13 +139,8 @@ def _remove(directory: Path) -> None:
 
 def _remove_recorded(lines: Sequence[str]) -> None:
     for line in lines:
-        if line.startswith("/"):
-            _remove_unheard(Path(line))
-            continue
-        for file in SHARED_MEMORY.glob(line):
-            file.unlink(missing_ok=True)
-
-
-def _remove_unheard(socket: Path) -> None:
-    if not any(line.endswith(f" {socket}") for line in SOCKETS.read_text().splitlines()):
-        shutil.rmtree(socket.parent, ignore_errors=True)
+        if not line.startswith("/"):
+            for file in SHARED_MEMORY.glob(line):
+                file.unlink(missing_ok=True)
+        elif not any(each.endswith(f" {line}") for each in SOCKETS.read_text().splitlines()):
+            shutil.rmtree(Path(line).parent, ignore_errors=True)

@@ -1,7 +1,4 @@
-"""Proxies: their choice for requests to external services, and requests without any among processes
-of a run."""
-
-from __future__ import annotations
+"""Proxies: the choice of one for external services, and requests of a run's processes without any."""
 
 import ipaddress
 from typing import Any

@@ -1,7 +1,5 @@
 """Dataclasses as the records of files: written as JSON, and read back strictly."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Annotated, Any, Generic, TypeVar

@@ -1,7 +1,5 @@
 """The meeting point of processes that form a group: torch's store, on one address of this host."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import torch.distributed as dist

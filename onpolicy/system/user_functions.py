@@ -1,7 +1,5 @@
 """The user's own functions, named by dotted path or by file."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

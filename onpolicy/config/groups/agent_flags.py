@@ -49,8 +49,7 @@ BY_STEPS = ReadBy(
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
     gateway_host: str = "127.0.0.1"
-    """Address that the gateway listens on, for agents on other hosts. Clients need the key of a
-    session."""
+    """Address that the gateway listens on, for agents on other hosts. Clients need a session's key."""
 
     tool_call_parser: str = ""
     """SGLang parser that finds tool calls in answers, as in SGLang's --tool-call-parser. Without one, a
@@ -141,8 +140,7 @@ class AgentConfig(GatewayConfig):
 
     environment_rewards: Annotated[Literal["episode", "turn", "token"], BY_STEPS] = "episode"
     """What the rewards of steps are credited to. `episode`: their sum, to all sampled tokens. `turn`:
-    each reward, to the last token of its action. `token`: each step returns one number per token of its
-    action."""
+    each reward, to the last token of its action. `token`: each step returns a number per token."""
 
     rollout_max_context_len: Annotated[
         int | None, at_least(2), BY_AGENT,
@@ -158,7 +156,6 @@ class AgentConfig(GatewayConfig):
     limit."""
 
     episode_failures: Annotated[Literal["drop", "retry", "stop"], BY_AGENT] = "stop"
-    """What happens to an episode whose function raises, returns something invalid or takes too long.
-    `drop`: its group is trained on without it. `retry`: it begins again with other seeds, up to three
-    times, and is dropped afterwards. `stop`: the run ends with the error. All failures are counted, and
-    none gets a reward."""
+    """What happens to an episode whose function raises, returns nonsense or takes too long. `drop`: its
+    group is trained on without it. `retry`: it begins again with other seeds, up to three times, and is
+    then dropped. `stop`: the run ends with the error. All failures are counted; none gets a reward."""

@@ -1,14 +1,12 @@
 """The flags of distillation from a teacher's log-probabilities of the sampled tokens."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Literal
 
 from fallback_correction.ranges import ReadBy
-from onpolicy.config import secrets
 from onpolicy.config.groups.reward_flags import is_url
 from onpolicy.config.kinds import Count, HeaderText, NonNegative
-from onpolicy.config.rules import NO_RESULT, Against, Parsed, Together
+from onpolicy.config.rules import NO_RESULT, Against, Together, secret
 
 HAS_TEACHER = ReadBy(
     "--teacher-checkpoint or --teacher-url", lambda run: run.teacher_checkpoint or run.teacher_url
@@ -54,7 +52,7 @@ class DistillationConfig:
     as NAME=URL with --teacher-key. It scores each rollout before the first optimizer step."""
 
     teacher_api_key: Annotated[
-        HeaderText, Parsed(partial(secrets.reveal, "--teacher-api-key")),
+        HeaderText, secret("--teacher-api-key"),
         ReadBy("--teacher-url", lambda run: run.teacher_url), NO_RESULT,
     ] = ""  # fmt: skip
     """API key of --teacher-url, or @FILE to read it from a file."""
@@ -118,7 +116,6 @@ class DistillationConfig:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of all teachers."""
         return (*self.teachers, *self.teacher_urls)
 
     def _by_name(self, given: tuple[str, ...]) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -19,7 +18,7 @@ from onpolicy.config.kinds import (
     Seconds,
     Threads,
 )
-from onpolicy.config.rules import Against, DecidesResults, Facts, Parsed, Together
+from onpolicy.config.rules import Against, DecidesResults, Facts, Parsed, Together, secret
 from onpolicy.errors import ConfigError
 from onpolicy.system.network import is_loopback
 
@@ -94,9 +93,7 @@ class CpuConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class KeyConfig(CpuConfig):
-    rollout_api_key: Annotated[HeaderText, Parsed(partial(secrets.reveal, "--rollout-api-key"))] = (
-        ""
-    )
+    rollout_api_key: Annotated[HeaderText, secret("--rollout-api-key")] = ""
     """API key of the servers, or @FILE to read it from a file. By default a key is made up for the
     servers that the run starts. Other users of the host can read command lines, but not necessarily the
     file."""
@@ -152,11 +149,6 @@ class EngineCountConfig:
     """Number of SGLang servers to start. Each takes --sglang-tp-size GPUs, 1 by default; without GPUs
     the servers share the cores."""
 
-    @property
-    def num_started(self) -> int:
-        """Return the number of servers that the command starts itself."""
-        return self.rollout_num_engines
-
 
 @also(rollout_num_engines=[NONE_STARTED])
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +164,7 @@ class FoundServersConfig(KeyConfig, EngineCountConfig):
 
     @property
     def num_started(self) -> int:
+        """Return the number of servers that the command starts itself."""
         return 0 if self.rollout_server_url else self.rollout_num_engines
 
 
@@ -258,5 +251,4 @@ class ClusterConfig(HostsConfig):
 
     @property
     def num_ranks(self) -> int:
-        """Return the number of trainer ranks."""
         return self.actor_num_nodes * self.ranks_per_node

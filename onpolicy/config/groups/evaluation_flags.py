@@ -228,8 +228,7 @@ def _unscored(run: Facts) -> str | None:
 @dataclass(frozen=True, kw_only=True)
 class EvalSetsConfig:
     eval_prompt_data: Annotated[tuple[str, ...], BY_CONTENT, Parsed(eval_sets)] = ()
-    """Evaluation prompts in the formats of --prompt-data: one path, or several sets as NAME PATH NAME
-    PATH."""
+    """Evaluation prompts in the formats of --prompt-data: one path, or sets as NAME PATH NAME PATH."""
 
     eval_config: Annotated[
         str, BY_CONTENT, Parsed(read_sets),

@@ -54,8 +54,7 @@ class RowsConfig:
     """Field of a row that holds the prompt: a string, or a list of chat messages."""
 
     label_key: str = "label"
-    """Field of a row that holds the reference answer. Dots reach into objects, as in
-    reward_model.ground_truth."""
+    """Field of a row with the reference answer. Dots reach inside, as in reward_model.ground_truth."""
 
     apply_chat_template: bool = False
     """Turn prompts into chats with the tokenizer's chat template. By default prompts are plain text."""
@@ -66,8 +65,7 @@ class RowsConfig:
             lambda run: run.apply_chat_template or has_agent(run)),
     ] = "{}"  # fmt: skip
     """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}'. They apply
-    to prompts and to everything that agents append. A variable that the template does not read is
-    refused."""
+    to prompts and to everything that agents append. One that the template does not read is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,8 +29,7 @@ class OutputConfig:
     one keeps its mode."""
 
     group_can_read: bool = False
-    """Let the directory's group read --run-dir and --save (mode 0750), where several people share a
-    project."""
+    """Let the directory's group read --run-dir and --save (mode 0750), where people share a project."""
 
     save: str = ""
     """Directory for checkpoints. By default none are saved."""

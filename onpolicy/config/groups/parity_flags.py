@@ -35,8 +35,7 @@ NEEDS_EQUAL_BITS = Against(
 class ParityConfig:
     true_on_policy_mode: bool = False
     """Run both engines on aligned operators. Each step then checks that all log-probabilities of rollout
-    and training agree bit for bit, and that the trainer's distribution gives the same tokens for the
-    same seeds."""
+    and training agree bit for bit, and that the trainer draws the same tokens by the same seeds."""
 
     parity_policy: Annotated[
         Literal["fail", "warn", "fallback"] | None,

@@ -3,16 +3,14 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import isfinite
 from typing import Annotated, Literal, get_args
 
 from fallback_correction.ranges import ReadBy, Rule, at_least, at_most
-from onpolicy.config import secrets
 from onpolicy.config.groups.agent_flags import has_agent
 from onpolicy.config.groups.input_flags import says_rewards
 from onpolicy.config.kinds import Count, CountOrZero, HeaderText, Seconds
-from onpolicy.config.rules import NO_RESULT, Against, Facts, Parsed, Together
+from onpolicy.config.rules import NO_RESULT, Against, Facts, Parsed, Together, secret
 from onpolicy.errors import ConfigError
 
 RemoteName = Literal["remote_rm", "judge"]
@@ -91,9 +89,7 @@ class RemoteRewardConfig:
     rm_url: Annotated[str, URL, BY_REMOTE, NO_URL] = ""
     """URL that samples are sent to with --rm-type remote_rm (docs/rewards.md describes the protocol)."""
 
-    rm_api_key: Annotated[
-        HeaderText, Parsed(partial(secrets.reveal, "--rm-api-key")), BY_REMOTE, NO_RESULT
-    ] = ""  # fmt: skip
+    rm_api_key: Annotated[HeaderText, secret("--rm-api-key"), BY_REMOTE, NO_RESULT] = ""
     """API key of that service, or @FILE to read it from a file."""
 
     rm_concurrency: Annotated[Count, at_most(1024), ANY, NO_RESULT] = 16
@@ -112,9 +108,7 @@ class RemoteRewardConfig:
     judge_model: Annotated[str, BY_JUDGE] = ""
     """Name of the judge model on that server."""
 
-    judge_api_key: Annotated[
-        HeaderText, Parsed(partial(secrets.reveal, "--judge-api-key")), BY_JUDGE, NO_RESULT
-    ] = ""  # fmt: skip
+    judge_api_key: Annotated[HeaderText, secret("--judge-api-key"), BY_JUDGE, NO_RESULT] = ""
     """API key of that server, or @FILE to read it from a file."""
 
     judge_prompt: Annotated[str, BY_JUDGE, INCOMPLETE_JUDGE] = ""

@@ -1,10 +1,7 @@
 """Differences of log-probabilities by depth, the number of tokens before a sampled token.
 
-Errors of attention, positions or a cache grow with the context, and a mean over all tokens hides
-them among short ones.
+Errors of attention, positions or a cache grow with the context, which a mean over all tokens hides.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
@@ -35,8 +32,7 @@ def depths_of(trajectories: Iterable[Trajectory]) -> Tensor:
 def by_depth(depths: Tensor, train: Tensor, rollout: Tensor) -> list[Bucket]:
     """Return the numbers of each bucket that has tokens, in ascending order.
 
-    depths: int64 [R]; train, rollout: float32 [R]. A difference that is not finite is beyond every
-    factor.
+    depths: int64 [R]; train, rollout: float32 [R]. What is not finite is beyond every factor.
     """
     buckets = torch.tensor([(depth // FIRST).bit_length() for depth in depths.tolist()])
     found = []
@@ -48,8 +44,7 @@ def by_depth(depths: Tensor, train: Tensor, rollout: Tensor) -> list[Bucket]:
 
 
 def differences(train: Tensor, rollout: Tensor) -> Bucket:
-    """Return how far the log-probabilities of tokens are apart: [R], [R] -> nats, and shares beyond
-    FACTORS."""
+    """Return how far log-probabilities are apart: [R], [R] -> nats, and shares beyond FACTORS."""
     apart = (train.double() - rollout.double()).abs()
     return {
         "num_tokens": len(apart),

@@ -1,7 +1,5 @@
 """The command `onpolicy eval`: the evaluation of a checkpoint on servers, without a trainer."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The command `onpolicy data`: statistics of a prompt file."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -121,9 +122,8 @@ def _print_how_to_use(
     servers: Sequence[EngineServer], keys: KeyFiles, sessions: ServedSessions | None
 ) -> None:
     spec, urls = servers[0].spec, [server.url for server in servers]
-    print(
-        f"contract {spec.contract.fingerprint}; log {', '.join(str(s.log_file) for s in servers)}"
-    )
+    logs = ", ".join(str(server.log_file) for server in servers)
+    print(f"contract {spec.contract.fingerprint}; log {logs}")
     if spec.serves_text:
         bases = " or ".join(f"{url}/v1" for url in urls)
         print(
@@ -151,9 +151,8 @@ class KeyFiles:
 
     def __init__(self, config: ServeConfig, spec: EngineSpec, directory: Path):
         self._own: dict[Path, str] = {}
-        self.of_runs = self._file(
-            config.server.rollout_api_key, directory / "api_key", spec.api_key
-        )
+        given = config.server.rollout_api_key
+        self.of_runs = self._file(given, directory / "api_key", spec.api_key)
         self.of_clients = self.of_runs
         if spec.client_api_key:
             own = directory / "client_api_key"
@@ -217,27 +216,23 @@ def needs_of_servers(config: ServeConfig, spec: EngineSpec) -> Needs:
     return Needs(lambda _, servers: [server_memory(spec, size, hf_config, servers)])
 
 
+@dataclass(frozen=True, eq=False)
 class ServedSessions:
     """The open sessions of one gateway. Samples are a function of `seed`, of the number of sessions
     opened before, and of the requests."""
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        engines: Sequence[EngineClient],
-        *,
-        api_keys: Sequence[str],
-        params: SamplingParams,
-        rules: EpisodeRules,
-        seed: int,
-        time_limit: float,
-    ):
-        self.gateway, self._engines, self._api_keys = gateway, engines, api_keys
-        self._params, self._rules, self._seed = params, rules, seed
-        self._time_limit = time_limit
-        self._numbers = itertools.count()
-        self._known: dict[str, tuple[ServedSession, OpenEpisode]] = {}
-        gateway.routes = [
+    gateway: Gateway
+    engines: Sequence[EngineClient]
+    api_keys: Sequence[str]
+    params: SamplingParams
+    rules: EpisodeRules
+    seed: int
+    time_limit: float
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _known: dict[str, tuple[ServedSession, OpenEpisode]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.gateway.routes = [
             web.post("/sessions", self._answered(self._open)),
             web.delete("/sessions/{name}", self._answered(self._end)),
         ]
@@ -255,7 +250,7 @@ class ServedSessions:
     def _answered(self, handle: Callable[[web.Request], Any]) -> Callable[[web.Request], Any]:
         async def answer(request: web.Request) -> web.Response:
             try:
-                if not has_key(request, *self._api_keys):
+                if not has_key(request, *self.api_keys):
                     raise RefusedError(
                         401,
                         "Sessions are opened and ended with the key of the servers.",
@@ -270,12 +265,12 @@ class ServedSessions:
     async def _open(self, _: web.Request) -> dict[str, str]:
         """Open a session with its own episode number, by which observations and failures are kept."""
         number = next(self._numbers)
-        session = ServedSession(self._engines[number % len(self._engines)], self._time_limit)
+        session = ServedSession(self.engines[number % len(self.engines)], self.time_limit)
         rollouter = AgentRollouter(lambda: self.gateway, session.act)
-        seed = sampling_seed(self._seed, "session", number)
-        request = Request(prompt_ids=[], sampling_seed=seed, params=self._params)
+        seed = sampling_seed(self.seed, "session", number)
+        request = Request(prompt_ids=[], sampling_seed=seed, params=self.params)
         prompt = Prompt(index=number, prompt_ids=[], label="", text="")
-        episode = OpenEpisode(rollouter, prompt, request, self._rules, number=number)
+        episode = OpenEpisode(rollouter, prompt, request, self.rules, number=number)
         episode.go_on(session)
         opened = await _opened(session, episode)
         self._known[opened.name] = session, episode
@@ -285,8 +280,8 @@ class ServedSessions:
     async def _forget(self, name: str, session: ServedSession) -> None:
         await session.has_ended.wait()
         _, episode = self._known[name]
-        self._rules.observations.forget([episode.number])
-        await asyncio.sleep(self._time_limit)
+        self.rules.observations.forget([episode.number])
+        await asyncio.sleep(self.time_limit)
         del self._known[name]
 
     async def _end(self, request: web.Request) -> dict[str, Any]:
@@ -310,7 +305,7 @@ class ServedSessions:
         """Return a trajectory as in checkpoints, with the text of each given and sampled stretch."""
         tokens = zip(trajectory.sampled, trajectory.token_ids, strict=True)
         turns = [
-            {"sampled": is_sampled, "text": self._rules.decode([token for _, token in stretch])}
+            {"sampled": is_sampled, "text": self.rules.decode([token for _, token in stretch])}
             for is_sampled, stretch in groupby(tokens, key=lambda token: token[0])
         ]
         return {**_TRAJECTORY.values(trajectory), "turns": turns}

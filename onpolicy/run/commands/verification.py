@@ -1,11 +1,8 @@
 """The command `onpolicy verify`: a comparison of rollout and training on real engines.
 
 The engines sample random prompts and the trainer scores the samples, in two rounds with an optimizer
-step between them unless --no-step is given. `check_inputs` makes a run of the command's flags, and
-checks it before anything is started.
+step between them unless --no-step is given. `check_inputs` makes and checks a run of its flags first.
 """
-
-from __future__ import annotations
 
 import json
 import logging

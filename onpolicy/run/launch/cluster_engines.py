@@ -131,9 +131,8 @@ def on_cluster(config: TrainConfig, contract: NumericsContract) -> Iterator[OnCl
 def trainer_on_cluster(
     config: TrainConfig, contract: NumericsContract, needs: Needs, logs: Path
 ) -> Iterator[Trainer]:
-    """Yield a trainer without servers on the hosts of the run's cluster. `logs`: the directory for
-    the logs of its ranks. Raises ConfigError if it does not fit the hosts, or the memory of one of
-    them."""
+    """Yield a trainer without servers on the hosts of the run's cluster. `logs`: the directory for the
+    logs of its ranks. Raises ConfigError if it does not fit the hosts, or the memory of one of them."""
     asked = needs if config.cluster.ray_address else None
     place = partial(fitting, partial(placement_of_trainer, config, contract), asked)
     start_seconds = config.engine.rollout_start_timeout
@@ -201,9 +200,8 @@ def _kind(gpu: Gpu) -> str:
 
 
 def require_gpus(placement: Placement, needs: Needs, found: GpusOf) -> list[str]:
-    """Return the memory of the fullest GPU in use on each host, in words. Raises ConfigError for
-    the first host whose processes do not see those GPUs, or where one has too little free
-    memory."""
+    """Return the memory of the fullest GPU in use on each host, in words. Raises ConfigError for the
+    first host whose processes do not see those GPUs, or where one has too little free memory."""
     lines: list[str] = []
     for host in placement.hosts:
         taken, there = placement.gpus(host), found[host]
@@ -253,9 +251,8 @@ def planned(
     contract: NumericsContract,
     longest_sequence: int,
 ) -> list[str]:
-    """Return the places that a run would use at present, in a line for each host. If the run would
-    be refused, return the reason instead: a dry run only reports it, since the run may be made
-    elsewhere."""
+    """Return the places that a run would use at present, a line for each host. If the run would be
+    refused, return the reason instead: a dry run reports it, since the run may be made elsewhere."""
     try:
         if not config.cluster.ray_address:
             return placement_here(config, contract).describe()

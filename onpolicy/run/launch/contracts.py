@@ -1,7 +1,5 @@
 """The numerics contract of all engines of a command, with its adapters, from the command's flags."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import os
@@ -51,11 +49,9 @@ def contract_for(
         require_alignable(facts, context)
         require_exact(os.environ)
     adapter = adapter_of(config, facts) if isinstance(config, TrainConfig) else None
-    shapes = operator_shapes(facts, blocks)
+    shapes, backend = operator_shapes(facts, blocks), "stock"
     if aligned:
         shapes = with_adapters(shapes, facts.model, adapter, blocks)
-    backend = "stock"
-    if aligned:
         tp_size = tensor_parallel_size(config.sglang_args)
         require_shardable(facts, shapes, tp_size=tp_size, blocks=blocks)
         asked = config.operators.operators

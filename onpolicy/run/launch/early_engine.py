@@ -1,7 +1,5 @@
 """The process of a run's engine, started while the run is checked."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 
 from onpolicy.cluster.placement import placement_here

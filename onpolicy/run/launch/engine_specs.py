@@ -1,7 +1,5 @@
 """The specs of SGLang servers: of a run's rollout, and of `onpolicy serve`."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
@@ -126,6 +124,10 @@ def _spec(
         require_servable(contract.backend, Machine.here())
     num_servers = server.rollout_num_engines if isinstance(server, EngineConfig) else 1
     num_processes = num_servers * tensor_parallel_size(config.sglang_args)
+    asked = max_total_tokens(config.sglang_args)
+    if asked is None and contract.device == "cpu":  # on a GPU SGLang chooses
+        one = (longest_sequence or hf_config.max_position_embeddings) + CACHE_MARGIN
+        asked = cache_tokens(hf_config, contract, one, max_concurrency)
     return EngineSpec(
         hf_checkpoint=config.model.hf_checkpoint,
         contract=contract.of_engine,
@@ -135,26 +137,10 @@ def _spec(
         num_threads=server.cpu_threads or share_of_cores(num_processes),
         max_concurrency=max_concurrency,
         longest_sequence=longest_sequence,
-        cache_tokens=_cache_tokens(config, hf_config, contract, longest_sequence, max_concurrency),
+        cache_tokens=asked or 0,
         trust_remote_code=config.model.trust_remote_code,
         sglang_args=config.sglang_args,
     )
-
-
-def _cache_tokens(
-    config: TrainConfig | ServeConfig,
-    hf_config: PretrainedConfig,
-    contract: NumericsContract,
-    longest_sequence: int,
-    requests: int,
-) -> int:
-    """Return the user's cache tokens, else our own on a CPU, and 0 (SGLang's choice) on a GPU."""
-    asked = max_total_tokens(config.sglang_args)
-    if asked is not None or contract.device != "cpu":
-        return asked or 0
-    longest = longest_sequence or hf_config.max_position_embeddings
-    one = longest + CACHE_MARGIN
-    return cache_tokens(hf_config, contract, one, requests)
 
 
 def cache_tokens(

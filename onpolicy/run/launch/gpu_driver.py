@@ -1,7 +1,5 @@
 """NVIDIA's driver: one that is older than PyTorch's CUDA needs shows it no GPU."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import re

@@ -5,8 +5,6 @@ replay), and of this machine: whether weights can be pushed with the chosen --we
 --share-prefixes auto, of which `sharing_described` tells.
 """
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
@@ -218,7 +216,7 @@ def read_replayed(config: TrainConfig, prompts: Sequence[Prompt]) -> RolloutJour
     journal, digest = recorded_order.read(file), digest_prompts(prompts)
     for start in journal.starts:
         _require_settings(file, start.config, config)
-        if start.prompts != digest and not _is_allowed("prompt_data", config):
+        if start.prompts != digest and "prompt_data" not in config.output.allow_changed_settings:
             raise ConfigError(
                 f"--prompt-data={config.data.sources}: its prompts are others than those of the run "
                 f"that wrote --replay={file}. Give the same, or add --allow-changed-settings "
@@ -247,17 +245,13 @@ def _require_settings(file: str, recorded: Mapping[str, Any], config: TrainConfi
         is_shorter = name == "num_rollout" and config.trainer.lr_decay_style == "constant"
         if is_shorter or name == "hf_checkpoint":  # the digest of the pushed weights tells
             continue
-        if not _is_allowed(name, config):
+        if name not in config.output.allow_changed_settings:
             raise ConfigError(
                 f"--replay={file}: is the journal of another run: {change}. Give what that run was "
                 f"given (its config.json has it), or add --allow-changed-settings {name} if it decides "
                 "nothing here."
             )
         logger.warning("--replay=%s: replayed under a changed setting: %s", file, change)
-
-
-def _is_allowed(name: str, config: TrainConfig) -> bool:
-    return name in config.output.allow_changed_settings
 
 
 def fit_sharing(config: TrainConfig) -> TrainConfig:

@@ -46,17 +46,9 @@ from onpolicy.rollout.prompts import Read, load_prompts, make_prompts
 from onpolicy.rollout.rollouter import Rollouter, SingleTurn
 from onpolicy.rollout.server import require_addresses
 from onpolicy.run.ladder import Ladder
+from onpolicy.run.launch import input_checks
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import rollout_spec
-from onpolicy.run.launch.input_checks import (
-    check_layout,
-    read_replayed,
-    require_context,
-    require_experts,
-    require_full_batch,
-    require_transport,
-    require_weights,
-)
 from onpolicy.run.launch.memory import require_run_fits
 from onpolicy.run.launch.stop_tokens import stop_tokens_of
 from onpolicy.run.launch.teacher_checks import require_teachers
@@ -126,7 +118,7 @@ class Inputs:
 def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     """Read and check the checkpoint and all data; a run of no rollouts has evaluation sets alone, and
     no trainer. Raises ConfigError for any error in them."""
-    check_layout(config)
+    input_checks.check_layout(config)
     make_rollouter(config)
     check_sinks(config.output)
     path, trust = config.model.hf_checkpoint, config.model.trust_remote_code
@@ -134,7 +126,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     hf_config = load_config(path, trust)
     key = reveal("--rollout-api-key", config.engine.rollout_api_key)
     require_addresses(config.engine, key, control_key(config.sglang_args, key))
-    longest_prompt = require_context(config, hf_config)
+    longest_prompt = input_checks.require_context(config, hf_config)
     tokenizer = load_tokenizer(path, trust)
     require_teachers(config, tokenizer)
 
@@ -151,7 +143,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
         prompts, parts = joined(sources, config.data.prompt_data_weights)
         eval_sets = {name: reader.read_set(each) for name, each in config.eval_sets.items()}
         if config.takes_steps:
-            require_full_batch(config, len(prompts))
+            input_checks.require_full_batch(config, len(prompts))
             require_terms(config, scorer.try_out(prompts[0]), config.reward.flag)
         else:  # sets with rewards of their own were tried as they were read
             firsts = (each.prompts[0] for each in eval_sets.values())
@@ -165,15 +157,14 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
             prompts=PromptSource(prompts, config.seed, config.data.shuffle, parts),
             eval_sets=eval_sets,
             stop_token_ids=stop_tokens_of(config, hf_config, tokenizer),
-            replayed=read_replayed(config, prompts),
+            replayed=input_checks.read_replayed(config, prompts),
         )
-        require_weights(config, hf_config)
+        input_checks.require_weights(config, hf_config)
         spec = rollout_spec(config, hf_config, contract, inputs.longest_sequence(config))
         size = ModelSize.of(hf_config, trust, contract.adapter)
-        require_run_fits(
-            config, hf_config, spec, size, config.cluster.num_ranks * config.takes_steps
-        )
-        require_transport(config, contract)
+        ranks = config.cluster.num_ranks * config.takes_steps
+        require_run_fits(config, hf_config, spec, size, ranks)
+        input_checks.require_transport(config, contract)
         flags.require_passed()
     return inputs
 
@@ -183,7 +174,7 @@ def make_contract(
 ) -> tuple[NumericsContract, Ladder | None]:
     """Return the contract at the start, and what a governor may move between. Raises ConfigError
     for a contract that cannot be kept, and for invalid corrections."""
-    require_experts(config, hf_config)
+    input_checks.require_experts(config, hf_config)
     try:
         LossSettings.of(config)
         Corrections(config)

@@ -4,8 +4,6 @@ Sums, in bytes and by purpose, of everything large that a rank, a server and a p
 time; none of them was compared with a GPU's peaks.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence
@@ -288,10 +286,9 @@ def require_memory(
     ray_address: str = "",
     run: RunMemory | None = None,
 ) -> None:
-    """Log the memory of the processes; raise ConfigError, with the sums, if they cannot fit. On a
-    CPU they share the memory of this host. On GPUs each process has one of its own, or a rank and a
-    server of `run` share one. Hosts of a cluster, at `ray_address`, are checked once placements are
-    known (`cluster_engines.fitting`)."""
+    """Log the memory of the processes; raise ConfigError, with the sums, if they cannot fit. On a CPU
+    they share the memory of this host. On GPUs each process has one of its own, or a rank and a server
+    of `run` share one. Hosts at `ray_address` are checked when placed (`cluster_engines.fitting`)."""
     colocates = run is not None and run.config.engine.colocate and device == "cuda"
     shared = run if colocates else None
     for process in [*processes, *(shared.moments() if shared else ())]:

@@ -1,7 +1,5 @@
 """The tokens that end a response: one set for train, eval, sft, the gateway and serve."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """The checks of teachers, and their share of a rank's memory, before anything is started."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -50,9 +48,7 @@ def _require_teacher(path: str, config: TrainConfig, tokenizer: PreTrainedTokeni
         megatron.check(config, hf_config, contract)
     ours, theirs = tokenizer.get_vocab(), load_tokenizer(path, trust, FLAG).get_vocab()
     if ours != theirs:
-        apart = sorted(
-            token for token in ours.keys() | theirs if ours.get(token) != theirs.get(token)
-        )
+        apart = sorted({token for token, _ in ours.items() ^ theirs.items()})
         raise ConfigError(
             f"{FLAG}={path}: its tokenizer is another than the policy's ({len(apart)} tokens differ, "
             f"as {apart[0]!r}), so it cannot score the policy's tokens. Choose a teacher with the "

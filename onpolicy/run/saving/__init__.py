@@ -1,8 +1,7 @@
 """Checkpoints of a run: complete or absent, and resumable to the same bits.
 
 A checkpoint is a directory `step_000010` under --save, named after the rollouts done. It is written
-under another name and renamed when everything is on disk, so after a kill at any moment the last
-complete one is usable.
+under another name and renamed when everything is on disk, so a kill leaves the last complete one usable.
 
     step_000010/
       state.json    rollouts done (the position in the data), run hash, totals, the state of the
@@ -13,8 +12,7 @@ complete one is usable.
       hf/           the policy as a Hugging Face checkpoint
       critic/       with --advantage-estimator gae: sharded/, and hf/, a token classifier of transformers
 
-Directories with any other name are ignored. Nothing is loaded before the digests of all files have been
-checked.
+Other directories are ignored. The digests of all files are checked before anything is loaded.
 """
 
 from onpolicy.run.saving.checkpoint import (

@@ -109,12 +109,10 @@ _SHAPE = Shape(_Record)
 def made_with(config: AnyRun) -> dict[str, Any]:
     """Return package versions, the number of trainer ranks, and digests of the user's own function
     files, without their imports (`<path> xxh3_128:<digest>`)."""
-    given = config.to_dict()
-    named = {name: path for name, path in given.items() if path and names_code(name)}
-    own = {name: file for name, path in named.items() if (file := source_of(path)) is not None}
     digests_of = {
-        name: f"{named[name]} xxh3_128:{xxhash.xxh3_128_hexdigest(file.read_bytes())}"
-        for name, file in own.items()
+        name: f"{path} xxh3_128:{xxhash.xxh3_128_hexdigest(file.read_bytes())}"
+        for name, path in config.to_dict().items()
+        if path and names_code(name) and (file := source_of(path)) is not None
     }
     return {**versions(), "trainer_ranks": config.cluster.num_ranks, **digests_of}
 
@@ -221,9 +219,8 @@ def _digest(record: Mapping[str, Any]) -> str:
 def better(
     output: OutputConfig, best: Best | None, rollouts_done: int, metrics: Mapping[str, float]
 ) -> Best | None:
-    """Return the best evaluation, given the `metrics` after `rollouts_done` rollouts; weights that
-    were not saved are never the best. A new best is logged, and the link is moved to it
-    atomically."""
+    """Return the best evaluation, given the `metrics` after `rollouts_done` rollouts; weights that were
+    not saved are never the best. A new best is logged, and the link is moved to it atomically."""
     metric, saved = output.save_best_metric, Path(output.save) / name_of(rollouts_done)
     if not metric or not saved.is_dir():
         return best
@@ -247,9 +244,8 @@ def take(directory: Path, but: Iterable[str] = ()) -> Digests:
     EPYC. xxh3 is no cryptographic hash: it guards against damage, not against an attacker."""
     names = sorted(_files(directory) - set(but))
     with ThreadPoolExecutor() as pool:
-        return dict(
-            zip(names, pool.map(lambda name: _digest_of_file(directory / name), names), strict=True)
-        )
+        digests = pool.map(lambda name: _digest_of_file(directory / name), names)
+        return dict(zip(names, digests, strict=True))
 
 
 def compare(directory: Path, recorded: Mapping[str, str], but: Iterable[str] = ()) -> list[str]:
@@ -257,9 +253,8 @@ def compare(directory: Path, recorded: Mapping[str, str], but: Iterable[str] = (
     found = _files(directory) - set(but)
     problems = [f"{name}: missing" for name in sorted(recorded.keys() - found)]
     problems += [f"{name}: not of the checkpoint" for name in sorted(found - recorded.keys())]
-    return problems + _changed(
-        directory, {name: recorded[name] for name in found & recorded.keys()}
-    )
+    in_both = {name: recorded[name] for name in found & recorded.keys()}
+    return problems + _changed(directory, in_both)
 
 
 def _changed(directory: Path, recorded: Mapping[str, str]) -> list[str]:
@@ -272,9 +267,8 @@ def _changed(directory: Path, recorded: Mapping[str, str]) -> list[str]:
     if problems:
         return problems
     now = take(directory, but=_files(directory) - recorded.keys())
-    return [
-        f"{name}: not the bytes that were written" for name in now if now[name] != recorded[name]
-    ]
+    changed = [name for name in now if now[name] != recorded[name]]
+    return [f"{name}: not the bytes that were written" for name in changed]
 
 
 def _files(directory: Path) -> set[str]:

@@ -1,7 +1,5 @@
 """The choice of the checkpoint to resume from, and the checks that the run may resume it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -82,19 +80,15 @@ def _read_whole(directory: Path) -> Checkpoint:
     try:
         return read(directory)
     except CheckpointError as error:
-        older = _newest_whole_before(directory)
+        number = number_of(directory) or 0
+        older = [path for n, path in checkpoints(directory.parent).items() if n < number]
+        whole = next(filter(_is_whole, reversed(older)), None)
         remedy = (
-            f"The newest whole one before it is {older}: resume from that with --load {older}."
-            if older
+            f"The newest whole one before it is {whole}: resume from that with --load {whole}."
+            if whole
             else "There is no whole one before it: start the run again, with another --save."
         )
         raise ConfigError(f"--load={directory}: {error}. {remedy}") from error
-
-
-def _newest_whole_before(directory: Path) -> Path | None:
-    number = number_of(directory) or 0
-    older = [path for n, path in checkpoints(directory.parent).items() if n < number]
-    return next(filter(_is_whole, reversed(older)), None)
 
 
 def _is_whole(directory: Path) -> bool:

@@ -3,8 +3,6 @@
 They are kept because they could not be sampled again: their weights may be gone at the resume.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from pathlib import Path

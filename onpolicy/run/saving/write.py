@@ -59,10 +59,9 @@ def save(
     state: RunState,
     write_rollouts: Callable[[Path], None] = lambda directory: None,
 ) -> None:
-    """Write a checkpoint, then delete those too old to keep. `write_rollouts` writes the samples
-    that were not trained on yet. Raises CheckpointError, and leaves earlier checkpoints as they
-    are. After the loss of a rank or a host its own error is raised instead, since a run may
-    continue without it."""
+    """Write a checkpoint, then delete those too old to keep. `write_rollouts` writes the samples that
+    were not trained on yet. Raises CheckpointError, and leaves earlier checkpoints as they are. After
+    the loss of a rank or a host its own error is raised instead, since a run may continue without it."""
     root = Path(config.output.save)
     final = root / name_of(state.rollouts_done)
     partial = root / f"{_PARTIAL}{final.name}"

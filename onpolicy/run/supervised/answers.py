@@ -1,7 +1,5 @@
 """Rows with answers as trajectories: given tokens, and tokens to learn."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run of supervised fine-tuning: its checked inputs, its trainer, its rows and its files."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Sequence
@@ -84,15 +82,13 @@ def read_inputs(config: SftConfig) -> SftInputs:
     hf_config = load_config(path, trust)
     require_fit(path, hf_config, trust)
     data, tokenizer = config.data, load_tokenizer(path, trust)
-    longest = hf_config.max_position_embeddings
+    chats = data.apply_chat_template
     load = partial(
         load_examples,
         config=data,
         tokenizer=tokenizer,
-        stop_token_ids=stop_token_ids(
-            path, hf_config, tokenizer=tokenizer, of_chats=data.apply_chat_template
-        ),
-        max_tokens=longest,
+        stop_token_ids=stop_token_ids(path, hf_config, tokenizer=tokenizer, of_chats=chats),
+        max_tokens=hf_config.max_position_embeddings,
     )
     examples = load(data.prompt_data, flag="--prompt-data")
     evaluated = data.eval_prompt_data
@@ -247,12 +243,10 @@ class SupervisedRun:
     def _evaluate(self) -> None:
         if not self.inputs.eval_examples:
             return
-        loss = self._loss(self.inputs.eval_examples)
+        evaluated = samples_of(self.inputs.eval_examples)
+        loss = self.trainer.on_each_rank(supervised_loss, evaluated)[0]
         self._log(self.steps_done, {"eval/loss": loss})
         print(f"step {self.steps_done}  eval loss {loss:.4f}", flush=True)
-
-    def _loss(self, examples: Sequence[Example]) -> float:
-        return self.trainer.on_each_rank(supervised_loss, samples_of(examples))[0]
 
     def _log(self, step: int, metrics: Metrics) -> None:
         for sink in self._sinks:

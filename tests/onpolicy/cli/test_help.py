@@ -11,7 +11,7 @@ from onpolicy.config.tool_flags import BenchConfig, EvaluateConfig
 from onpolicy.errors import ConfigError
 
 TRAIN = "onpolicy train"
-FIRST_FLAGS = [spelled(name) for names in FIRST[TRAIN].values() for name in names]
+FIRST_FLAGS = [spelled(name) for names in FIRST.values() for name in names]
 
 
 def named(text):
