@@ -220,7 +220,6 @@ def unwrap(model: nn.Module) -> PolicyGptModel:
 
 def weight_map_of(policy: PolicyGptModel) -> WeightMap:
     config = policy.config
-    assert config.hf_config is not None
     layout = MegatronLayout(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
