@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 from onpolicy.ops import AttentionLayout, PagedLayout, ScoreRule
-from onpolicy.ops.log_probs import token_log_probs
+from onpolicy.ops.log_probs import Head, VocabParallel, token_log_probs
 from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.ops.triton import TritonOperators, attention, linear
 from onpolicy.weights.xxh3_kernels import add_up_blocks, chain_blocks
@@ -180,7 +180,8 @@ def launch_elementwise(tensor: Any, training: Any) -> None:
     targets = torch.empty(100, dtype=torch.int64, device="meta")
     temperature = torch.empty(100, device="meta")
     hidden, weight = training(100, 1024), training(151936, 1024)
-    token_log_probs(OPERATORS, hidden, weight, None, targets, temperature)[0].sum().backward()
+    head = Head(OPERATORS, weight, None, VocabParallel(len(weight)))
+    token_log_probs(head, hidden, targets, temperature)[0].sum().backward()
     log_probs = OPERATORS.log_softmax(tensor(100, 151936), temperature[:, None])
     OPERATORS.sample(log_probs, OPERATORS.uniform(targets, targets))
 
