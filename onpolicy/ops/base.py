@@ -243,7 +243,8 @@ class Operators(ABC):
         """
         log_probs = self.log_softmax(logits, temperature)
         chosen = log_probs.gather(1, targets[:, None])[:, 0]
-        return chosen, -(self.elementwise(torch.exp, log_probs) * log_probs).sum(-1)
+        terms = self.elementwise(torch.exp, log_probs).mul_(log_probs)
+        return chosen, -terms.sum(-1)
 
     def grad_logits(
         self,
@@ -259,11 +260,11 @@ class Operators(ABC):
         term is left out. The gradient is [M, V] in the dtype of `logits`.
         """
         log_probs = self.log_softmax(logits, temperature)
-        probabilities = self.elementwise(torch.exp, log_probs)
         scale = grad[:, None] / temperature
-        if grad_entropy is None:
-            out = probabilities.mul_(-scale)
+        if grad_entropy is None:  # in place, for the caches
+            out = self.elementwise(torch.exp_, log_probs).mul_(-scale)
         else:
+            probabilities = self.elementwise(torch.exp, log_probs)
             entropy = -(probabilities * log_probs).sum(-1, keepdim=True)
             slope = log_probs.add_(entropy).mul_(grad_entropy[:, None] / temperature)
             out = probabilities.mul_(slope.add_(scale).neg_())

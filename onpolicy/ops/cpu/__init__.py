@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from onpolicy.ops.base import Operators, Piece
-from onpolicy.ops.cpu.attention import AlignedAttention, blockwise_attention
+from onpolicy.ops.cpu.attention import (
+    attention_backward,
+    attention_with_lse,
+    blockwise_attention,
+)
 from onpolicy.ops.cpu.gemms import COLUMNS, Gemms
 from onpolicy.ops.cpu.layout import on_whole_tensors, whole, whole_vectors
 from onpolicy.ops.cpu.linear import (
@@ -23,12 +27,11 @@ from onpolicy.ops.cpu.linear import (
 from onpolicy.ops.cpu.rows import (
     few_rows,
     few_rows_at_a_time,
-    fill_grad_logits,
-    fill_grad_logits_of_entropy,
-    fill_log_probs,
     log_softmax,
+    write_few_at_a_time,
 )
 from onpolicy.ops.cpu.threads import PiecePool
+from onpolicy.ops.differentiable_attention import DifferentiableAttention
 from onpolicy.ops.layouts import AttentionLayout, ScoreRule
 from onpolicy.ops.machine import multiplies_with_amx
 
@@ -115,7 +118,8 @@ class CpuOperators(Operators):
         sinks: Tensor | None = None,
     ) -> Tensor:
         if torch.is_grad_enabled():
-            out: Tensor = AlignedAttention.apply(q, k, v, sinks, layout, scores, self.pool)
+            ways = partial(attention_with_lse, self.pool), partial(attention_backward, self.pool)
+            out: Tensor = DifferentiableAttention.apply(*ways, q, k, v, sinks, layout, scores)
             return out
         return blockwise_attention(self.pool, q, k, v, sinks, layout, scores)
 
@@ -160,8 +164,8 @@ class CpuOperators(Operators):
         self, logits: Tensor, temperature: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
         chosen, entropy = logits.new_empty(2, len(logits), dtype=torch.float32)
-        tensors = logits.contiguous(), temperature, targets, chosen, entropy
-        few_rows_at_a_time(self.pool, partial(fill_log_probs, self.log_softmax), *tensors)
+        given = logits.contiguous(), temperature, targets
+        write_few_at_a_time(self.pool, super().gather_log_probs, given, chosen, entropy)
         return chosen, entropy
 
     def grad_logits(
@@ -172,13 +176,10 @@ class CpuOperators(Operators):
         grad: Tensor,
         grad_entropy: Tensor | None = None,
     ) -> Tensor:
-        logits = logits.contiguous()
-        out = torch.empty_like(logits)
-        tensors: tuple[Tensor, ...] = logits, temperature, targets, grad
-        fill: Callable[..., None] = fill_grad_logits
-        if grad_entropy is not None:
-            tensors, fill = (*tensors, grad_entropy), fill_grad_logits_of_entropy
-        few_rows_at_a_time(self.pool, partial(fill, self.log_softmax), *tensors, out)
+        given = [logits.contiguous(), temperature, targets, grad]
+        given += [] if grad_entropy is None else [grad_entropy]
+        out = torch.empty_like(given[0])
+        write_few_at_a_time(self.pool, super().grad_logits, given, out)
         return out
 
     def run_pieces(self, pieces: Sequence[Piece], flops: float) -> None:
@@ -186,10 +187,12 @@ class CpuOperators(Operators):
 
     def sample(self, log_probs: Tensor, uniform: Tensor) -> Tensor:
         out = torch.empty_like(uniform, dtype=torch.int64)
-        formula = super().sample
-
-        def fill(log_probs: Tensor, uniform: Tensor, out: Tensor) -> None:
-            out.copy_(formula(log_probs, uniform))
-
-        few_rows_at_a_time(self.pool, fill, log_probs, uniform, out)
+        write_few_at_a_time(self.pool, super().sample, (log_probs, uniform), out)
         return out
+
+
+class OnednnOperators(CpuOperators):
+    """`CpuOperators` that multiply bfloat16 as it is, by oneDNN."""
+
+    def __init__(self, num_threads: int = 1):
+        super().__init__(num_threads, torch.bfloat16)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from onpolicy.contract import FLASH_CHUNK
 from onpolicy.ops.base import Operators
+from onpolicy.ops.differentiable_attention import DifferentiableAttention
 from onpolicy.ops.hopper import cublaslt, flash_attention, gemm
 from onpolicy.ops.hopper.gemm import Fp8Linears
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
@@ -63,7 +64,8 @@ class FlashAttention(TritonOperators):
             return super().attention(q, k, v, layout, scores, sinks)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if torch.is_grad_enabled():
-            out: Tensor = flash_attention.HopperAttention.apply(q, k, v, layout, scores)
+            ways = flash_attention.forward, flash_attention.backward
+            out: Tensor = DifferentiableAttention.apply(*ways, q, k, v, None, layout, scores)
             return out
         return flash_attention.forward(q, k, v, layout, scores)[0]
 

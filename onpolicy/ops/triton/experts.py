@@ -177,14 +177,14 @@ def _topk_kernel(
         is_left = is_left & (columns != chosen)
 
 
-def topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def topk(probabilities: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Compute `Operators.topk`; ties go to the lowest index. Gradients flow to the values."""
-    rows, size = values.shape
-    indices = torch.empty(rows, k, dtype=torch.int64, device=values.device)
+    rows, size = probabilities.shape
+    indices = torch.empty(rows, k, dtype=torch.int64, device=probabilities.device)
     if rows:
         block = next_power_of_2(size)
         _topk_kernel[(rows,)](
-            whole(values.detach()),
+            whole(probabilities.detach()),
             indices,
             SIZE=size,
             K=k,
@@ -192,4 +192,4 @@ def topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
             num_warps=max(1, min(8, block // 512)),
             **UNFUSED,
         )
-    return values.gather(1, indices), indices
+    return probabilities.gather(1, indices), indices
