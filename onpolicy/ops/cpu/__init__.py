@@ -18,8 +18,8 @@ from onpolicy.ops.cpu.attention import (
 from onpolicy.ops.cpu.gemms import COLUMNS, Gemms
 from onpolicy.ops.cpu.layout import on_whole_tensors, whole, whole_vectors
 from onpolicy.ops.cpu.linear import (
-    AlignedGroupedLinear,
     AlignedLinear,
+    grouped_weight_grad,
     linear_gradients,
     tiled_grouped_linear,
     tiled_linear,
@@ -33,6 +33,7 @@ from onpolicy.ops.cpu.rows import (
 from onpolicy.ops.cpu.threads import PiecePool
 from onpolicy.ops.differentiable_attention import DifferentiableAttention
 from onpolicy.ops.layouts import AttentionLayout, ScoreRule
+from onpolicy.ops.linears import GroupedLinear
 from onpolicy.ops.machine import multiplies_with_amx
 
 
@@ -102,10 +103,12 @@ class CpuOperators(Operators):
     def _grouped_linear(
         self, x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype
     ) -> Tensor:
+        product = partial(tiled_grouped_linear, self.gemms)
         if torch.is_grad_enabled():
-            out: Tensor = AlignedGroupedLinear.apply(x, weight, offsets, self.gemms, out_dtype)
+            gradient = partial(grouped_weight_grad, self.gemms)
+            out: Tensor = GroupedLinear.apply(product, gradient, x, weight, offsets, out_dtype)
             return out
-        return tiled_grouped_linear(self.gemms, x, weight, offsets, out_dtype)
+        return product(x, weight, offsets, out_dtype)
 
     @on_whole_tensors
     def attention(

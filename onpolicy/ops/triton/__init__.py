@@ -15,13 +15,13 @@ from torch import Tensor
 
 from onpolicy.ops.differentiable_attention import DifferentiableAttention
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
-from onpolicy.ops.linears import Linears
+from onpolicy.ops.linears import GroupedLinear, Linears
 from onpolicy.ops.logit_chunks import GPU_LOGITS
 from onpolicy.ops.triton import attention as attentions
 from onpolicy.ops.triton import experts, fused_norms, log_probs, mixing, sampling
 from onpolicy.ops.triton.attention_backward import attention_backward
 from onpolicy.ops.triton.elementwise import TritonRotary, TritonSiluAndMul, is_silu
-from onpolicy.ops.triton.experts import TritonGroupedLinear, tiled_grouped_linear
+from onpolicy.ops.triton.experts import grouped_weight_grad, tiled_grouped_linear
 from onpolicy.ops.triton.linear import product_in_float32, tiled_linear
 from onpolicy.ops.triton.norm import TritonNorm
 
@@ -124,6 +124,7 @@ class TritonOperators(Linears):
 
 def _grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
     if torch.is_grad_enabled():
-        out: Tensor = TritonGroupedLinear.apply(x, weight, offsets, out_dtype)
+        ways = tiled_grouped_linear, grouped_weight_grad
+        out: Tensor = GroupedLinear.apply(*ways, x, weight, offsets, out_dtype)
         return out
     return tiled_grouped_linear(x, weight, offsets, out_dtype)
