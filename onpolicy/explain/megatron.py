@@ -141,8 +141,7 @@ def _columns(weights: WeightMap, parameter: str) -> dict[str, Tensor | None]:
 
 def tensor_rank() -> int:
     """Return this rank's number among the ranks that share every linear."""
-    rank: int = parallel_state.get_tensor_model_parallel_rank()
-    return rank
+    return int(parallel_state.get_tensor_model_parallel_rank())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

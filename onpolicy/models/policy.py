@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -254,18 +254,11 @@ class PackedTokens(AskedTokens):
 
     def on(self, device: torch.device | str) -> PackedTokens:
         """Return the same on a device, so that no part needs to be read back from it."""
-        return replace(
-            self,
-            tokens=self.tokens.to(device),
-            positions=self.positions.to(device),
-            layout=self.layout.on(device),
-            rows=self.rows.to(device),
-            shared_rows=self.shared_rows and self.shared_rows.on(device),
-            targets=self.targets.to(device),
-            temperature=self.temperature.to(device),
-            routed_experts=None if self.routed_experts is None else self.routed_experts.to(device),
-            draws=self.draws and self.draws.on(device),
-        )
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = {name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)}
+        shared, draws = (x and x.on(device) for x in (self.shared_rows, self.draws))
+        layout = self.layout.on(device)
+        return replace(self, **tensors, layout=layout, shared_rows=shared, draws=draws)
 
     def with_own_cut(
         self,

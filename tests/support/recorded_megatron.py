@@ -87,7 +87,9 @@ def record_all(model, job, recorder=None, evidence_of=0):
 
     recorder = recorder or Recorder()
     calls = record_passes(model, job.batches[data_rank()], recorder)
-    return distributed.gather(Recorded.of(recorder, tensor_rank(), calls, evidence_of), None)
+    rank = tensor_rank()
+    evidence = recorder.evidence if rank == evidence_of else None
+    return distributed.gather(Recorded(tensor_rank=rank, passes=calls, evidence=evidence), None)
 
 
 def record_passes(model, sequences, recorder):
