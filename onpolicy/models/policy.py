@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -80,10 +80,8 @@ class PolicyModel(nn.Module):
     def hidden_states(self, batch: PackedTokens) -> Tensor:
         """Return [R, H]: the head's input for each requested token, from the position before it."""
 
-        def attention(
-            q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule, sinks: Tensor | None
-        ) -> Tensor:
-            return self.operators.attention(q, k, v, batch.layout, scores, sinks)
+        def attention(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule) -> Tensor:
+            return self.operators.attention(q, k, v, batch.layout, scores)
 
         self.replay = routing_replay(batch, self.causal_lm.config)
         # It stays until the next forward pass, since a backward pass may recompute activations.
@@ -254,11 +252,13 @@ class PackedTokens(AskedTokens):
 
     def on(self, device: torch.device | str) -> PackedTokens:
         """Return the same on a device, so that no part needs to be read back from it."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors = {name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)}
-        shared, draws = (x and x.on(device) for x in (self.shared_rows, self.draws))
-        layout = self.layout.on(device)
-        return replace(self, **tensors, layout=layout, shared_rows=shared, draws=draws)
+        moved: dict[str, Any] = {}
+        for name in (field.name for field in fields(self)):
+            if isinstance(part := getattr(self, name), Tensor):
+                moved[name] = part.to(device)
+            elif isinstance(part, (AttentionLayout, SharedRows, Draws)):
+                moved[name] = part.on(device)
+        return replace(self, **moved)
 
     def with_own_cut(
         self,

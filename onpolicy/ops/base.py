@@ -124,23 +124,13 @@ class Operators(ABC):
 
     @abstractmethod
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layout: AttentionLayout,
-        scores: ScoreRule,
-        sinks: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scores: ScoreRule
     ) -> Tensor:
         """Compute causal attention over the sequences of `layout`.
 
         q: [T, H, D]; k: [rows, H_kv, D] and v: [rows, H_kv, D_v], the key/value store; D_v may
         differ from D.
-        sinks: [H] of any dtype, a further score per head, for a key whose value is 0: the weights
-        are exp(s_ij) / (exp(sink) + sum_j exp(s_ij)). (As in
-        transformers/models/gpt_oss/modeling_gpt_oss.py, which rounds scores to the model's dtype
-        before the softmax; here they are float32.)
-        Return [T, H, D_v] in the dtype of `q`; sums are float32. Gradients flow to q, k, v and
+        Return [T, H, D_v] in the dtype of `q`; sums are float32. Gradients flow to q, k, v and the
         sinks where no key row is used twice, as in packed sequences, or with `layout.shared_keys`.
         """
 
@@ -151,7 +141,6 @@ class Operators(ABC):
         v: Tensor,
         layout: PagedLayout,
         scores: ScoreRule,
-        sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Compute `attention` over a rollout engine's pages, to the same bits; no autograd.
@@ -161,7 +150,7 @@ class Operators(ABC):
         """
         with torch.no_grad():
             stores = k.flatten(0, 1), v.flatten(0, 1)
-            result = self.attention(q, *stores, layout.by_rows(), scores, sinks)
+            result = self.attention(q, *stores, layout.by_rows(), scores)
         return result if out is None else out.copy_(result)
 
     @abstractmethod

@@ -13,10 +13,8 @@ from onpolicy.ops.layouts import AttentionLayout, ScoreRule
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
-Forward = Callable[
-    [Tensor, Tensor, Tensor, AttentionLayout, ScoreRule, Tensor | None], tuple[Tensor, Tensor]
-]
-"""(q, k, v, layout, scores, sinks) -> out [T, H, D_v], and the log of the softmax's normaliser (lse):
+Forward = Callable[[Tensor, Tensor, Tensor, AttentionLayout, ScoreRule], tuple[Tensor, Tensor]]
+"""(q, k, v, layout, scores) -> out [T, H, D_v], and the log of the softmax's normaliser (lse):
 float32 [T, H], or of any shape where there are no sinks."""
 
 Backward = Callable[
@@ -26,10 +24,26 @@ Backward = Callable[
 at most once."""
 
 
-class DifferentiableAttention(torch.autograd.Function):
-    """`Operators.attention` by a backend's two functions.
+def attention(
+    attend: Forward,
+    gradients: Backward,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: AttentionLayout,
+    scores: ScoreRule,
+) -> Tensor:
+    """Compute `Operators.attention` by a backend's two functions, with gradients if enabled."""
+    if not torch.is_grad_enabled():
+        return attend(q, k, v, layout, scores)[0]
+    out: Tensor = _Attention.apply(attend, gradients, q, k, v, scores.sinks, layout, scores)
+    return out
 
-    Where sequences share keys, the second gets copies of them, sequence after sequence, and the
+
+class _Attention(torch.autograd.Function):
+    """Attention with a backward pass.
+
+    Where sequences share keys, `gradients` gets copies of them, sequence after sequence, and the
     copies' gradients are added up in that order.
     """
 
@@ -45,7 +59,7 @@ class DifferentiableAttention(torch.autograd.Function):
         layout: AttentionLayout,
         scores: ScoreRule,
     ) -> Tensor:
-        out, lse = attend(q, k, v, layout, scores, sinks)
+        out, lse = attend(q, k, v, layout, scores)
         ctx.save_for_backward(q, k, v, sinks, out, lse)  # type: ignore[arg-type]
         ctx.how = gradients, layout, scores  # type: ignore[attr-defined]
         return out

@@ -134,3 +134,9 @@ class ScoreRule:
 
     softcap: float | None = None
     """Bound on the scores' absolute value, greater than 0; None: no cap."""
+
+    sinks: Tensor | None = field(default=None, compare=False)
+    """[H] of any dtype, a further score per head, for a key whose value is 0: the weights are
+    exp(s_ij) / (exp(sink) + sum_j exp(s_ij)). (As in
+    transformers/models/gpt_oss/modeling_gpt_oss.py, which rounds scores to the model's dtype before
+    the softmax; here they are float32.)"""

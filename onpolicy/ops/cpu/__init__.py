@@ -31,7 +31,7 @@ from onpolicy.ops.cpu.rows import (
     write_few_at_a_time,
 )
 from onpolicy.ops.cpu.threads import PiecePool
-from onpolicy.ops.differentiable_attention import DifferentiableAttention
+from onpolicy.ops.differentiable_attention import attention
 from onpolicy.ops.layouts import AttentionLayout, ScoreRule
 from onpolicy.ops.linears import GroupedLinear
 from onpolicy.ops.machine import multiplies_with_amx
@@ -112,19 +112,12 @@ class CpuOperators(Operators):
 
     @on_whole_tensors
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layout: AttentionLayout,
-        scores: ScoreRule,
-        sinks: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scores: ScoreRule
     ) -> Tensor:
-        if torch.is_grad_enabled():
-            ways = partial(attention_with_lse, self.pool), partial(attention_backward, self.pool)
-            out: Tensor = DifferentiableAttention.apply(*ways, q, k, v, sinks, layout, scores)
-            return out
-        return blockwise_attention(self.pool, q, k, v, sinks, layout, scores)
+        if not torch.is_grad_enabled():
+            return blockwise_attention(self.pool, q, k, v, layout, scores)
+        ways = partial(attention_with_lse, self.pool), partial(attention_backward, self.pool)
+        return attention(*ways, q, k, v, layout, scores)
 
     @on_whole_tensors
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, round_last: bool = False) -> Tensor:

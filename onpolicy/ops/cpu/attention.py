@@ -50,7 +50,6 @@ def blockwise_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sinks: Tensor | None,
     layout: AttentionLayout,
     scores: ScoreRule,
     lse: Tensor | None = None,
@@ -59,7 +58,7 @@ def blockwise_attention(
 
     `lse`, if given, is float32 [T, H, 1] and receives the log of every row's normaliser.
     """
-    shape, inputs = _shape(q, k, v, scores), (q, k, v, sinks)
+    shape, inputs = _shape(q, k, v, scores), (q, k, v)
     out = q.new_empty(*q.shape[:2], shape.value_dim)
     flops = work(layout, shape)
     batches = batches_of(layout, shape, pool.threads_for(flops))
@@ -68,17 +67,11 @@ def blockwise_attention(
 
 
 def attention_with_lse(
-    pool: PiecePool,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: AttentionLayout,
-    scores: ScoreRule,
-    sinks: Tensor | None,
+    pool: PiecePool, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scores: ScoreRule
 ) -> tuple[Tensor, Tensor]:
     """Return `blockwise_attention` and the log of every row's normaliser, float32 [T, H]."""
     lse = q.new_empty(*q.shape[:2], dtype=torch.float32)
-    return blockwise_attention(pool, q, k, v, sinks, layout, scores, lse[..., None]), lse
+    return blockwise_attention(pool, q, k, v, layout, scores, lse[..., None]), lse
 
 
 def attention_backward(
@@ -112,12 +105,12 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule) -> Shape:
 
 def _forward_batch(
     batch: Batch,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    inputs: tuple[Tensor, Tensor, Tensor],
     scores: ScoreRule,
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
-    q, k, v, sinks = inputs
+    (q, k, v), sinks = inputs, scores.sinks
     # Each tile keeps running sums over the chunks; spans are visited in ascending order.
     heads = batch.query_heads
     queries = [tile.gather(q[:, heads]).mul_(scores.scale) for tile in batch.tiles]

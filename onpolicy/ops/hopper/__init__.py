@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onpolicy.contract import FLASH_CHUNK
 from onpolicy.ops.base import Operators
-from onpolicy.ops.differentiable_attention import DifferentiableAttention
+from onpolicy.ops.differentiable_attention import attention
 from onpolicy.ops.hopper import cublaslt, flash_attention, gemm
 from onpolicy.ops.hopper.gemm import Fp8Linears
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
@@ -52,22 +52,12 @@ class FlashAttention(TritonOperators):
         flash_attention.loaded()
 
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layout: AttentionLayout,
-        scores: ScoreRule,
-        sinks: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scores: ScoreRule
     ) -> Tensor:
-        if not flash_attention.fits(q, v, scores, sinks):
-            return super().attention(q, k, v, layout, scores, sinks)
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        if torch.is_grad_enabled():
-            ways = flash_attention.forward, flash_attention.backward
-            out: Tensor = DifferentiableAttention.apply(*ways, q, k, v, None, layout, scores)
-            return out
-        return flash_attention.forward(q, k, v, layout, scores)[0]
+        if not flash_attention.fits(q, v, scores):
+            return super().attention(q, k, v, layout, scores)
+        ways, inputs = (flash_attention.forward, flash_attention.backward), (q, k, v)
+        return attention(*ways, *(x.contiguous() for x in inputs), layout, scores)
 
     def paged_attention(
         self,
@@ -76,11 +66,10 @@ class FlashAttention(TritonOperators):
         v: Tensor,
         layout: PagedLayout,
         scores: ScoreRule,
-        sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        if not flash_attention.fits(q, v, scores, sinks):
-            return super().paged_attention(q, k, v, layout, scores, sinks, out)
+        if not flash_attention.fits(q, v, scores):
+            return super().paged_attention(q, k, v, layout, scores, out)
         return flash_attention.over_pages(q, k, v, layout, scores, out)
 
 

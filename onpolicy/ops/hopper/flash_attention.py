@@ -87,7 +87,7 @@ def backward(
     layout: AttentionLayout,
     scores: ScoreRule,
 ) -> Gradients:
-    """Return the gradients of q, k and v, as `DifferentiableAttention` asks; lse: float32 [H, T]."""
+    """Return the gradients of q, k and v, as `differentiable_attention` asks; lse: float32 [H, T]."""
     if scores.softcap:  # PyTorch's backward pass has no soft cap
         by_row = lse.t().contiguous()
         return attention_backward(grad, q, k, v, out, by_row, layout, scores)
@@ -174,16 +174,15 @@ def loaded() -> ModuleType:
     return module
 
 
-def fits(q: Tensor, v: Tensor, scores: ScoreRule, sinks: Tensor | None) -> bool:
+def fits(q: Tensor, v: Tensor, scores: ScoreRule) -> bool:
     """Return whether its kernels give this layer the same bits in every batch; q: [T, H, D].
 
     With a window, the widest heads get blocks of 64 keys, and of 80 once the page table is no wider
     than the window (tile_size.h, flash_api.cpp). The scaling of sinks and heads of two sizes are
     untested.
     """
-    return (
-        sinks is None and v.shape[-1] == q.shape[-1] and not (scores.window and q.shape[-1] > 192)
-    )
+    is_plain = scores.sinks is None and v.shape[-1] == q.shape[-1]
+    return is_plain and not (scores.window and q.shape[-1] > 192)
 
 
 def int32_pages(layout: AttentionLayout) -> PagedLayout:
@@ -197,18 +196,12 @@ def int32_pages(layout: AttentionLayout) -> PagedLayout:
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: AttentionLayout,
-    scores: ScoreRule,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scores: ScoreRule
 ) -> tuple[Tensor, Tensor]:
     """Compute causal attention: returns [T, H, D_v] and the log of the normaliser, float32 [H, T].
 
-    q: [T, H, D]; k: [rows, H_kv, D]; v: [rows, H_kv, D_v]. bfloat16, no sinks, no autograd.
+    q: [T, H, D]; k: [rows, H_kv, D]; v: [rows, H_kv, D_v]. bfloat16, no sinks (`fits`), no autograd.
     """
-    assert sinks is None
     return attend(q, k[:, None], v[:, None], int32_pages(layout), scores)
 
 

@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from onpolicy.ops.differentiable_attention import DifferentiableAttention
+from onpolicy.ops.differentiable_attention import attention
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.linears import GroupedLinear, Linears
 from onpolicy.ops.logit_chunks import GPU_LOGITS
 from onpolicy.ops.triton import attention as attentions
 from onpolicy.ops.triton import experts, fused_norms, log_probs, mixing, sampling
+from onpolicy.ops.triton.attention import packed_attention
 from onpolicy.ops.triton.attention_backward import attention_backward
 from onpolicy.ops.triton.elementwise import TritonRotary, TritonSiluAndMul, is_silu
 from onpolicy.ops.triton.experts import grouped_weight_grad, tiled_grouped_linear
@@ -60,19 +61,9 @@ class TritonOperators(Linears):
         return _grouped_linear(x, weight, offsets, torch.float32)
 
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layout: AttentionLayout,
-        scores: ScoreRule,
-        sinks: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scores: ScoreRule
     ) -> Tensor:
-        if torch.is_grad_enabled():
-            ways = attentions.packed_attention, attention_backward
-            out: Tensor = DifferentiableAttention.apply(*ways, q, k, v, sinks, layout, scores)
-            return out
-        return attentions.packed_attention(q, k, v, layout, scores, sinks)[0]
+        return attention(packed_attention, attention_backward, q, k, v, layout, scores)
 
     def paged_attention(
         self,
@@ -81,11 +72,10 @@ class TritonOperators(Linears):
         v: Tensor,
         layout: PagedLayout,
         scores: ScoreRule,
-        sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         stores = k.flatten(0, 1), v.flatten(0, 1)
-        result, _ = attentions.blockwise_attention(q, *stores, layout, scores, sinks)
+        result, _ = attentions.blockwise_attention(q, *stores, layout, scores)
         return result if out is None else out.copy_(result)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, round_last: bool = False) -> Tensor:

@@ -93,19 +93,14 @@ def _attention_kernel(
 
 
 def blockwise_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: PagedLayout,
-    scores: ScoreRule,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, layout: PagedLayout, scores: ScoreRule
 ) -> tuple[Tensor, Tensor]:
     """Compute row-invariant causal attention without autograd; see `Operators.attention`.
 
     k: [rows, H_kv, D] and v: [rows, H_kv, D_v], the rows of all pages of `layout` end to end.
     Return (out [T, H, D_v], lse float32 [T, H]), the log of the softmax's normaliser.
     """
-    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    q, k, v, sinks = unit_stride(q), unit_stride(k), unit_stride(v), scores.sinks
     (T, H, D), (_, kv_heads, value_dim) = q.shape, v.shape
     out, lse = q.new_empty(T, H, value_dim), q.new_empty(T, H, dtype=torch.float32)
     group = H // kv_heads
@@ -166,12 +161,7 @@ def _blocks_ahead(q: Tensor, keys: int, dim: int, value_dim: int) -> int:
 
 
 def packed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: AttentionLayout,
-    scores: ScoreRule,
-    sinks: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scores: ScoreRule
 ) -> tuple[Tensor, Tensor]:
     """Compute `blockwise_attention` over a layout of rows."""
-    return blockwise_attention(q, k, v, layout.by_pages(), scores, sinks)
+    return blockwise_attention(q, k, v, layout.by_pages(), scores)

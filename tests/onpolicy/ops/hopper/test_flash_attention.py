@@ -106,20 +106,18 @@ def test_windows_and_soft_caps_mean_what_they_mean_on_a_cpu(calls, operators, sc
 
 
 @pytest.mark.parametrize(
-    ("dim", "value_dim", "scores", "sinks", "fits"),
+    ("dim", "value_dim", "scores", "fits"),
     [
-        (192, 192, ScoreRule(1.0, window=8), None, True),
-        (256, 256, ScoreRule(1.0, softcap=8.0), None, True),
-        (256, 256, ScoreRule(1.0, window=8), None, False),
-        (128, 128, ScoreRule(1.0), torch.zeros(1), False),
-        (192, 128, ScoreRule(1.0), None, False),
+        (192, 192, ScoreRule(1.0, window=8), True),
+        (256, 256, ScoreRule(1.0, softcap=8.0), True),
+        (256, 256, ScoreRule(1.0, window=8), False),
+        (128, 128, ScoreRule(1.0, sinks=torch.zeros(1)), False),
+        (192, 128, ScoreRule(1.0), False),
     ],
 )
-def test_what_its_kernels_might_sum_in_two_ways_is_left_to_triton(
-    dim, value_dim, scores, sinks, fits
-):
+def test_what_its_kernels_might_sum_in_two_ways_is_left_to_triton(dim, value_dim, scores, fits):
     q, v = torch.empty(1, 1, dim), torch.empty(1, 1, value_dim)
-    assert flash_attention.fits(q, v, scores, sinks) is fits
+    assert flash_attention.fits(q, v, scores) is fits
 
 
 class _Watch(TorchDispatchMode):
