@@ -10,6 +10,8 @@ write bfloat16, while the experts of a token are added in float32 before they ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -22,21 +24,31 @@ from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.triton import TritonOperators
 
 
-class DeepGemmLinears(TritonOperators):
+class _LibraryLinears(TritonOperators):
+    """Triton operators with a library's products, where it supports them."""
+
+    multiply: Callable[[Tensor, Tensor, Tensor], None]
+    """The library's product of one block; see `gemm.multiply`."""
+
+    def _product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, blocks: int
+    ) -> Tensor:
+        if not gemm.fits(weight, blocks):
+            return super()._product(x, weight, bias, out_dtype, blocks)
+        return gemm.in_blocks(self.multiply, x, weight, bias, out_dtype, blocks)
+
+
+class DeepGemmLinears(_LibraryLinears):
     """Triton operators with DeepGEMM's products.
 
     Creating them loads DeepGEMM, or raises ContractError.
     """
 
+    multiply = staticmethod(gemm.multiply)
+
     def __init__(self) -> None:
         super().__init__()
         gemm.loaded()
-
-    def _product(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, blocks: int
-    ) -> Tensor:
-        product = gemm.deep_gemm_linear if gemm.fits(weight, blocks) else super()._product
-        return product(x, weight, bias, out_dtype, blocks)
 
 
 class FlashAttention(TritonOperators):
@@ -80,22 +92,17 @@ class HopperOperators(DeepGemmLinears, FlashAttention):
     """
 
 
-class CublasLtOperators(FlashAttention):
+class CublasLtOperators(_LibraryLinears, FlashAttention):
     """Row-invariant operators with FlashAttention-3 and cuBLASLt's products, gradients' included.
 
     Creating them loads FlashAttention-3, or raises ContractError, and forbids split-K in the process.
     """
 
+    multiply = staticmethod(cublaslt.multiply)
+
     def __init__(self) -> None:
         super().__init__()
         cublaslt.forbid_split_k()
-
-    def _product(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, blocks: int
-    ) -> Tensor:
-        if not gemm.fits(weight, blocks):
-            return super()._product(x, weight, bias, out_dtype, blocks)
-        return gemm.in_blocks(cublaslt.multiply, x, weight, bias, out_dtype, blocks)
 
 
 class HopperFp8Operators(HopperOperators):
