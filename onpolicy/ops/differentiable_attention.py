@@ -61,7 +61,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         out, lse = attend(q, k, v, layout, scores)
         ctx.save_for_backward(q, k, v, sinks, out, lse)  # type: ignore[arg-type]
-        ctx.how = gradients, layout, scores  # type: ignore[attr-defined]
+        ctx.how = gradients, layout, replace(scores, sinks=None)  # type: ignore[attr-defined]
         return out
 
     @staticmethod

@@ -217,16 +217,7 @@ class WholeMLP(nn.Module):
 class AlignedAttention(nn.Module):
     """Megatron's core attention: from projected heads to weighted values."""
 
-    def __init__(
-        self,
-        config: AlignedConfig,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        pg_collection: Any,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-    ):
+    def __init__(self, config: AlignedConfig, layer_number: int, *, pg_collection: Any, **_: Any):
         super().__init__()
         self.config = config
         self.window = config.windows[layer_number - 1]
