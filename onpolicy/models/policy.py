@@ -304,8 +304,7 @@ def _pack_kept(counts: Sequence[int], kept_tokens: Sequence[Sequence[bytes]]) ->
 
 
 def _pack_experts(
-    lens: Sequence[int],
-    routed_experts: Sequence[NDArray[np.int32] | None],
+    lens: Sequence[int], routed_experts: Sequence[NDArray[np.int32] | None]
 ) -> Tensor | None:
     # The experts of each sequence's last token are not known: its row keeps OWN_CHOICE.
     width = next((x.shape[1] for x in routed_experts if x is not None), None)

@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 from onpolicy.ops.base import Operators, Piece
-from onpolicy.ops.cpu.attention import (
-    attention_backward,
-    attention_with_lse,
-    blockwise_attention,
-)
+from onpolicy.ops.cpu.attention import attention_backward, attention_with_lse, blockwise_attention
 from onpolicy.ops.cpu.gemms import COLUMNS, Gemms
 from onpolicy.ops.cpu.layout import on_whole_tensors, whole, whole_vectors
 from onpolicy.ops.cpu.linear import (
@@ -24,12 +20,7 @@ from onpolicy.ops.cpu.linear import (
     tiled_grouped_linear,
     tiled_linear,
 )
-from onpolicy.ops.cpu.rows import (
-    few_rows,
-    few_rows_at_a_time,
-    log_softmax,
-    write_few_at_a_time,
-)
+from onpolicy.ops.cpu.rows import few_rows, few_rows_at_a_time, log_softmax, write_few_at_a_time
 from onpolicy.ops.cpu.threads import PiecePool
 from onpolicy.ops.differentiable_attention import attention
 from onpolicy.ops.layouts import AttentionLayout, ScoreRule
@@ -62,12 +53,7 @@ class CpuOperators(Operators):
         return self._linear(x, weight, None, torch.float32, blocks)
 
     def linear_gradients(
-        self,
-        out: Tensor,
-        x: Tensor,
-        head: Sequence[Tensor],
-        grad: Tensor,
-        sums: Sequence[Tensor],
+        self, out: Tensor, x: Tensor, head: Sequence[Tensor], grad: Tensor, sums: Sequence[Tensor]
     ) -> Tensor:
         """Add each tile of the weight's gradient while it is in a core's cache."""
         (weight, *_), (of_weight, *of_bias) = head, sums

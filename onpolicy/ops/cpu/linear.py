@@ -76,11 +76,7 @@ def _product(
 
 
 def tiled_grouped_linear(
-    gemms: Gemms,
-    x: Tensor,
-    weight: Tensor,
-    offsets: Tensor,
-    out_dtype: torch.dtype | None = None,
+    gemms: Gemms, x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """Apply `tiled_linear` to every expert's rows: [S, K], [E, N, K], int64 [E + 1] -> [S, N]."""
     bounds = offsets.tolist()

@@ -26,11 +26,7 @@ def few_rows(size: int) -> int:
     return max(1, NUMBERS // size)
 
 
-def few_rows_at_a_time(
-    pool: PiecePool,
-    fill: Callable[..., object],
-    *tensors: Tensor,
-) -> None:
+def few_rows_at_a_time(pool: PiecePool, fill: Callable[..., object], *tensors: Tensor) -> None:
     """Run `fill(*tensors)`, a function that fills rows from rows, in pieces of a few rows.
 
     The first tensor is [M, V]; no autograd.

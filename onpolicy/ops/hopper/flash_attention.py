@@ -52,8 +52,7 @@ class PackedKeys:
             rows = layout.key_rows
             is_key = torch.arange(rows.shape[1]) < torch.tensor(layout.key_lens)[:, None]
             layout.plans[PackedKeys] = PackedKeys(
-                rows=rows[is_key.to(rows.device)],
-                starts=starts_of(layout.key_lens).to(rows.device),
+                rows=rows[is_key.to(rows.device)], starts=starts_of(layout.key_lens).to(rows.device)
             )
         keys: PackedKeys = layout.plans[PackedKeys]
         return keys
@@ -225,12 +224,7 @@ def attend(
 
 
 def over_pages(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: PagedLayout,
-    scores: ScoreRule,
-    out: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, layout: PagedLayout, scores: ScoreRule, out: Tensor | None
 ) -> Tensor:
     """Compute attention for the rollout engine, with the arguments of SGLang's backend.
 

@@ -33,12 +33,7 @@ class TritonOperators(Linears):
     logits_per_chunk = GPU_LOGITS
 
     def linear_gradients(
-        self,
-        out: Tensor,
-        x: Tensor,
-        head: Sequence[Tensor],
-        grad: Tensor,
-        sums: Sequence[Tensor],
+        self, out: Tensor, x: Tensor, head: Sequence[Tensor], grad: Tensor, sums: Sequence[Tensor]
     ) -> Tensor:
         """Add the head's gradients in float32, for the sum over calls."""
         weight, *_ = head
