@@ -204,7 +204,7 @@ def _attend(
     layout = AttentionLayout(
         query_lens=(len(q),), key_lens=(len(k),), key_rows=torch.arange(len(k))[None]
     )
-    return operators.attention(q, k, v, layout, ScoreRule(*score, sinks))
+    return operators.attention(q, k, v, layout, replace(ScoreRule(*score), sinks=sinks))
 
 
 def _equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:

@@ -68,8 +68,8 @@ class FlashAttention(TritonOperators):
     ) -> Tensor:
         if not flash_attention.fits(q, v, scores):
             return super().attention(q, k, v, layout, scores)
-        ways, inputs = (flash_attention.forward, flash_attention.backward), (q, k, v)
-        return attention(*ways, *(x.contiguous() for x in inputs), layout, scores)
+        ways = flash_attention.forward, flash_attention.backward
+        return attention(*ways, q.contiguous(), k.contiguous(), v.contiguous(), layout, scores)
 
     def paged_attention(
         self,

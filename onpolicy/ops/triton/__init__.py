@@ -32,6 +32,11 @@ class TritonOperators(Linears):
 
     logits_per_chunk = GPU_LOGITS
 
+    def _product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, blocks: int
+    ) -> Tensor:
+        return tiled_linear(x, weight, bias, out_dtype, blocks)
+
     def linear_gradients(
         self, out: Tensor, x: Tensor, head: Sequence[Tensor], grad: Tensor, sums: Sequence[Tensor]
     ) -> Tensor:
@@ -89,7 +94,6 @@ class TritonOperators(Linears):
             return out
         return super().gated(activation, gate, up)
 
-    _product = staticmethod(tiled_linear)
     add_rms_norm = staticmethod(fused_norms.add_rms_norm)
     gather_log_probs = staticmethod(log_probs.gather_log_probs)
     grad_logits = staticmethod(log_probs.grad_logits)
