@@ -24,8 +24,8 @@ Backward = Callable[
 at most once."""
 
 
-def attention(
-    attend: Forward,
+def attend(
+    forward: Forward,
     gradients: Backward,
     q: Tensor,
     k: Tensor,
@@ -35,8 +35,8 @@ def attention(
 ) -> Tensor:
     """Compute `Operators.attention` by a backend's two functions, with gradients if enabled."""
     if not torch.is_grad_enabled():
-        return attend(q, k, v, layout, scores)[0]
-    out: Tensor = _Attention.apply(attend, gradients, q, k, v, scores.sinks, layout, scores)
+        return forward(q, k, v, layout, scores)[0]
+    out: Tensor = _Attention.apply(forward, gradients, q, k, v, scores.sinks, layout, scores)
     return out
 
 
@@ -50,7 +50,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: FunctionCtx,
-        attend: Forward,
+        attended: Forward,
         gradients: Backward,
         q: Tensor,
         k: Tensor,
@@ -59,7 +59,7 @@ class _Attention(torch.autograd.Function):
         layout: AttentionLayout,
         scores: ScoreRule,
     ) -> Tensor:
-        out, lse = attend(q, k, v, layout, scores)
+        out, lse = attended(q, k, v, layout, scores)
         ctx.save_for_backward(q, k, v, sinks, out, lse)  # type: ignore[arg-type]
         ctx.how = gradients, layout, replace(scores, sinks=None)  # type: ignore[attr-defined]
         return out

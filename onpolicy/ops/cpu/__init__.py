@@ -22,7 +22,7 @@ from onpolicy.ops.cpu.linear import (
 )
 from onpolicy.ops.cpu.rows import few_rows, few_rows_at_a_time, log_softmax, write_few_at_a_time
 from onpolicy.ops.cpu.threads import PiecePool
-from onpolicy.ops.differentiable_attention import attention
+from onpolicy.ops.differentiable_attention import attend
 from onpolicy.ops.layouts import AttentionLayout, ScoreRule
 from onpolicy.ops.linears import GroupedLinear
 from onpolicy.ops.machine import multiplies_with_amx
@@ -103,7 +103,7 @@ class CpuOperators(Operators):
         if not torch.is_grad_enabled():
             return blockwise_attention(self.pool, q, k, v, layout, scores)
         ways = partial(attention_with_lse, self.pool), partial(attention_backward, self.pool)
-        return attention(*ways, q, k, v, layout, scores)
+        return attend(*ways, q, k, v, layout, scores)
 
     @on_whole_tensors
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, round_last: bool = False) -> Tensor:

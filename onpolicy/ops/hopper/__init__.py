@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onpolicy.contract import FLASH_CHUNK
 from onpolicy.ops.base import Operators
-from onpolicy.ops.differentiable_attention import attention
+from onpolicy.ops.differentiable_attention import attend
 from onpolicy.ops.hopper import cublaslt, flash_attention, gemm
 from onpolicy.ops.hopper.gemm import Fp8Linears
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
@@ -69,7 +69,7 @@ class FlashAttention(TritonOperators):
         if not flash_attention.fits(q, v, scores):
             return super().attention(q, k, v, layout, scores)
         ways = flash_attention.forward, flash_attention.backward
-        return attention(*ways, q.contiguous(), k.contiguous(), v.contiguous(), layout, scores)
+        return attend(*ways, q.contiguous(), k.contiguous(), v.contiguous(), layout, scores)
 
     def paged_attention(
         self,

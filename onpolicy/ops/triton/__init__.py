@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from onpolicy.ops.differentiable_attention import attention
+from onpolicy.ops.differentiable_attention import attend
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.linears import GroupedLinear, Linears
 from onpolicy.ops.logit_chunks import GPU_LOGITS
@@ -58,7 +58,7 @@ class TritonOperators(Linears):
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scores: ScoreRule
     ) -> Tensor:
-        return attention(packed_attention, attention_backward, q, k, v, layout, scores)
+        return attend(packed_attention, attention_backward, q, k, v, layout, scores)
 
     def paged_attention(
         self,

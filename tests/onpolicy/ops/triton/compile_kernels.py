@@ -156,8 +156,8 @@ def launch_attention(tensor: Any, training: Any, dtype: torch.dtype) -> None:
         q, k, v = training(200, 32, dim), training(200, 8, dim), training(200, 8, dim)
         OPERATORS.attention(q, k, v, layout, ScoreRule(0.1)).sum().backward()
         if dim == 128:
-            special = ScoreRule(0.1, window=33, softcap=20.0)
-            OPERATORS.attention(q, k, v, layout, special, training(32)).sum().backward()
+            special = ScoreRule(0.1, window=33, softcap=20.0, sinks=training(32))
+            OPERATORS.attention(q, k, v, layout, special).sum().backward()
         stores = tensor(9, 64, 8, dim), tensor(9, 64, 8, dim)
         OPERATORS.paged_attention(tensor(4, 32, dim), *stores, decoding, ScoreRule(0.1))
 
