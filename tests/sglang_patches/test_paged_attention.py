@@ -49,7 +49,7 @@ def test_it_hands_the_operator_what_sglang_means():
             self.seen = args
             return "the result"
 
-    inspect.signature(Operators.paged_attention).bind(*range(8))
+    inspect.signature(Operators.paged_attention).bind(*range(7))
     call = given(
         scheduler_metadata=torch.zeros(2), out=torch.zeros(3, 4, 4), window_size=(31, 0), softcap=30.0,
         sinks=torch.zeros(4),
