@@ -27,11 +27,10 @@ def install(operators: Operators) -> None:
     registry.note(f"attention backend {ATTENTION_BACKEND}")
 
 
-def layer_scores(layer: Any) -> ScoreRule:
+def layer_scores(layer: Any, sinks: torch.Tensor | None = None) -> ScoreRule:
     """Return a RadixAttention's score rule; its window counts the keys before the query's own."""
-    return ScoreRule(
-        layer.scaling, (layer.sliding_window_size + 1) or None, layer.logit_cap or None
-    )
+    window = (layer.sliding_window_size + 1) or None
+    return ScoreRule(layer.scaling, window, layer.logit_cap or None, sinks)
 
 
 def as_wide_as(store: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -95,8 +94,7 @@ def _backend_class() -> type:
                 keys[:, : layer.tp_k_head_num, : layer.qk_head_dim][:, None],
                 values[:, : layer.tp_v_head_num, : layer.v_head_dim][:, None],
                 self.layout,
-                layer_scores(layer),
-                sinks,
+                layer_scores(layer, sinks),
             )
             return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
 

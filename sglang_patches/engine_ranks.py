@@ -28,8 +28,7 @@ def row_parallel(contract: NumericsContract) -> RowParallel:
 
 def rank() -> int:
     """Return this process's rank in the tensor-parallel group."""
-    rank: int = _group().rank_in_group
-    return rank
+    return int(_group().rank_in_group)
 
 
 def wait_for_all_ranks() -> None:

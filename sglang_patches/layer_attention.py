@@ -52,12 +52,13 @@ def attention_forward(
     **named: Any,
 ) -> tuple[Tensor, None]:
     """Apply transformers' attention: [1, H, T, D] in, [T, H * D_v] of this rank's heads out."""
-    scores, sinks = scores_of(module, query, attention_mask, **named)
+    scores = scores_of(module, query, attention_mask, **named)
     layer = attention_instances[module.layer_idx]  # type: ignore[index]
     layer.scaling, layer.logit_cap = scores.scale, scores.softcap or 0.0
     layer.sliding_window_size = (scores.window or 0) - 1
     _set_sizes(layer, query, key, value)
     # SGLang leaves a parameter whole on every tensor-parallel rank.
+    sinks = scores.sinks
     extra = {} if sinks is None else {"sinks": own_part(sinks, layer.tp_q_head_num)}
     q, k, v = (x[0].transpose(0, 1).flatten(1) for x in (query, key, value))
     return layer.forward(q, k, v, forward_batch=forward_batch, **extra), None

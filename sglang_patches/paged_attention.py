@@ -95,8 +95,8 @@ def attend(
         max_query_len=max_seqlen_q,
         schedule={name: asked[name] for name in sorted(SCHEDULE & asked.keys())},
     )
-    scores = ScoreRule(softmax_scale, (before + 1) or None, softcap or None)
-    return operators.paged_attention(q, k_cache, v_cache, layout, scores, sinks, out)
+    scores = ScoreRule(softmax_scale, (before + 1) or None, softcap or None, sinks)
+    return operators.paged_attention(q, k_cache, v_cache, layout, scores, out)
 
 
 FLASH_TARGET = f"{MODULE}.FlashAttentionBackend.__init__"

@@ -59,8 +59,8 @@ def _lines(result: Result) -> Iterator[str]:
     yield from _of_ranks(result)
     if source["rollout_shape"]:
         yield (
-            f"Shape of the call: {_shape(source['rollout_shape'])} in the rollout, "
-            f"{_shape(source['train_shape'])} in the trainer."
+            f"Shape of the call: {list(source['rollout_shape'])} in the rollout, "
+            f"{list(source['train_shape'])} in the trainer."
         )
     if proof := result["proof"]:
         yield from _of_proof(proof)
@@ -127,10 +127,6 @@ def _others(sites: list[Result], source: Result) -> Iterator[str]:
         yield from (
             f"  {s['site'][1]} of {s['site'][0]}: {s['own']} of {s['rows']}" for s in own[:12]
         )
-
-
-def _shape(shape: Any) -> str:
-    return "[" + ", ".join(map(str, shape)) + "]"
 
 
 def render(result: Result, text: str) -> str:

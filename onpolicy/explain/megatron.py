@@ -58,9 +58,8 @@ def passes_of(model: nn.Module, recorder: Recorder) -> AbstractContextManager[li
 
     def rows_of(_: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
         local = kwargs["packed_seq_params"]
-        return _keys(local, policy.cp_group), local.rows
+        return _keys(local, policy.cp_group), local.asked.rows
 
-    assert policy.config.hf_config is not None
     vocabulary = policy.config.hf_config.vocab_size
     recorder.at_head = OverTensorRanks(ADDED, policy.tp_group, columns=vocabulary)
     return watched(policy, recorder, rows_of, _hooks(policy, recorder))
@@ -120,7 +119,6 @@ def _hugging_face_names(policy: PolicyGptModel) -> dict[str, dict[str, Tensor | 
         for layer in range(len(policy.decoder.layers))
         for ours, theirs in WITHOUT_WEIGHTS.items()
     }
-    assert policy.config.hf_config is not None
     weights = WeightMap(policy.config.hf_config, MegatronLayout())
     for parameter, _ in policy.named_parameters():
         module, _, kind = parameter.rpartition(".")
@@ -143,8 +141,7 @@ def _columns(weights: WeightMap, parameter: str) -> dict[str, Tensor | None]:
 
 def tensor_rank() -> int:
     """Return this rank's number among the ranks that share every linear."""
-    rank: int = parallel_state.get_tensor_model_parallel_rank()
-    return rank
+    return int(parallel_state.get_tensor_model_parallel_rank())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

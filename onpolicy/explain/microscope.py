@@ -219,17 +219,6 @@ class Recorded:
     passes: list[list[Call]]
     evidence: Evidence | None
 
-    @staticmethod
-    def of(
-        recorder: Recorder, tensor_rank: int, passes: list[list[Call]], evidence_of: int
-    ) -> Recorded:
-        """Return a rank's recording; evidence of one tensor-parallel rank is enough."""
-        return Recorded(
-            tensor_rank=tensor_rank,
-            passes=passes,
-            evidence=recorder.evidence if tensor_rank == evidence_of else None,
-        )
-
 
 def recorded_log_probs(
     trainer: PolicyTrainer,
@@ -246,7 +235,8 @@ def recorded_log_probs(
     """
     with recording(trainer.policy, recorder) as (rank, passes):
         scores = trainer.log_probs(sequences, prompt_lens, temperature, kept_tokens)
-    return scores, Recorded.of(recorder, rank, passes, evidence_of)
+    evidence = recorder.evidence if rank == evidence_of else None
+    return scores, Recorded(tensor_rank=rank, passes=passes, evidence=evidence)
 
 
 @contextmanager

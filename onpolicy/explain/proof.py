@@ -199,12 +199,12 @@ def _filled(arguments: Sequence[Any], others: Sequence[Any]) -> list[Any]:
 
 
 def _attend(
-    operators: Operators, q: Tensor, k: Tensor, v: Tensor, score: Any, *rest: Any
+    operators: Operators, q: Tensor, k: Tensor, v: Tensor, score: Any, sinks: Tensor | None = None
 ) -> Tensor:
     layout = AttentionLayout(
         query_lens=(len(q),), key_lens=(len(k),), key_rows=torch.arange(len(k))[None]
     )
-    return operators.attention(q, k, v, layout, ScoreRule(*score), *rest)
+    return operators.attention(q, k, v, layout, replace(ScoreRule(*score), sinks=sinks))
 
 
 def _equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:

@@ -49,9 +49,7 @@ _ACTIVATIONS = {c[0] if isinstance(c, tuple) else c for c in ACT2CLS.values()}
 
 
 def align_modules(
-    model: nn.Module,
-    operators: Operators,
-    row_parallel: RowParallel = WHOLE,
+    model: nn.Module, operators: Operators, row_parallel: RowParallel = WHOLE
 ) -> None:
     """Replace, in place, every module of `model` that has an aligned counterpart.
 
@@ -79,10 +77,7 @@ def align_modules(
 
 
 def _aligned(
-    module: nn.Module,
-    operators: Operators,
-    row_parallel: RowParallel,
-    shared: set[nn.Linear],
+    module: nn.Module, operators: Operators, row_parallel: RowParallel, shared: set[nn.Linear]
 ) -> nn.Module | None:
     if type(module) is nn.Linear:
         return AlignedLinear(module, operators, row_parallel if module in shared else WHOLE)

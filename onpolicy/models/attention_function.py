@@ -18,10 +18,10 @@ from onpolicy.ops.layouts import ScoreRule
 
 ATTENTION_NAME = "onpolicy"
 
-AttentionFunction = Callable[[Tensor, Tensor, Tensor, ScoreRule, Tensor | None], Tensor]
+AttentionFunction = Callable[[Tensor, Tensor, Tensor, ScoreRule], Tensor]
 """Attention of one layer with the layout bound in; see `Operators.attention`.
 
-(q [T, H, D], k [T, H_kv, D], v [T, H_kv, D_v], scores, sinks [H] or None) -> [T, H, D_v].
+(q [T, H, D], k [T, H_kv, D], v [T, H_kv, D_v], scores) -> [T, H, D_v].
 """
 
 IRRELEVANT = {
@@ -50,8 +50,8 @@ def scores_of(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **others: object,
-) -> tuple[ScoreRule, Tensor | None]:
-    """Return the score rule and the sinks that a layer's call asks for; query: [1, H, T, D].
+) -> ScoreRule:
+    """Return the score rule that a layer's call asks for; query: [1, H, T, D].
 
     The arguments are named as in transformers' attention functions; `s_aux` are the sinks.
     Raise ContractError that names each argument without an aligned operator.
@@ -66,7 +66,7 @@ def scores_of(
             "Choose another checkpoint, or run without --true-on-policy-mode."
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return ScoreRule(scale, sliding_window or None, softcap or None), s_aux
+    return ScoreRule(scale, sliding_window or None, softcap or None, s_aux)
 
 
 def _attention_forward(
@@ -80,9 +80,9 @@ def _attention_forward(
     **named: Any,
 ) -> tuple[Tensor, None]:
     """Call the operators from transformers' attention interface: [1, H, T, D] -> [1, T, H, D_v]."""
-    scores, sinks = scores_of(module, query, attention_mask, **named)
+    scores = scores_of(module, query, attention_mask, **named)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attention_function(q, k, v, scores, sinks)[None], None
+    return attention_function(q, k, v, scores)[None], None
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention_forward)

@@ -24,7 +24,7 @@ from onpolicy.models.norms import NormKind, norm_kinds, norm_size
 from onpolicy.models.rotary_factors import forget_scaling
 from onpolicy.ops.layouts import ScoreRule
 
-AttentionCall = tuple[Tensor, Tensor, Tensor, ScoreRule, Tensor | None]
+AttentionCall = tuple[Tensor, Tensor, Tensor, ScoreRule]
 """The arguments of a layer's call of an `AttentionFunction`."""
 
 
@@ -92,10 +92,8 @@ class ModelFacts:
         """Run the decoder's own code on the meta device; return its attention calls in order."""
         calls: list[AttentionCall] = []
 
-        def record(
-            q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule, sinks: Tensor | None
-        ) -> Tensor:
-            calls.append((q, k, v, scores, sinks))
+        def record(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule) -> Tensor:
+            calls.append((q, k, v, scores))
             return q.new_empty(*q.shape[:2], v.shape[2])
 
         tokens = torch.zeros(1, 1, dtype=torch.int64, device="meta")
@@ -106,9 +104,7 @@ class ModelFacts:
         return calls
 
 
-def _shape(
-    q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule, sinks: Tensor | None
-) -> AttentionShape:
+def _shape(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule) -> AttentionShape:
     return AttentionShape(
         heads=q.shape[1],
         kv_heads=k.shape[1],
@@ -116,7 +112,7 @@ def _shape(
         value_dim=v.shape[2],
         window=scores.window,
         softcap=scores.softcap,
-        sinks=sinks is not None,
+        sinks=scores.sinks is not None,
     )
 
 

@@ -315,7 +315,7 @@ def join_linears(
     proven: dict[tuple[Any, ...], bool] = {}
     joint = []
     for linears in _siblings(model, may_join):
-        key = _sizes(linears)
+        key = tuple(map(_kind, linears))
         if key not in proven:
             proven[key] = _join_keeps_bits(operators, linears)
             if not proven[key]:
@@ -338,10 +338,6 @@ def _siblings(model: nn.Module, may_join: Callable[[nn.Module], bool]) -> Iterat
 def _kind(linear: Any) -> tuple[int, torch.dtype, int, bool]:
     rows, inner = linear.weight.shape
     return rows, linear.weight.dtype, inner, linear.bias is not None
-
-
-def _sizes(linears: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(map(_kind, linears))
 
 
 def _join_keeps_bits(operators: Operators, linears: Sequence[Any]) -> bool:

@@ -30,7 +30,7 @@ from onpolicy.models.logits import logits_rule
 from onpolicy.models.lora.peft_adapter import CONFIG as ADAPTER
 from onpolicy.models.published import own_class, read_config
 from onpolicy.models.rotary_factors import choose_factors, context_limit
-from onpolicy.models.weight_files import quantised_by, stored_shapes
+from onpolicy.models.weight_files import CheckpointReader, quantised_by
 from onpolicy.system.files import read_json_object
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def load_config(
         )
         raise ConfigError(f"{flag}={path}: {rule}")
     raw = read_json_object(directory / "config.json", f"{flag}={path}: config.json")
-    num_tensors = len(stored_shapes(directory, flag))
+    num_tensors = len(CheckpointReader(directory, flag).shapes())
     if isinstance(layers := raw.get("num_hidden_layers"), int) and layers > num_tensors:
         raise ConfigError(
             f"{flag}={path}: num_hidden_layers={layers} in config.json, and the weights are "

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -80,10 +80,8 @@ class PolicyModel(nn.Module):
     def hidden_states(self, batch: PackedTokens) -> Tensor:
         """Return [R, H]: the head's input for each requested token, from the position before it."""
 
-        def attention(
-            q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule, sinks: Tensor | None
-        ) -> Tensor:
-            return self.operators.attention(q, k, v, batch.layout, scores, sinks)
+        def attention(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule) -> Tensor:
+            return self.operators.attention(q, k, v, batch.layout, scores)
 
         self.replay = routing_replay(batch, self.causal_lm.config)
         # It stays until the next forward pass, since a backward pass may recompute activations.
@@ -163,22 +161,11 @@ class Values(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedTokens:
-    """Whole sequences laid end to end, and the requested tokens, whose log-probabilities are computed.
-
-    T: tokens of all sequences; R: requested tokens.
-    """
-
-    tokens: Tensor
-    """int64 [T]"""
-
-    positions: Tensor
-    """int64 [T]: 0, 1, ... within each sequence"""
-
-    layout: AttentionLayout
+class AskedTokens:
+    """The R requested tokens of a micro-batch, whose log-probabilities are computed."""
 
     rows: Tensor
-    """int64 [R]: rows of `tokens` whose *next* token is requested"""
+    """int64 [R]: rows of the micro-batch whose *next* token is requested"""
 
     shared_rows: SharedRows | None = None
     """Readings of `rows`, where several sequences may request one row"""
@@ -188,9 +175,6 @@ class PackedTokens:
 
     temperature: Tensor
     """float32 [R]: the divisor of each row's logits"""
-
-    routed_experts: Tensor | None = None
-    """int64 [T, layers x k]: experts to use in place of the routers' choice; -1: not known"""
 
     kept: KeptTokens | None = None
     """The sets that the R tokens were drawn from; None: the whole vocabulary for all"""
@@ -203,6 +187,22 @@ class PackedTokens:
 
     teacher: TeacherRows | None = None
     """The teacher's distributions at the R tokens; if given, `TaughtScores` are computed"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedTokens(AskedTokens):
+    """Whole sequences laid end to end, of T tokens, and the requested ones."""
+
+    tokens: Tensor
+    """int64 [T]"""
+
+    positions: Tensor
+    """int64 [T]: 0, 1, ... within each sequence"""
+
+    layout: AttentionLayout
+
+    routed_experts: Tensor | None = None
+    """int64 [T, layers x k]: experts to use in place of the routers' choice; -1: not known"""
 
     @staticmethod
     def pack(
@@ -252,18 +252,13 @@ class PackedTokens:
 
     def on(self, device: torch.device | str) -> PackedTokens:
         """Return the same on a device, so that no part needs to be read back from it."""
-        return replace(
-            self,
-            tokens=self.tokens.to(device),
-            positions=self.positions.to(device),
-            layout=self.layout.on(device),
-            rows=self.rows.to(device),
-            shared_rows=self.shared_rows and self.shared_rows.on(device),
-            targets=self.targets.to(device),
-            temperature=self.temperature.to(device),
-            routed_experts=None if self.routed_experts is None else self.routed_experts.to(device),
-            draws=self.draws and self.draws.on(device),
-        )
+        moved: dict[str, Any] = {}
+        for name in (field.name for field in fields(self)):
+            if isinstance(part := getattr(self, name), Tensor):
+                moved[name] = part.to(device)
+            elif isinstance(part, (AttentionLayout, SharedRows, Draws)):
+                moved[name] = part.on(device)
+        return replace(self, **moved)
 
     def with_own_cut(
         self,
@@ -309,8 +304,7 @@ def _pack_kept(counts: Sequence[int], kept_tokens: Sequence[Sequence[bytes]]) ->
 
 
 def _pack_experts(
-    lens: Sequence[int],
-    routed_experts: Sequence[NDArray[np.int32] | None],
+    lens: Sequence[int], routed_experts: Sequence[NDArray[np.int32] | None]
 ) -> Tensor | None:
     # The experts of each sequence's last token are not known: its row keeps OWN_CHOICE.
     width = next((x.shape[1] for x in routed_experts if x is not None), None)
@@ -323,48 +317,19 @@ def _pack_experts(
     return packed
 
 
-class Asked(Protocol):
-    """The requested tokens of a micro-batch, or of a rank's part of it; see `PackedTokens`."""
-
-    @property
-    def rows(self) -> Tensor: ...
-    @property
-    def shared_rows(self) -> SharedRows | None: ...
-    @property
-    def targets(self) -> Tensor: ...
-    @property
-    def temperature(self) -> Tensor: ...
-    @property
-    def kept(self) -> KeptTokens | None: ...
-    @property
-    def draws(self) -> Draws | None: ...
-    @property
-    def wants_hidden(self) -> bool: ...
-    @property
-    def teacher(self) -> TeacherRows | None: ...
-
-
-def rows_asked(hidden: Tensor, asked: Asked) -> Tensor:
+def rows_asked(hidden: Tensor, asked: AskedTokens) -> Tensor:
     """Return the head's input for each requested token, from the row before it: [T, H] -> [R, H]."""
     if asked.shared_rows is not None:
         return asked.shared_rows.take(hidden)
     return hidden[asked.rows]
 
 
-def score_rows(hidden: Tensor, head: Head, asked: Asked) -> Scores | HiddenScores | TaughtScores:
+def score_rows(
+    hidden: Tensor, head: Head, asked: AskedTokens
+) -> Scores | HiddenScores | TaughtScores:
     """Compute the requested scores of hidden states [R, H] under a head."""
     scores = token_log_probs(
-        head.operators,
-        hidden,
-        head.weight,
-        head.bias,
-        asked.targets,
-        asked.temperature,
-        head.vocabulary,
-        head.finish,
-        asked.kept,
-        head.adapter,
-        asked.draws,
+        head, hidden, asked.targets, asked.temperature, asked.kept, asked.draws
     )
     if asked.wants_hidden:
         return HiddenScores(*scores, hidden.detach())

@@ -89,5 +89,4 @@ class _Views(TorchFunctionMode):
 
 def _memory(tensor: Tensor) -> int:
     """Return an identifier of a tensor's memory, on the meta device too."""
-    memory: int = StorageWeakRef(tensor.untyped_storage()).cdata
-    return memory
+    return int(StorageWeakRef(tensor.untyped_storage()).cdata)

@@ -122,31 +122,10 @@ def require_shardable(
 def _problems(
     facts: ModelFacts, shapes: OperatorShapes, tp_size: int, blocks: int
 ) -> Iterator[str]:
-    config = facts.config
-    if blocks > 1 and not config.base_model_tp_plan:
+    for problem in _problems_of_plan(facts) if blocks > 1 else ():
         yield (
-            f"--row-parallel-blocks={blocks}: model_type={config.model_type} has no "
-            "base_model_tp_plan, so nothing says which of its layers tensor parallelism cuts. Use "
-            "--sglang-tp-size 1 and leave the blocks out."
-        )
-    model = facts.model if blocks > 1 else None
-    if model and (styles := unknown_styles(model)):
-        yield (
-            f"--row-parallel-blocks={blocks}: the plan of model_type={config.model_type} calls layers "
-            f"{', '.join(styles)}, and SGLang's transformers backend cannot share them out. Use "
-            "--sglang-tp-size 1 and leave the blocks out."
-        )
-    if model and (classes := whole_attention(model)):
-        yield (
-            f"--row-parallel-blocks={blocks}: the plan of model_type={config.model_type} leaves "
-            f"{', '.join(classes)} whole, and SGLang's transformers backend shares the heads. Use "
-            "--sglang-tp-size 1 and leave the blocks out."
-        )
-    if model and (classes := fused_experts(model)):
-        yield (
-            f"--row-parallel-blocks={blocks}: a checkpoint of model_type={config.model_type} holds all "
-            f"experts of a layer in one tensor ({', '.join(classes)}), gate beside up, and an engine's "
-            "ranks load parts of single experts alone. Use --sglang-tp-size 1 and leave the blocks out."
+            f"--row-parallel-blocks={blocks}: {problem}. Use --sglang-tp-size 1 and leave the blocks "
+            "out."
         )
     counts = {f"heads={kind.heads}": kind.heads for kind in shapes.attention}
     counts |= {f"kv_heads={kind.kv_heads}": kind.kv_heads for kind in shapes.attention}
@@ -165,3 +144,28 @@ def _problems(
                 "whose sums are made of that many equal blocks. Choose a power of two that does, and "
                 "tensor-parallel degrees up to it."
             )
+
+
+def _problems_of_plan(facts: ModelFacts) -> Iterator[str]:
+    model, model_type = facts.model, f"model_type={facts.config.model_type}"
+    if not facts.config.base_model_tp_plan:
+        yield (
+            f"{model_type} has no base_model_tp_plan, so nothing says which of its layers tensor "
+            "parallelism cuts"
+        )
+    if styles := unknown_styles(model):
+        yield (
+            f"the plan of {model_type} calls layers {', '.join(styles)}, and SGLang's transformers "
+            "backend cannot share them out"
+        )
+    if classes := whole_attention(model):
+        yield (
+            f"the plan of {model_type} leaves {', '.join(classes)} whole, and SGLang's transformers "
+            "backend shares the heads"
+        )
+    if classes := fused_experts(model):
+        yield (
+            f"a checkpoint of {model_type} holds all experts of a layer in one tensor "
+            f"({', '.join(classes)}), gate beside up, and an engine's ranks load parts of single "
+            "experts alone"
+        )

@@ -188,14 +188,6 @@ def _indexed_names(index: Path, name: str) -> list[str]:
     return sorted(set(weight_map.values()))
 
 
-def stored_shapes(directory: Path, flag: str) -> dict[str, Tensor]:
-    """Return every tensor of the checkpoint as an empty one on the meta device.
-
-    Raise ConfigError, which names `flag`, for a file that is missing or damaged.
-    """
-    return CheckpointReader(directory, flag).shapes()
-
-
 class CheckpointReader:
     """A reader of the safetensors files of a directory, each opened once.
 

@@ -124,23 +124,13 @@ class Operators(ABC):
 
     @abstractmethod
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layout: AttentionLayout,
-        scores: ScoreRule,
-        sinks: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scores: ScoreRule
     ) -> Tensor:
         """Compute causal attention over the sequences of `layout`.
 
         q: [T, H, D]; k: [rows, H_kv, D] and v: [rows, H_kv, D_v], the key/value store; D_v may
         differ from D.
-        sinks: [H] of any dtype, a further score per head, for a key whose value is 0: the weights
-        are exp(s_ij) / (exp(sink) + sum_j exp(s_ij)). (As in
-        transformers/models/gpt_oss/modeling_gpt_oss.py, which rounds scores to the model's dtype
-        before the softmax; here they are float32.)
-        Return [T, H, D_v] in the dtype of `q`; sums are float32. Gradients flow to q, k, v and
+        Return [T, H, D_v] in the dtype of `q`; sums are float32. Gradients flow to q, k, v and the
         sinks where no key row is used twice, as in packed sequences, or with `layout.shared_keys`.
         """
 
@@ -151,7 +141,6 @@ class Operators(ABC):
         v: Tensor,
         layout: PagedLayout,
         scores: ScoreRule,
-        sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Compute `attention` over a rollout engine's pages, to the same bits; no autograd.
@@ -161,7 +150,7 @@ class Operators(ABC):
         """
         with torch.no_grad():
             stores = k.flatten(0, 1), v.flatten(0, 1)
-            result = self.attention(q, *stores, layout.by_rows(), scores, sinks)
+            result = self.attention(q, *stores, layout.by_rows(), scores)
         return result if out is None else out.copy_(result)
 
     @abstractmethod
@@ -243,7 +232,8 @@ class Operators(ABC):
         """
         log_probs = self.log_softmax(logits, temperature)
         chosen = log_probs.gather(1, targets[:, None])[:, 0]
-        return chosen, -(self.elementwise(torch.exp, log_probs) * log_probs).sum(-1)
+        terms = self.elementwise(torch.exp, log_probs).mul_(log_probs)
+        return chosen, -terms.sum(-1)
 
     def grad_logits(
         self,
@@ -259,11 +249,11 @@ class Operators(ABC):
         term is left out. The gradient is [M, V] in the dtype of `logits`.
         """
         log_probs = self.log_softmax(logits, temperature)
-        probabilities = self.elementwise(torch.exp, log_probs)
         scale = grad[:, None] / temperature
-        if grad_entropy is None:
-            out = probabilities.mul_(-scale)
+        if grad_entropy is None:  # in place, for the caches
+            out = self.elementwise(torch.exp_, log_probs).mul_(-scale)
         else:
+            probabilities = self.elementwise(torch.exp, log_probs)
             entropy = -(probabilities * log_probs).sum(-1, keepdim=True)
             slope = log_probs.add_(entropy).mul_(grad_entropy[:, None] / temperature)
             out = probabilities.mul_(slope.add_(scale).neg_())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -135,44 +135,8 @@ class ScoreRule:
     softcap: float | None = None
     """Bound on the scores' absolute value, greater than 0; None: no cap."""
 
-
-def sink_gradient(sinks: Tensor | None, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor | None:
-    """Return the sinks' gradient, -sum over rows of exp(sink - lse) * (grad . out).
-
-    It is a softmax's gradient for a value of 0. sinks: [H]; grad, out: [T, H, D_v]; lse: float32
-    [T, H], including the sinks -> [H], or None for None.
-    """
-    if sinks is None:
-        return None
-    delta = (grad.float() * out.float()).sum(-1)
-    return -(torch.exp(sinks.float() - lse) * delta).sum(0).to(sinks.dtype)
-
-
-Gradients = tuple[Tensor, Tensor, Tensor]
-
-
-def attention_gradients(
-    of_packed: Callable[[Tensor, Tensor, AttentionLayout], Gradients],
-    k: Tensor,
-    v: Tensor,
-    layout: AttentionLayout,
-) -> Gradients:
-    """Return the gradients of q, k and v, by a function that needs every key row used at most once.
-
-    of_packed: (k, v, layout) -> the gradients of q, k and v. Where sequences share keys, it gets
-    copies of them, sequence after sequence, and the copies' gradients are added up in that order.
-    """
-    shared = layout.shared_keys
-    if shared is None:
-        return of_packed(k, v, layout)
-    of_q, of_k, of_v = of_packed(k[shared.rows], v[shared.rows], _apart(layout))
-    return of_q, shared.add_up(of_k, len(k)), shared.add_up(of_v, len(v))
-
-
-def _apart(layout: AttentionLayout) -> AttentionLayout:
-    """Return the layout over copies of its keys, for all layers of a model."""
-    if _apart not in layout.plans:
-        packed = AttentionLayout.packed(layout.key_lens, layout.key_rows.device)
-        layout.plans[_apart] = replace(packed, query_lens=layout.query_lens)
-    found: AttentionLayout = layout.plans[_apart]
-    return found
+    sinks: Tensor | None = field(default=None, compare=False)
+    """[H] of any dtype, a further score per head, for a key whose value is 0: the weights are
+    exp(s_ij) / (exp(sink) + sum_j exp(s_ij)). (As in
+    transformers/models/gpt_oss/modeling_gpt_oss.py, which rounds scores to the model's dtype before
+    the softmax; here they are float32.)"""

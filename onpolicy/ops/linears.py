@@ -6,6 +6,7 @@ Beside them is the formula by which a low-rank adapter adds to a linear's result
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -91,6 +92,39 @@ class _Linear(torch.autograd.Function):
             None,
             None,
         )
+
+
+class GroupedLinear(torch.autograd.Function):
+    """One linear per expert, by a backend's two functions; see `Operators.grouped_linear`."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        product: Callable[[Tensor, Tensor, Tensor, torch.dtype], Tensor],
+        weight_gradient: Callable[[Tensor, Tensor, Tensor, torch.dtype], Tensor],
+        x: Tensor,
+        weight: Tensor,
+        offsets: Tensor,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        """Take the forward's function, which gives the gradient of x too, and the weight's gradient.
+
+        weight_gradient: (grad [S, N], x, offsets, dtype) -> [E, N, K]: every expert's `grad.T @ x`,
+        summed over its rows in order, zeros without any.
+        """
+        ctx.save_for_backward(x, weight, offsets)
+        ctx.ways = product, weight_gradient  # type: ignore[attr-defined]
+        return product(x, weight, offsets, out_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, offsets = ctx.saved_tensors  # type: ignore[attr-defined]
+        product, weight_gradient = ctx.ways  # type: ignore[attr-defined]
+        _, _, needs_x, needs_weight, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
+        of_x = product(grad, weight.transpose(1, 2), offsets, x.dtype) if needs_x else None
+        of_weight = weight_gradient(grad, x, offsets, weight.dtype) if needs_weight else None
+        return None, None, of_x, of_weight, None, None
 
 
 class Factors(NamedTuple):

@@ -91,8 +91,8 @@ class Head:
     """Element-wise function of the logits, applied before anything else (`models/logits.py`)."""
 
     adapter: Factors | None = None
-    """Adapter that is trained in the place of weight and bias, if any; b is [V, r], or this rank's
-    rows"""
+    """Adapter that is trained in the place of weight and bias, if any, and adds to the projection; b is
+    [V, r], or this rank's rows"""
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -164,40 +164,28 @@ class Head:
 
 
 def token_log_probs(
-    operators: Operators,
+    head: Head,
     hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
     targets: Tensor,
     temperature: Tensor,
-    vocabulary: VocabParallel | None = None,
-    finish: Callable[[Tensor], Tensor] = lambda logits: logits,
     kept: KeptTokens | None = None,
-    adapter: Factors | None = None,
     draws: Draws | None = None,
 ) -> Scores:
     """Return the log-probabilities of `targets` from hidden states, and the entropy.
 
     The log-probabilities are `log_softmax(float32(hidden @ weight.T + bias) / temperature)` at
-    `targets`.
+    `targets`, with the head's weight and bias.
 
-    hidden: [T, K]; weight: [V, K]; bias: [V] or None; targets: int64 [T]; temperature: float32 [T].
+    hidden: [T, K]; targets: int64 [T]; temperature: float32 [T].
     The backward pass recomputes the logits, chunk by chunk, so memory grows with T + V, not T x V.
-
-    With a `vocabulary`, `weight` and `bias` are this rank's rows of it, and so are their gradients;
-    the gradient of `hidden` is this rank's part of a sum over the ranks.
-
-    `finish` maps every logit by itself, before anything else is done with it (`models/logits.py`).
+    Tensors of the head that require no gradient get none. If it has only this rank's rows, so have
+    their gradients, and the gradient of `hidden` is this rank's part of a sum over the ranks.
 
     `kept`: the sets that each target was drawn from, over which both are computed. A target whose
     set does not match (`KeptTokens.cut`) has NaN.
 
-    `adapter` adds to the projection, before `finish`. Tensors that require no gradient get none.
-
     `draws`: the targets' seeds; the chosen targets are drawn again, and their rows digested if asked.
     """
-    vocabulary = vocabulary or VocabParallel(weight.shape[0])
-    head = Head(operators, weight, bias, vocabulary, finish, adapter)
     scores: tuple[Tensor, ...] = _TokenLogProbs.apply(
         head, hidden, targets, temperature, kept, draws, *head.tensors
     )

@@ -80,16 +80,14 @@ def mix_experts(
     # The general way: repeat rows per expert, sort them, compute, unsort, and mix.
     tokens, k = experts.shape
     rows, chosen = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1), experts.reshape(-1)
-    sorted_rows = SortedRows.of(chosen, len(gate_up))
-    hidden = _gated(operators, rows, sorted_rows, gate_up, gate, gate_up_bias, adapter)
-    outputs = _down(operators, hidden, sorted_rows, down, row_parallel)
-    mixed = mix_outputs(outputs, weights, row_parallel)
+    outputs = expert_outputs(
+        operators, rows, chosen, gate_up, down, gate, row_parallel, adapter, gate_up_bias
+    )
     # These are the same on every rank, so they are added once, outside the sum over ranks.
-    once = []
-    if adapter is not None:
-        once.append(_added_to_down(operators, hidden, sorted_rows, adapter.down, row_parallel))
+    once = [] if adapter is None else [outputs.pop()]
     if down_bias is not None:
         once.append(of_experts(down_bias, chosen))
+    mixed = mix_outputs(outputs, weights, row_parallel)
     for output in once:
         mixed = mixed + mix_outputs([output], weights, WHOLE)
     return mixed.to(x.dtype)
@@ -104,6 +102,7 @@ def expert_outputs(
     gate: Gate,
     row_parallel: RowParallel,
     adapter: ExpertFactors | None = None,
+    gate_up_bias: Tensor | None = None,
 ) -> list[Tensor]:
     """Return the expert's output for each row, in this rank's blocks of the sum over I.
 
@@ -111,12 +110,33 @@ def expert_outputs(
     Return float32 [S, H] each. If there is an `adapter`, its addition to the sum over all blocks
     comes last, the same on every rank.
     """
-    sorted_rows = SortedRows.of(experts, len(gate_up))
-    hidden = _gated(operators, rows, sorted_rows, gate_up, gate, None, adapter)
-    outputs = _down(operators, hidden, sorted_rows, down, row_parallel)
-    if adapter is None:
-        return outputs
-    return [*outputs, _added_to_down(operators, hidden, sorted_rows, adapter.down, row_parallel)]
+    by_expert = SortedRows.of(experts, len(gate_up))
+    rows, offsets = rows[by_expert.order], by_expert.offsets
+    if gate_up_bias is None:
+        product = operators.grouped_linear(rows, gate_up, offsets)
+    else:
+        sums = operators.grouped_partial_linear(rows, gate_up, offsets)
+        product = (sums + of_experts(gate_up_bias, by_expert.experts)).to(rows.dtype)
+    if adapter is not None:  # as `add_low_rank`
+        a, b, scale = adapter.gate_up
+        added = operators.grouped_linear(operators.grouped_linear(rows, a, offsets), b, offsets)
+        product = operators.add_scaled(product, added, scale)
+    hidden = gate(product)
+    outputs = _in_blocks(operators, hidden, down, offsets, row_parallel)
+    if adapter is not None:
+        a, b, scale = adapter.down
+        parts = _in_blocks(operators, hidden, a, offsets, row_parallel)
+        inner = row_parallel.sum(parts).to(hidden.dtype)
+        outputs.append(operators.grouped_linear(inner, b, offsets).float() * scale)
+    return [output[by_expert.back] for output in outputs]
+
+
+def _in_blocks(
+    operators: Operators, hidden: Tensor, weight: Tensor, offsets: Tensor, row_parallel: RowParallel
+) -> list[Tensor]:
+    """Compute the products of this rank's blocks of I: sorted [S, I / P], [E, N, I / P] -> [S, N]."""
+    pairs = zip(row_parallel.split(hidden), row_parallel.split(weight), strict=True)
+    return [operators.grouped_partial_linear(*pair, offsets) for pair in pairs]
 
 
 class SortedRows(NamedTuple):
@@ -137,67 +157,6 @@ class SortedRows(NamedTuple):
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=experts.device)
         return SortedRows(chosen, order, back, offsets)
-
-
-def _gated(
-    operators: Operators,
-    rows: Tensor,
-    by_expert: SortedRows,
-    gate_up: Tensor,
-    gate: Gate,
-    bias: Tensor | None,
-    adapter: ExpertFactors | None,
-) -> Tensor:
-    """Compute the first product and the gate of sorted rows: [S, H] -> [S, I / P]."""
-    rows, offsets = rows[by_expert.order], by_expert.offsets
-    if bias is None:
-        product = operators.grouped_linear(rows, gate_up, offsets)
-    else:
-        sums = operators.grouped_partial_linear(rows, gate_up, offsets)
-        product = (sums + of_experts(bias, by_expert.experts)).to(rows.dtype)
-    if adapter is not None:
-        product = _with_added(operators, rows, product, by_expert, adapter.gate_up)
-    return gate(product)
-
-
-def _with_added(
-    operators: Operators,
-    rows: Tensor,
-    product: Tensor,
-    by_expert: SortedRows,
-    factors: Factors,
-) -> Tensor:
-    """Add adapters as `add_low_rank` does: sorted rows [S, K] and products [S, N] -> [S, N]."""
-    inner = operators.grouped_linear(rows, factors.a, by_expert.offsets)
-    added = operators.grouped_linear(inner, factors.b, by_expert.offsets)
-    return operators.add_scaled(product, added, factors.scale)
-
-
-def _down(
-    operators: Operators,
-    hidden: Tensor,
-    by_expert: SortedRows,
-    down: Tensor,
-    row_parallel: RowParallel,
-) -> list[Tensor]:
-    pairs = zip(row_parallel.split(hidden), row_parallel.split(down), strict=True)
-    products = [operators.grouped_partial_linear(*pair, by_expert.offsets) for pair in pairs]
-    return [product[by_expert.back] for product in products]
-
-
-def _added_to_down(
-    operators: Operators,
-    hidden: Tensor,
-    by_expert: SortedRows,
-    factors: Factors,
-    row_parallel: RowParallel,
-) -> Tensor:
-    """Return the adapters' addition to the second product: float32 [S, H], the same on every rank."""
-    pairs = zip(row_parallel.split(hidden), row_parallel.split(factors.a), strict=True)
-    parts = [operators.grouped_partial_linear(*pair, by_expert.offsets) for pair in pairs]
-    inner = row_parallel.sum(parts).to(hidden.dtype)
-    added = operators.grouped_linear(inner, factors.b, by_expert.offsets).float() * factors.scale
-    return added[by_expert.back]
 
 
 def mix_outputs(outputs: Sequence[Tensor], weights: Tensor, row_parallel: RowParallel) -> Tensor:

@@ -215,11 +215,7 @@ def reverse_kl(hidden: Tensor, head: Head, teacher: TeacherRows) -> Tensor:
 class _ReverseKl(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
-        hidden: Tensor,
-        head: Head,
-        teacher: TeacherRows,
-        *tensors: Tensor | None,
+        ctx: FunctionCtx, hidden: Tensor, head: Head, teacher: TeacherRows, *tensors: Tensor | None
     ) -> Tensor:
         operators, head = head.operators, head.holding(tensors)
         kl = hidden.new_empty(len(hidden), dtype=torch.float32)

@@ -56,13 +56,7 @@ class StockOperators(Operators):
         return self.grouped_linear(x, weight, offsets).float()
 
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layout: AttentionLayout,
-        scores: ScoreRule,
-        sinks: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scores: ScoreRule
     ) -> Tensor:
         outputs = []
         for queries, keys, rows in zip(
@@ -71,8 +65,8 @@ class StockOperators(Operators):
             mask = _visible(len(queries), keys, scores.window, q.device)
             parts = (queries, k[rows[:keys]], v[rows[:keys]])
             one_q, one_k, one_v = (x.transpose(0, 1)[None] for x in parts)
-            if scores.softcap or sinks is not None:
-                out = _eager_attention(one_q, one_k, one_v, mask, scores, sinks)
+            if scores.softcap or scores.sinks is not None:
+                out = _eager_attention(one_q, one_k, one_v, mask, scores)
             else:
                 out = F.scaled_dot_product_attention(
                     one_q, one_k, one_v, attn_mask=mask, scale=scores.scale, enable_gqa=True
@@ -106,9 +100,7 @@ def _visible(queries: int, keys: int, window: int | None, device: torch.device) 
     return mask.triu(keys - queries - window + 1) if window else mask
 
 
-def _eager_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scores: ScoreRule, sinks: Tensor | None
-) -> Tensor:
+def _eager_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scores: ScoreRule) -> Tensor:
     """Compute [1, H, T, D], [1, H_kv, keys, D], [1, H_kv, keys, D_v] -> [1, H, T, D_v].
 
     The formula is in `ScoreRule`.
@@ -120,8 +112,8 @@ def _eager_attention(
     if scores.softcap:
         products = torch.tanh(products / scores.softcap) * scores.softcap
     products = products.masked_fill(~mask, float("-inf"))
-    if sinks is not None:
-        column = sinks.to(products.dtype).view(1, -1, 1, 1).expand(*products.shape[:3], 1)
+    if scores.sinks is not None:
+        column = scores.sinks.to(products.dtype).view(1, -1, 1, 1).expand(*products.shape[:3], 1)
         products = torch.cat((products, column), dim=-1)
     weights = torch.softmax(products, dim=-1)[..., : mask.shape[-1]]
     return weights.to(v.dtype) @ v

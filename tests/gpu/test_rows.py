@@ -10,6 +10,7 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from onpolicy.ops.log_probs import token_log_probs
 from tests.gpu.row_checks import Numbers, check_gradients, check_rows
+from tests.support.heads import whole_head
 
 EPS = 1e-6
 HALF_ULP = 2**-8
@@ -145,8 +146,8 @@ def test_log_probabilities_straight_from_hidden_states(operators, setting, numbe
     temperature = torch.full((rows,), 0.7, device=setting.device)
 
     def score(x, weight):
-        inputs = (None, targets[: len(x)], temperature[: len(x)])
-        return token_log_probs(operators, x, weight, *inputs)[0]
+        inputs = targets[: len(x)], temperature[: len(x)]
+        return token_log_probs(whole_head(operators, weight), x, *inputs)[0]
 
     def exact(x, weight):
         every = torch.log_softmax(F.linear(x, weight) / 0.7, -1)

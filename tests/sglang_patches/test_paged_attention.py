@@ -49,16 +49,16 @@ def test_it_hands_the_operator_what_sglang_means():
             self.seen = args
             return "the result"
 
-    inspect.signature(Operators.paged_attention).bind(*range(8))
+    inspect.signature(Operators.paged_attention).bind(*range(7))
     call = given(
         scheduler_metadata=torch.zeros(2), out=torch.zeros(3, 4, 4), window_size=(31, 0), softcap=30.0,
         sinks=torch.zeros(4),
     )  # fmt: skip
     operators = Noted()
     assert attend(operators, **call) == "the result"
-    q, k, v, layout, scores, sinks, out = operators.seen
+    q, k, v, layout, scores, out = operators.seen
     assert q is call["q"] and k is call["k_cache"] and v is call["v_cache"] and out is call["out"]
-    assert scores == ScoreRule(0.5, window=32, softcap=30.0) and sinks is call["sinks"]
+    assert scores == ScoreRule(0.5, window=32, softcap=30.0) and scores.sinks is call["sinks"]
     assert (layout.page_size, layout.max_query_len) == (1, 2)
     assert layout.page_table is call["page_table"]
     assert layout.key_lens is call["cache_seqlens"]
@@ -71,16 +71,16 @@ def test_it_hands_the_operator_what_sglang_means():
 def test_triton_computes_it_by_its_own_kernel(monkeypatch):
     seen = []
 
-    def blockwise_attention(q, k, v, layout, scores, sinks=None):
-        seen.append((q, k, v, layout, scores, sinks))
+    def blockwise_attention(q, k, v, layout, scores):
+        seen.append((q, k, v, layout, scores))
         return torch.full((3, 4, 4), 7.0), None
 
-    inspect.signature(attention.blockwise_attention).bind(*range(6))
+    inspect.signature(attention.blockwise_attention).bind(*range(5))
     monkeypatch.setattr(attention, "blockwise_attention", blockwise_attention)
     call = given()
     assert attend(TritonOperators(), **call).unique().item() == 7
-    q, *stores, layout, scores, sinks = seen[0]
-    assert q is call["q"] and (scores, sinks) == (ScoreRule(0.5), None)
+    q, *stores, layout, scores = seen[0]
+    assert q is call["q"] and (scores, scores.sinks) == (ScoreRule(0.5), None)
     for store, name in zip(stores, ("k_cache", "v_cache"), strict=True):
         assert torch.equal(store, call[name].flatten(0, 1))
         assert store.data_ptr() == call[name].data_ptr()

@@ -390,7 +390,7 @@ def stand_in_at_start(job):
     return active, refused, messages, unchanged
 
 
-def dispatch_rows(kind, experts):
+def dispatch_rows(experts):
     """Rows to the experts of two ranks and back: (results, gradient of the rows, of the weights).
 
     experts: one list of choices for each token, by rank. Four experts, whose weights are fixed.
@@ -399,7 +399,7 @@ def dispatch_rows(kind, experts):
 
     from onpolicy.ops.mixture_of_experts import expert_outputs, gated_halves
     from onpolicy.ops.row_parallel import RowParallel
-    from onpolicy.train.megatron.moe import DISPATCH
+    from onpolicy.train.megatron.moe import all_to_all
 
     rank = dist.get_rank()
     rows, gate_up, down = expert_weights(experts)
@@ -413,7 +413,7 @@ def dispatch_rows(kind, experts):
 
     x = rows[rank].requires_grad_()
     chosen = torch.tensor(experts[rank])
-    results = DISPATCH[kind](x, chosen, 2, compute, dist.group.WORLD)
+    results = all_to_all(x, chosen, 2, compute, dist.group.WORLD)
     loss_of(results.sum(1)).backward()
     return results.detach(), x.grad, [weight.grad for weight in weights]
 

@@ -87,15 +87,18 @@ def record_all(model, job, recorder=None, evidence_of=0):
 
     recorder = recorder or Recorder()
     calls = record_passes(model, job.batches[data_rank()], recorder)
-    return distributed.gather(Recorded.of(recorder, tensor_rank(), calls, evidence_of), None)
+    rank = tensor_rank()
+    evidence = recorder.evidence if rank == evidence_of else None
+    return distributed.gather(Recorded(tensor_rank=rank, passes=calls, evidence=evidence), None)
 
 
 def record_passes(model, sequences, recorder):
     from onpolicy.explain.megatron import passes_of
+    from onpolicy.train.megatron.config import replaced
     from onpolicy.train.megatron.gpt_model import packed_forward
 
-    tap = partial(tapped, recorder=recorder)
-    with model.config.around_operators(tap), passes_of(model, recorder) as passes, torch.no_grad():
+    tap = replaced(model.config, "operators", tapped(model.config.operators, recorder))
+    with tap, passes_of(model, recorder) as passes, torch.no_grad():
         packed_forward(model, pack(sequences))
     return passes
 

@@ -92,7 +92,7 @@ def _of_one_sequence(
     args: Sequence[Any], out: Tensor, row: int
 ) -> tuple[list[Any], tuple[Tensor, ...], list[int], int]:
     """Return arguments, results, `where` and `rows` of an attention call, cut to one sequence."""
-    q, k, v, layout, scores, *rest = args
+    q, k, v, layout, scores, *_ = args
     k, v, layout = by_rows(k, v, layout)
     first = sequence = 0
     while row >= first + layout.query_lens[sequence]:
@@ -102,7 +102,7 @@ def _of_one_sequence(
     queries = slice(first, first + count)
     keys = layout.key_rows[sequence][: layout.key_lens[sequence]]
     told = [scores.scale, scores.window, scores.softcap]
-    given = [q[queries], k[keys], v[keys], told, *rest[:1]]
+    given = [q[queries], k[keys], v[keys], told, scores.sinks]
     return given, (out[queries],), [row - first], count
 
 

@@ -209,7 +209,7 @@ def target_names(model: PreTrainedModel, asked: str) -> tuple[str, ...]:
     and for an output projection that shares its weight with the input embedding.
     """
     kinds: dict[str, set[str]] = {}
-    choosing, head = choosers(model), _output_of(model)
+    choosing, head = choosers(model), model.get_output_embeddings()
     for name, module in model.named_modules():
         kind = (
             "head" if module is head
@@ -234,10 +234,6 @@ def target_names(model: PreTrainedModel, asked: str) -> tuple[str, ...]:
             f"--lora-target-modules={asked}: {name!r} {rule}. Choose from {', '.join(sorted(allowed))}."
         )
     return tuple(sorted(names))
-
-
-def _output_of(model: Any) -> Any:
-    return model.get_output_embeddings()
 
 
 def with_adapters(

@@ -24,7 +24,7 @@ from onpolicy.models.lora.adapters import is_adapters
 from onpolicy.models.lora.peft_adapter import read_peft_adapter
 from onpolicy.models.lora.peft_format import parameter_of, read_factors, require_adapter_fits
 from onpolicy.models.stored import stored_tensors
-from onpolicy.models.weight_files import CheckpointReader, matched_model, stored_shapes
+from onpolicy.models.weight_files import CheckpointReader, matched_model
 from onpolicy.weights.digest import WeightBucket
 
 
@@ -172,7 +172,7 @@ def _names_in_files(source: Path, model: PreTrainedModel, updates: Updates) -> d
 
     Raise ConfigError if the files do not store them separately.
     """
-    files, names = stored_shapes(source, "--hf-checkpoint"), {}
+    files, names = CheckpointReader(source).shapes(), {}
     prefix = f"{model.base_model_prefix}."
     for stored, shape in updates.parts.items():
         both = stored, stored.removeprefix(prefix)

@@ -126,7 +126,7 @@ def require_adapter_fits(adapter: PeftAdapter, model: nn.Module, path: str, flag
         elif isinstance(module, nn.Linear):
             needed[f"{linear}.lora.A"] = (rank, module.in_features)
             needed[f"{linear}.lora.B"] = (module.out_features, rank)
-    found = {_name_here(key): shape for key, shape in adapter.factors.items()}
+    found = {".lora.".join(linear_of(key)): shape for key, shape in adapter.factors.items()}
     for each in sorted(needed.keys() | found.keys()):
         if needed.get(each) != found.get(each):
             have, need = (list(x[each]) if each in x else "none" for x in (found, needed))
@@ -152,15 +152,6 @@ def _name_in_peft(name: str) -> str:
     """
     linear, factor = name.rsplit(".lora.", 1)
     return f"{PREFIX}{linear}.lora_{factor}.weight"
-
-
-def _name_here(name: str) -> str:
-    """Map a name in the file to ours, as the inverse of `_name_in_peft`.
-
-    Names of experts keep the wrapper's name.
-    """
-    linear, factor = linear_of(name)
-    return f"{linear}.lora.{factor}"
 
 
 _IN_MODEL = {"gate_up": "gate_up_proj", "down": "down_proj"}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
 
 from onpolicy.contract import OperatorShapes
 from onpolicy.ops.base import Operators
@@ -33,6 +36,11 @@ def _never(demand: Demand, machine: Machine) -> None:
     return None
 
 
+def exact_float32() -> None:
+    """Turn TF32 off for products outside the operators, such as positions times rotary frequencies."""
+    torch.set_float32_matmul_precision("highest")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
     """One implementation of the operators. An entry imports no device library."""
@@ -40,8 +48,8 @@ class Backend:
     name: str
     """Name in the contract."""
 
-    make: Callable[[int], Operators]
-    """Factory from a number of CPU threads; imports the libraries that the operators need."""
+    operators: str
+    """`module:name` of the operators' class; the module imports the libraries that they need."""
 
     needs_gpu: bool = True
 
@@ -63,6 +71,14 @@ class Backend:
 
     engine_attention: str = ""
     """`module:name` of the plug-in's function that makes SGLang's attention use the operators."""
+
+    def make(self, num_threads: int) -> Operators:
+        """Return the operators, on a CPU with this number of threads."""
+        kind: Callable[..., Operators] = pkgutil.resolve_name(self.operators)
+        if not self.needs_gpu:
+            return kind(num_threads)
+        exact_float32()
+        return kind()
 
     def refusal(self, demand: Demand, machine: Machine) -> str | None:
         """Return why `machine` cannot keep such a contract, and the remedy; None if it can."""

@@ -7,32 +7,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from onpolicy.contract import VARIABLES
 from onpolicy.ops.backends.base import GEMM_COLUMNS, MAX_HEAD_DIM, Backend, Demand
-from onpolicy.ops.base import Operators
 from onpolicy.ops.machine import Machine
 
 ENGINE_ATTENTION = "sglang_patches.cpu_attention:install"
 
 
-def _make_cpu(num_threads: int) -> Operators:
-    from onpolicy.ops.cpu import CpuOperators
-
-    return CpuOperators(num_threads)
-
-
-CPU = Backend(name="cpu", make=_make_cpu, needs_gpu=False, engine_attention=ENGINE_ATTENTION)
+CPU = Backend(
+    name="cpu",
+    operators="onpolicy.ops.cpu:CpuOperators",
+    needs_gpu=False,
+    engine_attention=ENGINE_ATTENTION,
+)
 """Operators that keep every contract on every CPU."""
-
-
-def _make_onednn(num_threads: int) -> Operators:
-    import torch
-
-    from onpolicy.ops.cpu import CpuOperators
-
-    return CpuOperators(num_threads, torch.bfloat16)
 
 
 def _unfit_for_onednn(demand: Demand, machine: Machine) -> str | None:
@@ -51,18 +39,12 @@ def _unfit_for_onednn(demand: Demand, machine: Machine) -> str | None:
 
 ONEDNN = Backend(
     name="onednn",
-    make=_make_onednn,
+    operators="onpolicy.ops.cpu:OnednnOperators",
     needs_gpu=False,
     unfit=_unfit_for_onednn,
     engine_attention=ENGINE_ATTENTION,
 )
 """Operators with products by bfloat16 instructions, through oneDNN."""
-
-
-def _make_portable(num_threads: int) -> Operators:
-    from onpolicy.ops.portable import PortableOperators
-
-    return PortableOperators(num_threads)
 
 
 def _other_variables(operators: str, machine: Machine) -> str | None:
@@ -102,7 +84,7 @@ def _unfit_for_portable(demand: Demand, machine: Machine) -> str | None:
 
 PORTABLE = Backend(
     name="portable",
-    make=_make_portable,
+    operators="onpolicy.ops.portable:PortableOperators",
     needs_gpu=False,
     unfit=_unfit_for_portable,
     engine_attention=ENGINE_ATTENTION,
@@ -110,13 +92,7 @@ PORTABLE = Backend(
 """Operators with the same bits on every x86-64 processor that has AVX2."""
 
 
-def _make_stock(num_threads: int) -> Operators:
-    from onpolicy.ops.stock import StockOperators
-
-    return StockOperators(num_threads)
-
-
-STOCK = Backend(name="stock", make=_make_stock, needs_gpu=False)
+STOCK = Backend(name="stock", operators="onpolicy.ops.stock:StockOperators", needs_gpu=False)
 """PyTorch's own kernels, without any guarantee; each engine keeps its own attention."""
 
 FLASH_HEAD_DIMS = (96, 128, 192, 256)
@@ -125,18 +101,6 @@ there are, with a page table (kernels of sglang-kernel 0.4.5 and 0.4.7). With 64
 192 keys for few queries and of 128 for many; other sizes are padded to one of these."""
 
 _OTHER = "Choose --operators triton."
-
-
-def exact_float32() -> None:
-    """Turn TF32 off for products outside the operators, such as positions times rotary frequencies."""
-    torch.set_float32_matmul_precision("highest")
-
-
-def _make_triton(num_threads: int) -> Operators:
-    from onpolicy.ops.triton import TritonOperators
-
-    exact_float32()
-    return TritonOperators()
 
 
 def _unfit_for_triton(demand: Demand, machine: Machine) -> str | None:
@@ -150,20 +114,13 @@ def _unfit_for_triton(demand: Demand, machine: Machine) -> str | None:
 
 TRITON = Backend(
     name="triton",
-    make=_make_triton,
+    operators="onpolicy.ops.triton:TritonOperators",
     unfit=_unfit_for_triton,
     modules=("triton",),
     engine_modules=("sgl_kernel",),  # imported by its FlashAttention backend
     engine_attention="sglang_patches.paged_attention:install_triton",
 )
 """Triton operators, for GPUs from Ampere to Hopper."""
-
-
-def _make_deep_gemm(num_threads: int) -> Operators:
-    from onpolicy.ops.hopper import DeepGemmLinears
-
-    exact_float32()
-    return DeepGemmLinears()
 
 
 def _unfit_for_deep_gemm(demand: Demand, machine: Machine) -> str | None:
@@ -189,19 +146,12 @@ def _unfit_for_deep_gemm(demand: Demand, machine: Machine) -> str | None:
 DEEP_GEMM = replace(
     TRITON,
     name="deep_gemm",
-    make=_make_deep_gemm,
+    operators="onpolicy.ops.hopper:DeepGemmLinears",
     unfit=_unfit_for_deep_gemm,
     modules=("deep_gemm", "triton"),
     by_name_alone=True,
 )
 """Triton operators with DeepGEMM's products, for head sizes that FlashAttention-3 does not support."""
-
-
-def _make_hopper(num_threads: int) -> Operators:
-    from onpolicy.ops.hopper import HopperOperators
-
-    exact_float32()
-    return HopperOperators()
 
 
 def _unfit_for_hopper(demand: Demand, machine: Machine) -> str | None:
@@ -218,7 +168,7 @@ def _unfit_for_hopper(demand: Demand, machine: Machine) -> str | None:
 
 HOPPER = Backend(
     name="hopper",
-    make=_make_hopper,
+    operators="onpolicy.ops.hopper:HopperOperators",
     unfit=_unfit_for_hopper,
     modules=("sgl_kernel", "deep_gemm", "triton"),
     engine_attention="sglang_patches.paged_attention:install_flash",
@@ -226,25 +176,15 @@ HOPPER = Backend(
 """DeepGEMM and FlashAttention-3, for compute capability 9.0, bfloat16 and supported shapes."""
 
 
-def _make_hopper_fp8(num_threads: int) -> Operators:
-    from onpolicy.ops.hopper import HopperFp8Operators
-
-    exact_float32()
-    return HopperFp8Operators()
-
-
 HOPPER_FP8 = replace(
-    HOPPER, name="hopper_fp8", make=_make_hopper_fp8, multiplies_bytes=True, by_name_alone=True
+    HOPPER,
+    name="hopper_fp8",
+    operators="onpolicy.ops.hopper:HopperFp8Operators",
+    multiplies_bytes=True,
+    by_name_alone=True,
 )
 """The hopper backend with FP8 products; the caller, who knows the linears' names, checks their
 shapes (`onpolicy/run/launch/contracts.py`)."""
-
-
-def _make_cublaslt(num_threads: int) -> Operators:
-    from onpolicy.ops.hopper import CublasLtOperators
-
-    exact_float32()
-    return CublasLtOperators()
 
 
 def _unfit_for_cublaslt(demand: Demand, machine: Machine) -> str | None:
@@ -254,7 +194,7 @@ def _unfit_for_cublaslt(demand: Demand, machine: Machine) -> str | None:
 CUBLASLT = replace(
     HOPPER,
     name="cublaslt",
-    make=_make_cublaslt,
+    operators="onpolicy.ops.hopper:CublasLtOperators",
     unfit=_unfit_for_cublaslt,
     modules=("sgl_kernel", "triton"),
     by_name_alone=True,  # no record of a GPU says that its rows are invariant

@@ -63,11 +63,7 @@ def check_rows(
 
 
 def check_alone(
-    name: str,
-    shape: tuple[int, ...],
-    function: Callable[[Tensor], Tensor],
-    x: Tensor,
-    want: Tensor,
+    name: str, shape: tuple[int, ...], function: Callable[[Tensor], Tensor], x: Tensor, want: Tensor
 ) -> None:
     """Check that the first rows keep their bits when each has a call of its own."""
     alone = torch.cat([function(row) for row in x[:ALONE].split(1)])

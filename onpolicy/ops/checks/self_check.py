@@ -208,7 +208,6 @@ class AttentionInputs:
     k: Tensor
     v: Tensor
     scores: ScoreRule
-    sinks: Tensor | None
 
     @staticmethod
     def of(
@@ -230,8 +229,8 @@ class AttentionInputs:
         )
         sinks = probe(kind.heads, seed=seed + 3, device=device).to(dtype) if kind.sinks else None
         window = kind.window and min(kind.window, WINDOW)
-        scores = ScoreRule(kind.head_dim**-0.5, window, kind.softcap)
-        return AttentionInputs(kind=kind, lens=lens, q=q, k=k, v=v, scores=scores, sinks=sinks)
+        scores = ScoreRule(kind.head_dim**-0.5, window, kind.softcap, sinks)
+        return AttentionInputs(kind=kind, lens=lens, q=q, k=k, v=v, scores=scores)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -253,13 +252,14 @@ class AttentionInputs:
     ) -> Tensor:
         """Compute the operator for all queries, or for the given rows."""
         q = self.q if rows is None else self.q[rows]
-        return operators.attention(q, self.k, self.v, layout, self.scores, self.sinks)
+        return operators.attention(q, self.k, self.v, layout, self.scores)
 
     def of_rank(self, rank: int, ranks: int) -> AttentionInputs:
         """Return the heads of one tensor-parallel rank."""
         q, k, v = (x.chunk(ranks, dim=1)[rank] for x in (self.q, self.k, self.v))
-        sinks = None if self.sinks is None else self.sinks.chunk(ranks)[rank]
-        return replace(self, q=q, k=k, v=v, sinks=sinks)
+        sinks = self.scores.sinks
+        own = None if sinks is None else sinks.chunk(ranks)[rank]
+        return replace(self, q=q, k=k, v=v, scores=replace(self.scores, sinks=own))
 
 
 def check_attention(operators: Operators, inputs: AttentionInputs) -> Tensor:
@@ -305,7 +305,7 @@ def check_paged_attention(operators: Operators, inputs: AttentionInputs, packed:
         )
         spans = [torch.arange(end - n, end) for end, n in zip(ends.tolist(), counts, strict=True)]
         rows = torch.cat(spans).to(device)
-        out = operators.paged_attention(q[rows], *stores, layout, inputs.scores, sinks=inputs.sinks)
+        out = operators.paged_attention(q[rows], *stores, layout, inputs.scores)
         require_equal(name, shape, case, out, packed[rows])
         return out
 

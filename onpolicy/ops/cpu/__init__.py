@@ -10,26 +10,21 @@ import torch
 from torch import Tensor
 
 from onpolicy.ops.base import Operators, Piece
-from onpolicy.ops.cpu.attention import AlignedAttention, blockwise_attention
+from onpolicy.ops.cpu.attention import attention_backward, attention_with_lse, blockwise_attention
 from onpolicy.ops.cpu.gemms import COLUMNS, Gemms
 from onpolicy.ops.cpu.layout import on_whole_tensors, whole, whole_vectors
 from onpolicy.ops.cpu.linear import (
-    AlignedGroupedLinear,
     AlignedLinear,
+    grouped_weight_grad,
     linear_gradients,
     tiled_grouped_linear,
     tiled_linear,
 )
-from onpolicy.ops.cpu.rows import (
-    few_rows,
-    few_rows_at_a_time,
-    fill_grad_logits,
-    fill_grad_logits_of_entropy,
-    fill_log_probs,
-    log_softmax,
-)
+from onpolicy.ops.cpu.rows import few_rows, few_rows_at_a_time, log_softmax, write_few_at_a_time
 from onpolicy.ops.cpu.threads import PiecePool
+from onpolicy.ops.differentiable_attention import attend
 from onpolicy.ops.layouts import AttentionLayout, ScoreRule
+from onpolicy.ops.linears import GroupedLinear
 from onpolicy.ops.machine import multiplies_with_amx
 
 
@@ -58,12 +53,7 @@ class CpuOperators(Operators):
         return self._linear(x, weight, None, torch.float32, blocks)
 
     def linear_gradients(
-        self,
-        out: Tensor,
-        x: Tensor,
-        head: Sequence[Tensor],
-        grad: Tensor,
-        sums: Sequence[Tensor],
+        self, out: Tensor, x: Tensor, head: Sequence[Tensor], grad: Tensor, sums: Sequence[Tensor]
     ) -> Tensor:
         """Add each tile of the weight's gradient while it is in a core's cache."""
         (weight, *_), (of_weight, *of_bias) = head, sums
@@ -99,25 +89,21 @@ class CpuOperators(Operators):
     def _grouped_linear(
         self, x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype
     ) -> Tensor:
+        product = partial(tiled_grouped_linear, self.gemms)
         if torch.is_grad_enabled():
-            out: Tensor = AlignedGroupedLinear.apply(x, weight, offsets, self.gemms, out_dtype)
+            gradient = partial(grouped_weight_grad, self.gemms)
+            out: Tensor = GroupedLinear.apply(product, gradient, x, weight, offsets, out_dtype)
             return out
-        return tiled_grouped_linear(self.gemms, x, weight, offsets, out_dtype)
+        return product(x, weight, offsets, out_dtype)
 
     @on_whole_tensors
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layout: AttentionLayout,
-        scores: ScoreRule,
-        sinks: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scores: ScoreRule
     ) -> Tensor:
-        if torch.is_grad_enabled():
-            out: Tensor = AlignedAttention.apply(q, k, v, sinks, layout, scores, self.pool)
-            return out
-        return blockwise_attention(self.pool, q, k, v, sinks, layout, scores)
+        if not torch.is_grad_enabled():
+            return blockwise_attention(self.pool, q, k, v, layout, scores)
+        ways = partial(attention_with_lse, self.pool), partial(attention_backward, self.pool)
+        return attend(*ways, q, k, v, layout, scores)
 
     @on_whole_tensors
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, round_last: bool = False) -> Tensor:
@@ -160,8 +146,8 @@ class CpuOperators(Operators):
         self, logits: Tensor, temperature: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
         chosen, entropy = logits.new_empty(2, len(logits), dtype=torch.float32)
-        tensors = logits.contiguous(), temperature, targets, chosen, entropy
-        few_rows_at_a_time(self.pool, partial(fill_log_probs, self.log_softmax), *tensors)
+        given = logits.contiguous(), temperature, targets
+        write_few_at_a_time(self.pool, super().gather_log_probs, given, chosen, entropy)
         return chosen, entropy
 
     def grad_logits(
@@ -172,13 +158,10 @@ class CpuOperators(Operators):
         grad: Tensor,
         grad_entropy: Tensor | None = None,
     ) -> Tensor:
-        logits = logits.contiguous()
-        out = torch.empty_like(logits)
-        tensors: tuple[Tensor, ...] = logits, temperature, targets, grad
-        fill: Callable[..., None] = fill_grad_logits
-        if grad_entropy is not None:
-            tensors, fill = (*tensors, grad_entropy), fill_grad_logits_of_entropy
-        few_rows_at_a_time(self.pool, partial(fill, self.log_softmax), *tensors, out)
+        given = [logits.contiguous(), temperature, targets, grad]
+        given += [] if grad_entropy is None else [grad_entropy]
+        out = torch.empty_like(given[0])
+        write_few_at_a_time(self.pool, super().grad_logits, given, out)
         return out
 
     def run_pieces(self, pieces: Sequence[Piece], flops: float) -> None:
@@ -186,10 +169,12 @@ class CpuOperators(Operators):
 
     def sample(self, log_probs: Tensor, uniform: Tensor) -> Tensor:
         out = torch.empty_like(uniform, dtype=torch.int64)
-        formula = super().sample
-
-        def fill(log_probs: Tensor, uniform: Tensor, out: Tensor) -> None:
-            out.copy_(formula(log_probs, uniform))
-
-        few_rows_at_a_time(self.pool, fill, log_probs, uniform, out)
+        write_few_at_a_time(self.pool, super().sample, (log_probs, uniform), out)
         return out
+
+
+class OnednnOperators(CpuOperators):
+    """`CpuOperators` that multiply bfloat16 as it is, by oneDNN."""
+
+    def __init__(self, num_threads: int = 1):
+        super().__init__(num_threads, torch.bfloat16)

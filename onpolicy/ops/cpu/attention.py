@@ -25,9 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.ops.cpu.attention_tiles import (
     KEY_BLOCK,
@@ -41,14 +39,10 @@ from onpolicy.ops.cpu.attention_tiles import (
     work,
 )
 from onpolicy.ops.cpu.gemms import FewSummed
+from onpolicy.ops.cpu.layout import pad_rows
 from onpolicy.ops.cpu.threads import PiecePool
-from onpolicy.ops.layouts import (
-    AttentionLayout,
-    Gradients,
-    ScoreRule,
-    attention_gradients,
-    sink_gradient,
-)
+from onpolicy.ops.differentiable_attention import Gradients
+from onpolicy.ops.layouts import AttentionLayout, ScoreRule
 
 
 def blockwise_attention(
@@ -56,7 +50,6 @@ def blockwise_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sinks: Tensor | None,
     layout: AttentionLayout,
     scores: ScoreRule,
     lse: Tensor | None = None,
@@ -65,7 +58,7 @@ def blockwise_attention(
 
     `lse`, if given, is float32 [T, H, 1] and receives the log of every row's normaliser.
     """
-    shape, inputs = _shape(q, k, v, scores), (q, k, v, sinks)
+    shape, inputs = _shape(q, k, v, scores), (q, k, v)
     out = q.new_empty(*q.shape[:2], shape.value_dim)
     flops = work(layout, shape)
     batches = batches_of(layout, shape, pool.threads_for(flops))
@@ -73,49 +66,37 @@ def blockwise_attention(
     return out
 
 
-class AlignedAttention(torch.autograd.Function):
-    """`blockwise_attention` with the usual flash-attention backward pass from its log-sum-exp.
+def attention_with_lse(
+    pool: PiecePool, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scores: ScoreRule
+) -> tuple[Tensor, Tensor]:
+    """Return `blockwise_attention` and the log of every row's normaliser, float32 [T, H]."""
+    lse = q.new_empty(*q.shape[:2], dtype=torch.float32)
+    return blockwise_attention(pool, q, k, v, layout, scores, lse[..., None]), lse
+
+
+def attention_backward(
+    pool: PiecePool,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: AttentionLayout,
+    scores: ScoreRule,
+) -> Gradients:
+    """Return the gradients of q, k and v: the usual flash-attention backward pass from its log-sum-exp.
 
     Its sums over query rows go through blocks of 64 that start at the sequence's own rows, so the
     gradients of a sequence do not depend on any other sequence either.
     """
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        layout: AttentionLayout,
-        scores: ScoreRule,
-        pool: PiecePool,
-    ) -> Tensor:
-        lse = q.new_empty(*q.shape[:2], 1, dtype=torch.float32)
-        out = blockwise_attention(pool, q, k, v, sinks, layout, scores, lse)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)  # type: ignore[arg-type]
-        ctx.layout, ctx.scores, ctx.pool = layout, scores, pool  # type: ignore[attr-defined]
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
-        layout: AttentionLayout = ctx.layout  # type: ignore[attr-defined]
-        pool: PiecePool = ctx.pool  # type: ignore[attr-defined]
-        scores: ScoreRule = ctx.scores  # type: ignore[attr-defined]
-
-        def gradients(k: Tensor, v: Tensor, layout: AttentionLayout) -> Gradients:
-            shape = _shape(q, k, v, scores)
-            grads = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-            flops, inputs = 2.5 * work(layout, shape), (q, k, v, out, lse)
-            batches = batches_of(layout, shape, pool.threads_for(flops))
-            pieces = [partial(_backward_batch, x, inputs, grad_out, scores, grads) for x in batches]
-            pool.run(pieces, flops)
-            return grads
-
-        grads = attention_gradients(gradients, k, v, layout)
-        return (*grads, sink_gradient(sinks, grad_out, out, lse[..., 0]), None, None, None)
+    shape = _shape(q, k, v, scores)
+    grads = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    flops, inputs = 2.5 * work(layout, shape), (q, k, v, out, lse[..., None])
+    batches = batches_of(layout, shape, pool.threads_for(flops))
+    pieces = [partial(_backward_batch, x, inputs, grad_out, scores, grads) for x in batches]
+    pool.run(pieces, flops)
+    return grads
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule) -> Shape:
@@ -124,12 +105,12 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule) -> Shape:
 
 def _forward_batch(
     batch: Batch,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    inputs: tuple[Tensor, Tensor, Tensor],
     scores: ScoreRule,
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
-    q, k, v, sinks = inputs
+    (q, k, v), sinks = inputs, scores.sinks
     # Each tile keeps running sums over the chunks; spans are visited in ascending order.
     heads = batch.query_heads
     queries = [tile.gather(q[:, heads]).mul_(scores.scale) for tile in batch.tiles]
@@ -196,7 +177,7 @@ def attend(
 
 def _weighted_sums(tile: Tile, weights: Tensor, values: Tensor) -> Tensor:
     """Sum weighted values block by block, per chunk: [B, R, keys], [B, keys, D] -> [B, C, R, D]."""
-    rows = by_chunk(tile.padded(weights)).transpose(1, 2)
+    rows = by_chunk(pad_rows(weights, ROW_MULTIPLE)).transpose(1, 2)
     count = rows.shape[1]
     rows = rows.flatten(0, 1)
     values = values.unflatten(1, (count, -1)).flatten(0, 1)
@@ -298,16 +279,10 @@ class _Rows:
         delta = (grad * tile.gather(out)).sum(-1, keepdim=True)
         multiple = _few_summed.multiple(KEY_BLOCK, q.shape[-1], out.shape[-1])
         q, grad, delta = (
-            _padded(x, multiple) for x in (tile.gather(q).mul_(scores.scale), grad, delta)
+            pad_rows(x, multiple) for x in (tile.gather(q).mul_(scores.scale), grad, delta)
         )
         return _Rows(tile, q, grad, delta, tile.gather(lse), torch.zeros_like(q))
 
     def padded(self, rows: Tensor) -> Tensor:
         """Pad [B, rows of the tile, ...] to as many rows as these have."""
-        return _padded(rows, self.q.shape[1])
-
-
-def _padded(rows: Tensor, multiple: int) -> Tensor:
-    """Pad [B, R, D] with rows of zeros to a multiple of `multiple`."""
-    missing = -rows.shape[1] % multiple
-    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+        return pad_rows(rows, self.q.shape[1])

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onpolicy.contract import ATTENTION_CHUNK
+from onpolicy.ops.cpu.layout import pad_rows
 from onpolicy.ops.layouts import AttentionLayout
 
 KEY_CHUNK = ATTENTION_CHUNK
@@ -171,7 +172,9 @@ class Tile:
 
         Return [B, R, keys].
         """
-        scores = torch.bmm(self.padded(q), keys.transpose(1, 2))[:, : self.rows].contiguous()
+        scores = torch.bmm(pad_rows(q, ROW_MULTIPLE), keys.transpose(1, 2))[
+            :, : self.rows
+        ].contiguous()
         if softcap:
             scores.div_(softcap).tanh_().mul_(softcap)
         return scores
@@ -236,11 +239,6 @@ class Tile:
         if self.shape.window:
             visible.mul_(key > position - self.shape.window)
         return visible
-
-    def padded(self, rows: Tensor) -> Tensor:
-        """Pad [..., R, D] to a multiple of 16 rows."""
-        missing = -self.rows % ROW_MULTIPLE
-        return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 def by_chunk(rows: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ AMX_ROWS = 64
 products are (0.7 times 64's speed). Measured on one thread of an Intel Xeon with AMX, K = 1,024."""
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""A product `x @ weight.T + bias`: [M, K], [N, K], [N] or None -> [M, N]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,6 @@ class Gemms:
     float32."""
 
     product: Product = F.linear
-    """`x @ weight.T + bias`: [M, K], [N, K], [N] or None -> [M, N]."""
 
     columns: int = COLUMNS
     """Number of columns of a float32 tile."""
@@ -108,14 +108,11 @@ MULTIPLES = (4, 8)
 BATCHES = (1, 3, 64)
 """Numbers of matrices in the batched sums that are tried."""
 
-Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""A product `x @ weight.T + bias`: [M, K], [N, K], [N] or None -> [M, N]."""
-
 
 class FewRows:
     """The tested row multiples of each shape, for one or more implementations of the product."""
 
-    def __init__(self, enough: int, *ways: Multiply):
+    def __init__(self, enough: int, *ways: Product):
         """Take the number of rows, `enough`, that gives the same bits in all implementations."""
         self.enough, self._ways = enough, ways
         self._found: dict[tuple[int, int, bool], int] = {}

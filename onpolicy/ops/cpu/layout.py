@@ -18,7 +18,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -37,8 +36,8 @@ def whole(x: Tensor) -> Tensor:
 
 
 def pad_rows(x: Tensor, multiple: int) -> Tensor:
-    """Pad [M, K] with rows of zeros to a multiple of `multiple`."""
-    missing = -x.shape[0] % multiple
+    """Pad [..., M, K] with rows of zeros to a multiple of `multiple`."""
+    missing = -x.shape[-2] % multiple
     return F.pad(x, (0, 0, 0, missing)) if missing else x
 
 
@@ -70,10 +69,3 @@ def whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if not missing:  # a slice of everything would still be a copy in the backward pass
         return function(x)
     return function(F.pad(x.view(-1), (0, missing)))[: x.numel()].view(x.shape)
-
-
-def exponentiate_(x: Tensor) -> Tensor:
-    """Compute `whole_vectors(torch.exp, x)` in place: contiguous [...] -> [...]."""
-    if x.numel() % VECTOR == 0 and x.data_ptr() % ALIGNMENT == 0:
-        return x.exp_()
-    return x.copy_(whole_vectors(torch.exp, whole(x)))

@@ -76,11 +76,7 @@ def _product(
 
 
 def tiled_grouped_linear(
-    gemms: Gemms,
-    x: Tensor,
-    weight: Tensor,
-    offsets: Tensor,
-    out_dtype: torch.dtype | None = None,
+    gemms: Gemms, x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """Apply `tiled_linear` to every expert's rows: [S, K], [E, N, K], int64 [E + 1] -> [S, N]."""
     bounds = offsets.tolist()
@@ -177,13 +173,6 @@ def _flat(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.view(-1, x.shape[-1])
 
 
-def _weight_grad(gemms: Gemms, grad: Tensor, x: Tensor) -> Tensor:
-    """Compute `grad.T @ x`: [M, N], [M, K] -> [N, K]; one thread computes each row of the weight."""
-    out = x.new_empty(grad.shape[1], x.shape[1])  # in the dtype of x, which is the weight's
-    gemms.pool.run(_weight_grad_pieces(gemms, grad, x, out), _weight_grad_flops(grad, x))
-    return out
-
-
 def _weight_grad_flops(grad: Tensor, x: Tensor) -> float:
     return 2.0 * grad.numel() * x.shape[1]
 
@@ -266,30 +255,16 @@ class AlignedLinear(torch.autograd.Function):
         return of_x, of_weight, of_bias, None, None, None
 
 
-class AlignedGroupedLinear(torch.autograd.Function):
-    """`AlignedLinear` for the rows of every expert; an expert without rows gets a zero gradient."""
+def grouped_weight_grad(
+    gemms: Gemms, grad: Tensor, x: Tensor, offsets: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Compute every expert's `grad.T @ x` over its rows, or zeros: [S, N], [S, K] -> [E, N, K].
 
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        x: Tensor,
-        weight: Tensor,
-        offsets: Tensor,
-        gemms: Gemms,
-        out_dtype: torch.dtype,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, offsets)
-        ctx.gemms = gemms  # type: ignore[attr-defined]
-        return tiled_grouped_linear(gemms, x, weight, offsets, out_dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, offsets = ctx.saved_tensors  # type: ignore[attr-defined]
-        gemms: Gemms = ctx.gemms  # type: ignore[attr-defined]
-        grad_x = tiled_grouped_linear(gemms, grad, weight.transpose(1, 2), offsets, x.dtype)
-        grad_weight = torch.zeros_like(weight)
-        for expert, (a, b) in enumerate(itertools.pairwise(offsets.tolist())):
-            if b > a:
-                grad_weight[expert] = _weight_grad(gemms, grad[a:b], x[a:b])
-        return grad_x, grad_weight, None, None, None
+    One thread computes each row of a weight.
+    """
+    out = x.new_zeros(len(offsets) - 1, grad.shape[1], x.shape[1], dtype=dtype)
+    for expert, (a, b) in enumerate(itertools.pairwise(offsets.tolist())):
+        if b > a:
+            pieces = _weight_grad_pieces(gemms, grad[a:b], x[a:b], out[expert])
+            gemms.pool.run(pieces, _weight_grad_flops(grad[a:b], x))
+    return out

@@ -6,20 +6,16 @@ more so where a pass overwrites the previous one, and threads share the rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from onpolicy.ops.cpu.layout import exponentiate_, whole_vectors
 from onpolicy.ops.cpu.threads import PiecePool
 
 NUMBERS = 1 << 17
 """Number of elements of a piece: 512 KiB of float32, unless a row has more."""
-
-LogSoftmax = Callable[[Tensor, Tensor], Tensor]
-"""The signature of `Operators.log_softmax`."""
 
 WORK = 50.0
 """Approximate floating-point operations per element, which is divided, exponentiated and summed."""
@@ -30,11 +26,7 @@ def few_rows(size: int) -> int:
     return max(1, NUMBERS // size)
 
 
-def few_rows_at_a_time(
-    pool: PiecePool,
-    fill: Callable[..., object],
-    *tensors: Tensor,
-) -> None:
+def few_rows_at_a_time(pool: PiecePool, fill: Callable[..., object], *tensors: Tensor) -> None:
     """Run `fill(*tensors)`, a function that fills rows from rows, in pieces of a few rows.
 
     The first tensor is [M, V]; no autograd.
@@ -52,6 +44,26 @@ def few_rows_at_a_time(
     pool.run(pieces, WORK * count * size)
 
 
+def write_few_at_a_time(
+    pool: PiecePool,
+    formula: Callable[..., Tensor | tuple[Tensor, ...]],
+    given: Sequence[Tensor],
+    *outs: Tensor,
+) -> None:
+    """Write the results of `formula(*given)`, a function of rows, to `outs`; no autograd.
+
+    The first tensor is [M, V].
+    """
+
+    def fill(*rows: Tensor) -> None:
+        results = formula(*rows[: len(given)])
+        results = results if isinstance(results, tuple) else (results,)
+        for out, result in zip(rows[len(given) :], results, strict=True):
+            out.copy_(result)
+
+    few_rows_at_a_time(pool, fill, *given, *outs)
+
+
 def log_softmax(logits: Tensor, temperature: Tensor, out: Tensor | None = None) -> Tensor:
     """Compute `Operators.log_softmax` of few contiguous rows, into `out`, float32, if given.
 
@@ -62,51 +74,3 @@ def log_softmax(logits: Tensor, temperature: Tensor, out: Tensor | None = None) 
         out = wide
     scaled = torch.div(wide, temperature, out=out)
     return torch.log_softmax(scaled, dim=-1, out=scaled)
-
-
-def fill_log_probs(
-    log_softmax: LogSoftmax,
-    logits: Tensor,
-    temperature: Tensor,
-    targets: Tensor,
-    chosen: Tensor,
-    entropy: Tensor,
-) -> None:
-    """Compute `Operators.gather_log_probs` of few contiguous rows, into float32 [M] and [M]."""
-    log_probs = log_softmax(logits, temperature)
-    chosen.copy_(log_probs.gather(1, targets[:, None])[:, 0])
-    terms = whole_vectors(torch.exp, log_probs).mul_(log_probs)
-    torch.neg(terms.sum(-1), out=entropy)
-
-
-def fill_grad_logits(
-    log_softmax: LogSoftmax,
-    logits: Tensor,
-    temperature: Tensor,
-    targets: Tensor,
-    grad: Tensor,
-    out: Tensor,
-) -> None:
-    """Compute `Operators.grad_logits` of few contiguous rows, into [M, V] of any dtype."""
-    scale = grad[:, None] / temperature
-    result = exponentiate_(log_softmax(logits, temperature)).mul_(-scale)
-    out.copy_(result.scatter_add_(1, targets[:, None], scale))
-
-
-def fill_grad_logits_of_entropy(
-    log_softmax: LogSoftmax,
-    logits: Tensor,
-    temperature: Tensor,
-    targets: Tensor,
-    grad: Tensor,
-    grad_entropy: Tensor,
-    out: Tensor,
-) -> None:
-    """Compute `fill_grad_logits` with a gradient of the entropy H too: dH/dlogit = -p (log p + H)."""
-    scale = grad[:, None] / temperature
-    log_probs = log_softmax(logits, temperature)
-    probabilities = whole_vectors(torch.exp, log_probs)
-    entropy = -(probabilities * log_probs).sum(-1, keepdim=True)
-    slope = log_probs.add_(entropy).mul_(grad_entropy[:, None] / temperature)
-    result = probabilities.mul_(slope.add_(scale).neg_())
-    out.copy_(result.scatter_add_(1, targets[:, None], scale))

@@ -10,32 +10,45 @@ write bfloat16, while the experts of a token are added in float32 before they ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from onpolicy.contract import FLASH_CHUNK
 from onpolicy.ops.base import Operators
+from onpolicy.ops.differentiable_attention import attend
 from onpolicy.ops.hopper import cublaslt, flash_attention, gemm
 from onpolicy.ops.hopper.gemm import Fp8Linears
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.triton import TritonOperators
 
 
-class DeepGemmLinears(TritonOperators):
+class _LibraryLinears(TritonOperators):
+    """Triton operators with a library's products, where it supports them."""
+
+    multiply: Callable[[Tensor, Tensor, Tensor], None]
+    """The library's product of one block; see `gemm.multiply`."""
+
+    def _product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, blocks: int
+    ) -> Tensor:
+        if not gemm.fits(weight, blocks):
+            return super()._product(x, weight, bias, out_dtype, blocks)
+        return gemm.in_blocks(self.multiply, x, weight, bias, out_dtype, blocks)
+
+
+class DeepGemmLinears(_LibraryLinears):
     """Triton operators with DeepGEMM's products.
 
     Creating them loads DeepGEMM, or raises ContractError.
     """
 
+    multiply = staticmethod(gemm.multiply)
+
     def __init__(self) -> None:
         super().__init__()
         gemm.loaded()
-
-    def _product(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, blocks: int
-    ) -> Tensor:
-        product = gemm.deep_gemm_linear if gemm.fits(weight, blocks) else super()._product
-        return product(x, weight, bias, out_dtype, blocks)
 
 
 class FlashAttention(TritonOperators):
@@ -51,21 +64,12 @@ class FlashAttention(TritonOperators):
         flash_attention.loaded()
 
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layout: AttentionLayout,
-        scores: ScoreRule,
-        sinks: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scores: ScoreRule
     ) -> Tensor:
-        if not flash_attention.fits(q, v, scores, sinks):
-            return super().attention(q, k, v, layout, scores, sinks)
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        if torch.is_grad_enabled():
-            out: Tensor = flash_attention.HopperAttention.apply(q, k, v, layout, scores)
-            return out
-        return flash_attention.forward(q, k, v, layout, scores)[0]
+        if not flash_attention.fits(q, v, scores):
+            return super().attention(q, k, v, layout, scores)
+        ways = flash_attention.forward, flash_attention.backward
+        return attend(*ways, q.contiguous(), k.contiguous(), v.contiguous(), layout, scores)
 
     def paged_attention(
         self,
@@ -74,11 +78,10 @@ class FlashAttention(TritonOperators):
         v: Tensor,
         layout: PagedLayout,
         scores: ScoreRule,
-        sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        if not flash_attention.fits(q, v, scores, sinks):
-            return super().paged_attention(q, k, v, layout, scores, sinks, out)
+        if not flash_attention.fits(q, v, scores):
+            return super().paged_attention(q, k, v, layout, scores, out)
         return flash_attention.over_pages(q, k, v, layout, scores, out)
 
 
@@ -89,22 +92,17 @@ class HopperOperators(DeepGemmLinears, FlashAttention):
     """
 
 
-class CublasLtOperators(FlashAttention):
+class CublasLtOperators(_LibraryLinears, FlashAttention):
     """Row-invariant operators with FlashAttention-3 and cuBLASLt's products, gradients' included.
 
     Creating them loads FlashAttention-3, or raises ContractError, and forbids split-K in the process.
     """
 
+    multiply = staticmethod(cublaslt.multiply)
+
     def __init__(self) -> None:
         super().__init__()
         cublaslt.forbid_split_k()
-
-    def _product(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, blocks: int
-    ) -> Tensor:
-        if not gemm.fits(weight, blocks):
-            return super()._product(x, weight, bias, out_dtype, blocks)
-        return gemm.in_blocks(cublaslt.multiply, x, weight, bias, out_dtype, blocks)
 
 
 class HopperFp8Operators(HopperOperators):

@@ -24,24 +24,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.errors import ContractError
+from onpolicy.ops.differentiable_attention import Gradients
 from onpolicy.ops.hopper.key_chunks import attend_in_chunks, is_cut
-from onpolicy.ops.layouts import (
-    AttentionLayout,
-    Gradients,
-    PagedLayout,
-    ScoreRule,
-    attention_gradients,
-    starts_of,
-)
+from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule, starts_of
 from onpolicy.ops.triton.attention_backward import attention_backward
 
 UPSTREAM = "flash_attn_interface"
 """Upstream's module, which registers torch.ops.flash_attn_3."""
-
-Grads = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,30 +52,10 @@ class PackedKeys:
             rows = layout.key_rows
             is_key = torch.arange(rows.shape[1]) < torch.tensor(layout.key_lens)[:, None]
             layout.plans[PackedKeys] = PackedKeys(
-                rows=rows[is_key.to(rows.device)],
-                starts=starts_of(layout.key_lens).to(rows.device),
+                rows=rows[is_key.to(rows.device)], starts=starts_of(layout.key_lens).to(rows.device)
             )
         keys: PackedKeys = layout.plans[PackedKeys]
         return keys
-
-
-def backward(
-    grad: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    out: Tensor,
-    lse: Tensor,
-    layout: AttentionLayout,
-    scores: ScoreRule,
-) -> Grads:
-    """Return the gradients of `inputs` = (q [T, H, D], k [keys, H_kv, D], v [keys, H_kv, D]).
-
-    Keys are laid end to end, sequence after sequence. out, grad: [T, H, D]; lse: float32 [H, T];
-    the scores have no soft cap.
-    """
-    q, k, v = inputs
-    # Upstream has no deterministic kernel for head size 256.
-    run = flash_attention_3 if q.shape[-1] < 256 and has_upstream() else flash_attention_2
-    return run(grad.contiguous(), q, k, v, out, lse, layout, scores)
 
 
 @cache
@@ -105,7 +76,7 @@ def has_upstream() -> bool:
     return True
 
 
-def flash_attention_3(
+def backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -114,54 +85,50 @@ def flash_attention_3(
     lse: Tensor,
     layout: AttentionLayout,
     scores: ScoreRule,
-) -> Grads:
-    """Return the gradients by upstream's library; see `backward`."""
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    torch.ops.flash_attn_3.bwd(
-        dout=grad,
-        q=q,
-        k=k,
-        v=v,
-        out=out,
-        softmax_lse=lse,
-        dq=dq,
-        dk=dk,
-        dv=dv,
-        cu_seqlens_q=layout.by_pages().query_starts,
-        cu_seqlens_k=PackedKeys.of(layout).starts,
-        max_seqlen_q=max(layout.query_lens),
-        max_seqlen_k=max(layout.key_lens),
-        softmax_scale=scores.scale,
-        is_causal=True,
-        **_window(scores),
-        deterministic=True,
-    )
-    return dq, dk, dv
+) -> Gradients:
+    """Return the gradients of q, k and v, as `differentiable_attention` asks; lse: float32 [H, T]."""
+    if scores.softcap:  # PyTorch's backward pass has no soft cap
+        by_row = lse.t().contiguous()
+        return attention_backward(grad, q, k, v, out, by_row, layout, scores)
+    rows = PackedKeys.of(layout).rows
+    packed = grad.contiguous(), q, k[rows], v[rows], out, lse
+    dq, dk, dv = packed_backward(packed, layout, scores)
+    grad_k = torch.zeros_like(k).index_copy_(0, rows, dk)
+    grad_v = torch.zeros_like(v).index_copy_(0, rows, dv)
+    return dq, grad_k, grad_v
 
 
-def flash_attention_2(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    layout: AttentionLayout,
-    scores: ScoreRule,
-) -> Grads:
-    """Return the gradients by PyTorch; see `backward`."""
+def packed_backward(
+    tensors: tuple[Tensor, ...], layout: AttentionLayout, scores: ScoreRule
+) -> Gradients:
+    """Return the gradients of q [T, H, D], k [keys, H_kv, D] and v [keys, H_kv, D].
+
+    tensors: grad [T, H, D], q, k and v, whose keys are laid end to end, sequence after sequence,
+    out [T, H, D], and lse, float32 [H, T].
+    """
+    q, k, v = tensors[1:4]
+    starts = layout.by_pages().query_starts, PackedKeys.of(layout).starts
+    longest = max(layout.query_lens), max(layout.key_lens)
+    # Upstream has no deterministic kernel for head size 256.
+    if q.shape[-1] < 256 and has_upstream():
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        torch.ops.flash_attn_3.bwd(
+            *tensors,
+            *grads,
+            *starts,
+            max_seqlen_q=longest[0],
+            max_seqlen_k=longest[1],
+            softmax_scale=scores.scale,
+            is_causal=True,
+            **_window(scores),
+            deterministic=True,
+        )
+        return grads
     with _deterministic_algorithms():
-        gradients: Grads = torch.ops.aten._flash_attention_backward(
-            grad,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            layout.by_pages().query_starts,
-            PackedKeys.of(layout).starts,
-            max(layout.query_lens),
-            max(layout.key_lens),
+        gradients: Gradients = torch.ops.aten._flash_attention_backward(
+            *tensors,
+            *starts,
+            *longest,
             dropout_p=0.0,
             is_causal=True,
             rng_state=torch.zeros(2, dtype=torch.uint64, device=q.device),
@@ -206,16 +173,15 @@ def loaded() -> ModuleType:
     return module
 
 
-def fits(q: Tensor, v: Tensor, scores: ScoreRule, sinks: Tensor | None) -> bool:
+def fits(q: Tensor, v: Tensor, scores: ScoreRule) -> bool:
     """Return whether its kernels give this layer the same bits in every batch; q: [T, H, D].
 
     With a window, the widest heads get blocks of 64 keys, and of 80 once the page table is no wider
     than the window (tile_size.h, flash_api.cpp). The scaling of sinks and heads of two sizes are
     untested.
     """
-    return (
-        sinks is None and v.shape[-1] == q.shape[-1] and not (scores.window and q.shape[-1] > 192)
-    )
+    is_plain = scores.sinks is None and v.shape[-1] == q.shape[-1]
+    return is_plain and not (scores.window and q.shape[-1] > 192)
 
 
 def int32_pages(layout: AttentionLayout) -> PagedLayout:
@@ -233,7 +199,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Compute causal attention: returns [T, H, D_v] and the log of the normaliser, float32 [H, T].
 
-    q: [T, H, D]; k: [rows, H_kv, D]; v: [rows, H_kv, D_v]. bfloat16, no autograd.
+    q: [T, H, D]; k: [rows, H_kv, D]; v: [rows, H_kv, D_v]. bfloat16, no sinks (`fits`), no autograd.
     """
     return attend(q, k[:, None], v[:, None], int32_pages(layout), scores)
 
@@ -258,12 +224,7 @@ def attend(
 
 
 def over_pages(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: PagedLayout,
-    scores: ScoreRule,
-    out: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, layout: PagedLayout, scores: ScoreRule, out: Tensor | None
 ) -> Tensor:
     """Compute attention for the rollout engine, with the arguments of SGLang's backend.
 
@@ -302,40 +263,3 @@ def _call(
         **layout.schedule,
         **more,
     )
-
-
-class HopperAttention(torch.autograd.Function):
-    """Attention by FlashAttention-3 with gradients; see `Operators.attention`."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layout: AttentionLayout,
-        scores: ScoreRule,
-    ) -> Tensor:
-        out, lse = forward(q, k, v, layout, scores)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.layout, ctx.scores = layout, scores  # type: ignore[attr-defined]
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
-        layout, scores = ctx.layout, ctx.scores  # type: ignore[attr-defined]
-
-        def gradients(k: Tensor, v: Tensor, layout: AttentionLayout) -> Gradients:
-            if scores.softcap:  # PyTorch's backward pass has no soft cap
-                by_row = lse.t().contiguous()
-                return attention_backward(grad, q, k, v, out, by_row, layout, scores)
-            rows = PackedKeys.of(layout).rows
-            inputs = q, k[rows], v[rows]
-            dq, dk, dv = backward(grad, inputs, out, lse, layout, scores)
-            grad_k = torch.zeros_like(k).index_copy_(0, rows, dk)
-            grad_v = torch.zeros_like(v).index_copy_(0, rows, dv)
-            return dq, grad_k, grad_v
-
-        return (*attention_gradients(gradients, k, v, layout), None, None)

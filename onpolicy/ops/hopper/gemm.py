@@ -105,22 +105,16 @@ def readable(matrix: Tensor) -> Tensor:
     return matrix.clone(memory_format=torch.contiguous_format)
 
 
-def deep_gemm_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, blocks: int = 1
-) -> Tensor:
-    """Compute `_product` of `onpolicy.ops.linears.Linears`; no autograd."""
-    return in_blocks(multiply, x, weight, bias, out_dtype, blocks)
-
-
 def in_blocks(
     multiply: Callable[[Tensor, Tensor, Tensor], None],
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    blocks: int,
+    blocks: int = 1,
 ) -> Tensor:
-    """Compute `deep_gemm_linear` by a function that writes the product of one block; see `multiply`.
+    """Compute `_product` of `onpolicy.ops.linears.Linears` by a function that writes the product of
+    one block; see `multiply`. No autograd.
 
     Sums with a bias or over several blocks stay float32 until they are complete, as in the Triton
     operators. (SGLang's own operators round before they add a bias, and after.)

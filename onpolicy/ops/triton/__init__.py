@@ -13,16 +13,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from onpolicy.ops.differentiable_attention import attend
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
-from onpolicy.ops.linears import Linears
+from onpolicy.ops.linears import GroupedLinear, Linears
 from onpolicy.ops.logit_chunks import GPU_LOGITS
 from onpolicy.ops.triton import attention as attentions
-from onpolicy.ops.triton import fused_norms, log_probs, mixing
+from onpolicy.ops.triton import experts, fused_norms, log_probs, mixing, sampling
+from onpolicy.ops.triton.attention import packed_attention
+from onpolicy.ops.triton.attention_backward import attention_backward
 from onpolicy.ops.triton.elementwise import TritonRotary, TritonSiluAndMul, is_silu
-from onpolicy.ops.triton.experts import TritonGroupedLinear, tiled_grouped_linear, topk
+from onpolicy.ops.triton.experts import grouped_weight_grad, tiled_grouped_linear
 from onpolicy.ops.triton.linear import product_in_float32, tiled_linear
 from onpolicy.ops.triton.norm import TritonNorm
-from onpolicy.ops.triton.sampling import sample, uniform
 
 
 class TritonOperators(Linears):
@@ -36,12 +38,7 @@ class TritonOperators(Linears):
         return tiled_linear(x, weight, bias, out_dtype, blocks)
 
     def linear_gradients(
-        self,
-        out: Tensor,
-        x: Tensor,
-        head: Sequence[Tensor],
-        grad: Tensor,
-        sums: Sequence[Tensor],
+        self, out: Tensor, x: Tensor, head: Sequence[Tensor], grad: Tensor, sums: Sequence[Tensor]
     ) -> Tensor:
         """Add the head's gradients in float32, for the sum over calls."""
         weight, *_ = head
@@ -58,32 +55,10 @@ class TritonOperators(Linears):
     def grouped_partial_linear(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         return _grouped_linear(x, weight, offsets, torch.float32)
 
-    def mix_few(
-        self,
-        x: Tensor,
-        experts: Tensor,
-        weights: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        gate: Callable[[Tensor], Tensor],
-    ) -> Tensor | None:
-        if experts.numel() > mixing.MOST_ROWS:
-            return None
-        return mixing.mix_few(x, experts, weights, gate_up, down, gate)
-
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layout: AttentionLayout,
-        scores: ScoreRule,
-        sinks: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scores: ScoreRule
     ) -> Tensor:
-        if torch.is_grad_enabled():
-            out: Tensor = attentions.TritonAttention.apply(q, k, v, sinks, layout, scores)
-            return out
-        return attentions.blockwise_attention(q, k, v, layout.by_pages(), scores, sinks)[0]
+        return attend(packed_attention, attention_backward, q, k, v, layout, scores)
 
     def paged_attention(
         self,
@@ -92,11 +67,10 @@ class TritonOperators(Linears):
         v: Tensor,
         layout: PagedLayout,
         scores: ScoreRule,
-        sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         stores = k.flatten(0, 1), v.flatten(0, 1)
-        result, _ = attentions.blockwise_attention(q, *stores, layout, scores, sinks)
+        result, _ = attentions.blockwise_attention(q, *stores, layout, scores)
         return result if out is None else out.copy_(result)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, round_last: bool = False) -> Tensor:
@@ -120,62 +94,22 @@ class TritonOperators(Linears):
             return out
         return super().gated(activation, gate, up)
 
-    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        out: tuple[Tensor, Tensor] = TritonRotary.apply(q, k, cos, sin)
-        return out
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, round_last: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        return fused_norms.add_rms_norm(x, residual, weight, eps, round_last)
-
-    def norm_rotary(
-        self,
-        q: Tensor,
-        k: Tensor,
-        weights: tuple[Tensor, Tensor],
-        cos: Tensor,
-        sin: Tensor,
-        eps: float,
-        round_last: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        return fused_norms.norm_rotary(q, k, weights, cos, sin, eps, round_last)
-
-    def softmax(self, x: Tensor) -> Tensor:
-        out: Tensor = log_probs.TritonSoftmax.apply(x)
-        return out
-
-    def topk(self, probabilities: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        return topk(probabilities, k)
-
-    def log_softmax(self, logits: Tensor, temperature: Tensor) -> Tensor:
-        out: Tensor = log_probs.TritonLogSoftmax.apply(logits, temperature)
-        return out
-
-    def gather_log_probs(
-        self, logits: Tensor, temperature: Tensor, targets: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return log_probs.gather_log_probs(logits, temperature, targets)
-
-    def grad_logits(
-        self,
-        logits: Tensor,
-        temperature: Tensor,
-        targets: Tensor,
-        grad: Tensor,
-        grad_entropy: Tensor | None = None,
-    ) -> Tensor:
-        return log_probs.grad_logits(logits, temperature, targets, grad, grad_entropy)
-
-    def sample(self, log_probs: Tensor, uniform: Tensor) -> Tensor:
-        return sample(log_probs, uniform)
-
-    def uniform(self, seeds: Tensor, positions: Tensor) -> Tensor:
-        return uniform(seeds, positions)
+    add_rms_norm = staticmethod(fused_norms.add_rms_norm)
+    gather_log_probs = staticmethod(log_probs.gather_log_probs)
+    grad_logits = staticmethod(log_probs.grad_logits)
+    log_softmax = staticmethod(log_probs.TritonLogSoftmax.apply)
+    mix_few = staticmethod(mixing.mix_few)
+    norm_rotary = staticmethod(fused_norms.norm_rotary)
+    rotary = staticmethod(TritonRotary.apply)
+    sample = staticmethod(sampling.sample)
+    softmax = staticmethod(log_probs.TritonSoftmax.apply)
+    topk = staticmethod(experts.topk)
+    uniform = staticmethod(sampling.uniform)
 
 
 def _grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
     if torch.is_grad_enabled():
-        out: Tensor = TritonGroupedLinear.apply(x, weight, offsets, out_dtype)
+        ways = tiled_grouped_linear, grouped_weight_grad
+        out: Tensor = GroupedLinear.apply(*ways, x, weight, offsets, out_dtype)
         return out
     return tiled_grouped_linear(x, weight, offsets, out_dtype)

@@ -26,18 +26,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.contract import ATTENTION_CHUNK
-from onpolicy.ops.layouts import (
-    AttentionLayout,
-    Gradients,
-    PagedLayout,
-    ScoreRule,
-    attention_gradients,
-    sink_gradient,
-)
-from onpolicy.ops.triton.attention_backward import attention_backward
+from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.triton.attention_split import attend_split, is_split
 from onpolicy.ops.triton.attention_tiles import (
     before_all_chunks,
@@ -102,19 +93,14 @@ def _attention_kernel(
 
 
 def blockwise_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: PagedLayout,
-    scores: ScoreRule,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, layout: PagedLayout, scores: ScoreRule
 ) -> tuple[Tensor, Tensor]:
     """Compute row-invariant causal attention without autograd; see `Operators.attention`.
 
     k: [rows, H_kv, D] and v: [rows, H_kv, D_v], the rows of all pages of `layout` end to end.
     Return (out [T, H, D_v], lse float32 [T, H]), the log of the softmax's normaliser.
     """
-    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    q, k, v, sinks = unit_stride(q), unit_stride(k), unit_stride(v), scores.sinks
     (T, H, D), (_, kv_heads, value_dim) = q.shape, v.shape
     out, lse = q.new_empty(T, H, value_dim), q.new_empty(T, H, dtype=torch.float32)
     group = H // kv_heads
@@ -174,32 +160,8 @@ def _blocks_ahead(q: Tensor, keys: int, dim: int, value_dim: int) -> int:
     return min(3, held - 1)
 
 
-class TritonAttention(torch.autograd.Function):
-    """Attention of whole sequences, with gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        layout: AttentionLayout,
-        scores: ScoreRule,
-    ) -> Tensor:
-        out, lse = blockwise_attention(q, k, v, layout.by_pages(), scores, sinks)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)  # type: ignore[arg-type]
-        ctx.layout, ctx.scores = layout, scores  # type: ignore[attr-defined]
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
-        layout, scores = ctx.layout, ctx.scores  # type: ignore[attr-defined]
-
-        def gradients(k: Tensor, v: Tensor, layout: AttentionLayout) -> Gradients:
-            return attention_backward(grad, q, k, v, out, lse, layout, scores)
-
-        grads = attention_gradients(gradients, k, v, layout)
-        return (*grads, sink_gradient(sinks, grad, out, lse), None, None)
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scores: ScoreRule
+) -> tuple[Tensor, Tensor]:
+    """Compute `blockwise_attention` over a layout of rows."""
+    return blockwise_attention(q, k, v, layout.by_pages(), scores)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onpolicy.ops.differentiable_attention import Gradients
 from onpolicy.ops.layouts import AttentionLayout, ScoreRule
 from onpolicy.ops.triton.attention_tiles import (
     capped,
@@ -186,7 +187,7 @@ def attention_backward(
     lse: Tensor,
     layout: AttentionLayout,
     scores: ScoreRule,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Return the gradients of attention from its output and log-sum-exp, if no key row is used twice.
 
     grad, out: [T, H, D_v]; q: [T, H, D]; k: [rows, H_kv, D]; v: [rows, H_kv, D_v]; lse: float32 [T,

@@ -84,21 +84,19 @@ def _launch(kernel: triton.JITFunction, tensors: list[Tensor], gate: Tensor, up:
         )
 
 
-def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute `silu(gate) * up`, [..., I] each, of one dtype; no autograd. Rows may be strided."""
-    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    rows = _rows(gate), _rows(up)
-    _launch(_gated_kernel, [*rows, out], *rows)
-    return out
-
-
 class TritonSiluAndMul(torch.autograd.Function):
-    """`silu_and_mul` with gradients in float32, rounded once."""
+    """`silu(gate) * up`, [..., I] each, of one dtype, with gradients in float32, rounded once.
+
+    Rows may be strided.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return silu_and_mul(gate, up)
+        out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        rows = _rows(gate), _rows(up)
+        _launch(_gated_kernel, [*rows, out], *rows)
+        return out
 
     @staticmethod
     @once_differentiable

@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.ops.triton.device import UNFUSED, next_power_of_2, whole
 from onpolicy.ops.triton.linear import GROUP, HALF_INNER, Tile, choose_tile, multiply_tile, tile_of
@@ -75,6 +74,7 @@ def tiled_grouped_linear(
     Row i is read from row `source[i] // per_source` of `x` and written to row `target[i]` of the
     result, where these are given: int64 [S].
     """
+    x = x.to(weight.dtype)  # a gradient may be float32
     (E, N, K), S = weight.shape, len(x if source is None else source)
     out = x.new_empty(S, N, dtype=out_dtype)
     tile = choose_tile(x, S / E, N * E)
@@ -122,6 +122,7 @@ def grouped_weight_grad(grad: Tensor, x: Tensor, offsets: Tensor, dtype: torch.d
 
     An expert without rows gets zeros.
     """
+    grad = grad.to(x.dtype)
     N, K, E = grad.shape[1], x.shape[1], len(offsets) - 1
     out = x.new_empty(E, N, K, dtype=dtype)
     half = x.dtype != torch.float32
@@ -131,33 +132,6 @@ def grouped_weight_grad(grad: Tensor, x: Tensor, offsets: Tensor, dtype: torch.d
         grad, x, offsets, out, N, K, *grad.stride(), *x.stride(), **tile.options()
     )
     return out
-
-
-class TritonGroupedLinear(torch.autograd.Function):
-    """A grouped linear whose input gradient uses the forward's kernel.
-
-    The weight gradient sums rows in order.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, offsets)
-        return tiled_grouped_linear(x, weight, offsets, out_dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, offsets = ctx.saved_tensors  # type: ignore[attr-defined]
-        needs_x, needs_weight, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
-        grad, by_row = grad.to(x.dtype), weight.transpose(1, 2)
-        return (
-            tiled_grouped_linear(grad, by_row, offsets, x.dtype) if needs_x else None,
-            grouped_weight_grad(grad, x, offsets, weight.dtype) if needs_weight else None,
-            None,
-            None,
-        )
 
 
 @triton.jit
@@ -177,14 +151,14 @@ def _topk_kernel(
         is_left = is_left & (columns != chosen)
 
 
-def topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def topk(probabilities: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Compute `Operators.topk`; ties go to the lowest index. Gradients flow to the values."""
-    rows, size = values.shape
-    indices = torch.empty(rows, k, dtype=torch.int64, device=values.device)
+    rows, size = probabilities.shape
+    indices = torch.empty(rows, k, dtype=torch.int64, device=probabilities.device)
     if rows:
         block = next_power_of_2(size)
         _topk_kernel[(rows,)](
-            whole(values.detach()),
+            whole(probabilities.detach()),
             indices,
             SIZE=size,
             K=k,
@@ -192,4 +166,4 @@ def topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
             num_warps=max(1, min(8, block // 512)),
             **UNFUSED,
         )
-    return values.gather(1, indices), indices
+    return probabilities.gather(1, indices), indices

@@ -40,7 +40,7 @@ def _add_rms_norm_kernel(
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, round_last: bool
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, round_last: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return `residual + x` and its `rms_norm`, [..., D] each; no autograd."""
     size = x.shape[-1]
@@ -120,7 +120,7 @@ def norm_rotary(
     cos: Tensor,
     sin: Tensor,
     eps: float,
-    round_last: bool,
+    round_last: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Apply `rotary` to `rms_norm`s over the last axis, for a batch of one; no autograd.
 

@@ -89,13 +89,15 @@ def mix_few(
     gate_up: Tensor,
     down: Tensor,
     gate: Callable[[Tensor], Tensor],
-) -> Tensor:
+) -> Tensor | None:
     """Compute `mix_experts` for experts that this rank holds whole, without biases; no autograd.
 
     x: [T, H]; experts: int64 [T, k]; weights: [T, k]; gate_up: [E, 2 I, H]; down: [E, H, I]; gate:
-    [T k, 2 I] -> [T k, I]. The result is [T, H] in the dtype of `x`, for at most MOST_ROWS / k
+    [T k, 2 I] -> [T k, I]. The result is [T, H] in the dtype of `x`; None for more than MOST_ROWS / k
     tokens.
     """
+    if experts.numel() > MOST_ROWS:
+        return None
     (tokens, k), size = experts.shape, down.shape[1]
     order, offsets = order_by_expert(experts.reshape(-1), len(down))
     hidden = gate(tiled_grouped_linear(x, gate_up, offsets, x.dtype, source=order, per_source=k))

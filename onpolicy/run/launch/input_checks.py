@@ -26,7 +26,7 @@ from onpolicy.errors import ConfigError
 from onpolicy.models.expert_layers import can_be_replayed
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import has_experts, load_config
-from onpolicy.models.weight_files import require_fit, stored_shapes
+from onpolicy.models.weight_files import CheckpointReader, require_fit
 from onpolicy.outputs import recorded_order
 from onpolicy.outputs.recorded_order import RolloutJournal
 from onpolicy.rollout.engine_args import CONTEXT_MARGIN
@@ -171,7 +171,7 @@ def _require_shared_memory(config: TrainConfig, contract: NumericsContract) -> N
 def _largest_bucket(config: TrainConfig, contract: NumericsContract) -> tuple[int, int]:
     """Return the bytes of the largest weight, and of the largest bucket."""
     itemsize = getattr(torch, contract.dtype).itemsize
-    stored = stored_shapes(Path(config.model.hf_checkpoint), "--hf-checkpoint").values()
+    stored = CheckpointReader(config.model.hf_checkpoint).shapes().values()
     sizes = [tensor.numel() * itemsize for tensor in stored]
     buffer = config.sync.update_weight_buffer_size * MIB
     return max(sizes), max(min(sum(sizes), buffer), max(sizes))

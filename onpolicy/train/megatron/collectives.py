@@ -27,14 +27,12 @@ def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _pass(x, group, _gather, _sum)
 
 
-def sum_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's rows of the sum over ranks: [ranks * T, ...] -> [T, ...]; T is equal on all
-    ranks."""
-    return _pass(x, group, _sum, _gather)
-
-
 def tree_sum_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum rows as `sum_rows` does, along the tree of a row-parallel linear (`ops/row_parallel.py`)."""
+    """Return this rank's rows of the sum over ranks: [ranks * T, ...] -> [T, ...].
+
+    T is equal on all ranks. The sum goes along the tree of a row-parallel linear
+    (`ops/row_parallel.py`).
+    """
     return _pass(x, group, _tree_sum, _gather)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,59 +29,54 @@ from onpolicy.train.megatron.family import (
 from onpolicy.train.megatron.rank_layout import MegatronLayout
 
 
-@dataclass
+@dataclass(kw_only=True)
 class AlignedConfig(TransformerConfig):
     """Megatron's configuration, which reaches every module, with the fields that our modules need."""
 
-    hf_config: PretrainedConfig | None = None
+    hf_config: PretrainedConfig
 
-    family: Family = field(default_factory=Family)
+    family: Family
     """Features of the architecture."""
 
-    rotary: type[nn.Module] | None = None
+    rotary: type[nn.Module]
     """transformers' rotary embedding of this architecture, which computes the angles."""
 
     router: type[nn.Module] | None = None
     """transformers' router of this architecture, if the model has experts."""
 
-    unread: tuple[str, ...] = ()
+    unread: tuple[str, ...]
     """Patterns of checkpoint names that transformers ignores, such as multi-token prediction."""
 
-    operators: Operators | None = None
+    operators: Operators
     """Operators of every module; they may be replaced between rollouts."""
 
-    windows: tuple[int | None, ...] = ()
+    windows: tuple[int | None, ...]
     """Largest number of keys that a query of each layer attends to, or None."""
 
-    row_parallel_blocks: int = 1
+    row_parallel_blocks: int
     """Number of row-parallel blocks in the contract."""
 
-    activation_format: str = ""
+    activation_format: str
     """Activation format in the contract."""
 
-    adapter: AdapterShape | None = None
+    adapter: AdapterShape | None
     """Adapter shape in the contract."""
-
-    expert_dispatch: str = "alltoall"
-    """Token dispatcher of the layout; Megatron's own setting would refuse micro-batches of different
-    lengths."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        assert self.hf_config is not None
         self.activation = ACT2FN[self.hf_config.hidden_act]
         self.activation_func = self.activation.forward  # a module would go into checkpoints
 
-    @contextmanager
-    def around_operators(self, around: Callable[[Operators], Operators]) -> Iterator[None]:
-        """Wrap the operators of every module by `around` within this context."""
-        own = self.operators
-        assert own is not None
-        self.operators = around(own)
-        try:
-            yield
-        finally:
-            self.operators = own
+
+@contextmanager
+def replaced(holder: object, name: str, value: object) -> Iterator[None]:
+    """Replace an attribute of a module or another object within this context."""
+    own = getattr(holder, name)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        setattr(holder, name, own)
 
 
 def make_config(
@@ -104,7 +99,6 @@ def make_config(
         row_parallel_blocks=contract.row_parallel_blocks,
         activation_format=contract.activation_format,
         adapter=contract.adapter,
-        expert_dispatch=layout.moe_token_dispatcher_type,
         moe_token_dispatcher_type="alltoall",
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,

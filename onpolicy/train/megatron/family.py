@@ -115,8 +115,7 @@ def num_experts(config: Any) -> int:
 
 def expert_size(config: Any) -> int:
     """Return the intermediate size of an expert."""
-    size: int = getattr(config, family_of(config).expert_size)
-    return size
+    return int(getattr(config, family_of(config).expert_size))
 
 
 def shared_expert_size(config: Any) -> int:

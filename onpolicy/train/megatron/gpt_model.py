@@ -71,7 +71,6 @@ class PolicyGptModel(GPTModel):
 
     def __init__(self, config: AlignedConfig, *, has_values: bool = False):
         hf_config = config.hf_config
-        assert hf_config is not None and config.rotary is not None
         tp = config.tensor_model_parallel_size
         super().__init__(
             config=config,
@@ -123,7 +122,8 @@ class PolicyGptModel(GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden_states, True, group=group)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden_states, group)
-        scores = score_rows(rows_asked(hidden[:, 0], local), self.head(), local)
+        asked = local.asked
+        scores = score_rows(rows_asked(hidden[:, 0], asked), self.head(), asked)
         if local.order is None:
             return scores
         return type(scores)._make(share_rows(x, self.cp_group)[local.order] for x in scores)
@@ -132,17 +132,15 @@ class PolicyGptModel(GPTModel):
         """Return this rank's rows of the last stage's output projection."""
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        assert self.config.operators is not None and self.config.hf_config is not None
         vocabulary = VocabParallel(self.config.hf_config.vocab_size, self.tp_group)
         adapter = factors_of(self.output_layer)
         return Head(self.config.operators, weight, None, vocabulary, adapter=adapter)
 
     def _values(self, hidden: Tensor, head: ValueHead, local: LocalTokens) -> Values:
         """Compute all values and their whole gradient, on every tensor-parallel rank."""
-        assert self.config.operators is not None
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, False, group=self.tp_group)
-        values = head.values(self.config.operators, rows_asked(hidden[:, 0], local))
+        values = head.values(self.config.operators, rows_asked(hidden[:, 0], local.asked))
         if local.order is not None:
             values = share_rows(values, self.cp_group)[local.order]
         return Values(values)

@@ -99,7 +99,6 @@ def _layout(config: TrainConfig, hf_config: PretrainedConfig) -> MegatronLayout:
         context_parallel_size=flags.megatron_cp,
         expert_model_parallel_size=flags.megatron_ep,
         sequence_parallel=flags.megatron_sequence_parallel,
-        moe_token_dispatcher_type="alltoall",
         recompute_activations=recomputes_activations(config.trainer, hf_config),
     )
 

@@ -18,12 +18,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from onpolicy.models.expert_layers import OWN_CHOICE
-from onpolicy.models.policy import PackedTokens
+from onpolicy.models.policy import AskedTokens, PackedTokens
 from onpolicy.ops import AttentionLayout
-from onpolicy.ops.draws import Draws
-from onpolicy.ops.kept_tokens import KeptTokens
-from onpolicy.ops.reverse_kl import TeacherRows
-from onpolicy.ops.shared_rows import SharedRows
 from onpolicy.train.megatron.config import AlignedConfig
 
 FILLER_TOKEN = 0
@@ -49,17 +45,9 @@ class LocalTokens(PackedSeqParams):
     angles: tuple[Tensor, Tensor] | None = None
     """Cosines and sines of the rotary embedding, [1, T, D]."""
 
-    rows: Tensor
-    """Rows whose next token is scored, int64 [R'], padded to the largest number of any rank."""
-
-    shared_rows: SharedRows | None = None
-    """Shared rows as in `PackedTokens`; None under context parallelism."""
-
-    targets: Tensor
-    """Tokens to score, int64 [R']."""
-
-    temperature: Tensor
-    """Temperatures, float32 [R']."""
+    asked: AskedTokens
+    """R' tokens to score, padded to the largest number of any rank; no rows are shared under context
+    parallelism."""
 
     order: Tensor | None = None
     """Index of each scored token among the ranks' R' each, int64 [R]; None: all are here, in order."""
@@ -67,16 +55,6 @@ class LocalTokens(PackedSeqParams):
     routed_experts: Tensor | None = None
     """Experts to replay, int64 [T, layers x k], as in `PackedTokens`; under sequence parallelism, of
     this rank's rows."""
-
-    kept: KeptTokens | None = None
-    """Tokens that each of the R' tokens was drawn from, if they were cut."""
-
-    draws: Draws | None = None
-    """Draws of the R' tokens, and the choice of those to redraw."""
-
-    wants_hidden: bool = False
-    teacher: TeacherRows | None = None
-    """The teacher's rows as in `PackedTokens`, for the R' tokens."""
 
     @staticmethod
     def of(batch: PackedTokens, config: AlignedConfig, context_rank: int) -> LocalTokens:
@@ -95,15 +73,8 @@ def _whole(batch: PackedTokens, multiple: int) -> LocalTokens:
         tokens=F.pad(batch.tokens, (0, filler), value=FILLER_TOKEN)[None],
         positions=F.pad(batch.positions, (0, filler))[None],
         layouts=(layout,),
-        rows=batch.rows,
-        shared_rows=batch.shared_rows,
-        targets=batch.targets,
-        temperature=batch.temperature,
+        asked=batch,
         routed_experts=_pad_experts(batch, torch.arange(len(batch.tokens)), filler),
-        kept=batch.kept,
-        draws=batch.draws,
-        wants_hidden=batch.wants_hidden,
-        teacher=batch.teacher,
     )
 
 
@@ -155,15 +126,17 @@ def _zigzag(batch: PackedTokens, ranks: int, rank: int, multiple: int) -> LocalT
         tokens=tokens[mine][None],
         positions=positions[mine][None],
         layouts=plan.layouts(rank, device),
-        rows=F.pad(local_row[asked].to(device)[held], (0, missing)),
-        targets=F.pad(batch.targets[held], (0, missing)),
-        temperature=F.pad(batch.temperature[held], (0, missing), value=1.0),
+        asked=AskedTokens(
+            rows=F.pad(local_row[asked].to(device)[held], (0, missing)),
+            targets=F.pad(batch.targets[held], (0, missing)),
+            temperature=F.pad(batch.temperature[held], (0, missing), value=1.0),
+            kept=batch.kept and batch.kept.at(held, missing),
+            draws=batch.draws and batch.draws.at(held, missing),
+            wants_hidden=batch.wants_hidden,
+            teacher=batch.teacher and batch.teacher.at(F.pad(held, (0, missing))),
+        ),
         order=order.to(device),
         routed_experts=None if experts is None else experts[mine],
-        kept=batch.kept and batch.kept.at(held, missing),
-        draws=batch.draws and batch.draws.at(held, missing),
-        wants_hidden=batch.wants_hidden,
-        teacher=batch.teacher and batch.teacher.at(F.pad(held, (0, missing))),
     )
 
 

@@ -46,6 +46,7 @@ from onpolicy.ops.log_probs import Head, Scores
 from onpolicy.train import distributed
 from onpolicy.train.batch import MicroBatch
 from onpolicy.train.engine import Check, Loss, ShardedModel
+from onpolicy.train.megatron.config import replaced
 from onpolicy.train.megatron.gpt_model import build_model
 from onpolicy.train.megatron.megatron_adapters import sharded_adapters
 from onpolicy.train.megatron.megatron_optimizer import (
@@ -247,7 +248,8 @@ class MegatronModel(ShardedModel):
     def around_operators(
         self, around: Callable[[Operators], Operators]
     ) -> AbstractContextManager[None]:
-        return config_of(self.module).around_operators(around)
+        config = config_of(self.module)
+        return replaced(config, "operators", around(config.operators))
 
 
 def write_tensors(
@@ -261,7 +263,7 @@ def write_tensors(
     distributed.run_on_rank_zero(directory.mkdir)
     try:
         state = _state(model, optimizer, is_loading=False)
-        with _replaced(filesystem_async, "_results_queue", Queue()):
+        with replaced(filesystem_async, "_results_queue", Queue()):
             dist_checkpointing.save(state, str(directory), content_metadata=_METADATA)
     except CheckpointingException as error:
         raise CheckpointError(str(error)) from error
@@ -273,7 +275,7 @@ def read_tensors(
     """Read back, in place, what `write_tensors` wrote; collective."""
     try:
         # Megatron's own reader would run code in an index, even if the index was checked before.
-        with _replaced(torch_strategy, "_get_filesystem_reader", _index_reader):
+        with replaced(torch_strategy, "_get_filesystem_reader", _index_reader):
             state = dist_checkpointing.load(
                 _state(model, optimizer, is_loading=True),
                 str(directory),
@@ -289,17 +291,6 @@ def read_tensors(
 
 def _index_reader(path: str | Path, cache_metadata: bool = False) -> IndexReader:
     return IndexReader(path)
-
-
-@contextmanager
-def _replaced(holder: object, name: str, value: object) -> Iterator[None]:
-    """Replace an attribute of a module or another object within this context."""
-    own = getattr(holder, name)
-    setattr(holder, name, value)
-    try:
-        yield
-    finally:
-        setattr(holder, name, own)
 
 
 class _CommonStrategy(TorchCommonLoadStrategy):
@@ -340,7 +331,7 @@ def _padding_counted(optimizer: MegatronOptimizer) -> Iterator[None]:
             for buffer in part.buffers if isinstance(part, DistributedOptimizer) else ():
                 sizes = [(bucket, bucket.grad_data.numel()) for bucket in buffer.buckets]
                 for padded, size in [(buffer, buffer.numel), *sizes]:
-                    stack.enter_context(_replaced(padded, "numel_unpadded", size))
+                    stack.enter_context(replaced(padded, "numel_unpadded", size))
         yield
 
 

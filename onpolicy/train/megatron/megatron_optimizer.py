@@ -49,8 +49,7 @@ def with_gradients(model: nn.Module, config: TrainConfig) -> DistributedDataPara
     model_config = config_of(model)
     model_config.finalize_model_grads_func = finalize_model_grads
     buffers = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True
     )
     return DistributedDataParallel(model_config, buffers, model)
 

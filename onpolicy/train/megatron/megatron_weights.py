@@ -220,7 +220,6 @@ def unwrap(model: nn.Module) -> PolicyGptModel:
 
 def weight_map_of(policy: PolicyGptModel) -> WeightMap:
     config = policy.config
-    assert config.hf_config is not None
     layout = MegatronLayout(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
@@ -239,8 +238,7 @@ def global_parameters(policy: PolicyGptModel) -> dict[str, Tensor]:
 def first_layer(policy: PolicyGptModel) -> int:
     """Return the index in the model, from 0, of the first layer of this pipeline stage."""
     layers = policy.decoder.layers
-    number: int = layers[0].layer_number - 1 if len(layers) else 0
-    return number
+    return int(layers[0].layer_number - 1 if len(layers) else 0)
 
 
 def global_name(name: str, first: int) -> str:

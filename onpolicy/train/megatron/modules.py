@@ -50,7 +50,6 @@ class AlignedNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        assert self.config.operators is not None
         round_last = self.config.family.norm_rounds_last
         return self.config.operators.rms_norm(x, self.weight, self.eps, round_last)
 
@@ -95,7 +94,6 @@ class AlignedColumnLinear(ColumnParallelLinear):
             input = gather_from_sequence_parallel_region(input, True, group=tp_group)
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, tp_group)
-        assert self.config.operators is not None
         out = operators_of(self, self.config.operators).linear(input, weight, bias)
         return out if self.lora is None else self.lora(input, out)
 
@@ -112,7 +110,6 @@ class AlignedRowLinear(RowParallelLinear):
         self.lora: JoinedLowRank | None = None
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        assert self.config.operators is not None
         operators = operators_of(self, self.config.operators)
         out = operators.row_parallel_linear(input_, self.weight, self.bias, self.row_parallel)
         return out if self.lora is None else self.lora(input_, out), None
@@ -131,7 +128,6 @@ class WholeLinear(nn.Module):
         self.lora: JoinedLowRank | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        assert self.config.operators is not None
         out = operators_of(self, self.config.operators).linear(x, self.weight)
         return out if self.lora is None else self.lora(x, out)
 
@@ -197,7 +193,6 @@ class AlignedMLP(MLP):
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """Apply the MLP: [T, 1, H] -> the same shape; under sequence parallelism, this rank's tokens."""
-        assert self.config.operators is not None
         gate, up = self.linear_fc1(hidden_states)[0].chunk(2, dim=-1)
         hidden = self.config.operators.gated(self.config.activation, gate, up)
         return self.linear_fc2(hidden)[0], None
@@ -214,7 +209,6 @@ class WholeMLP(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
         """Apply the MLP: [T, 1, H] -> the same shape."""
-        assert self.config.operators is not None
         gate, up = self.linear_fc1(hidden_states).chunk(2, dim=-1)
         hidden = self.config.operators.gated(self.config.activation, gate, up)
         return self.linear_fc2(hidden), None
@@ -223,16 +217,7 @@ class WholeMLP(nn.Module):
 class AlignedAttention(nn.Module):
     """Megatron's core attention: from projected heads to weighted values."""
 
-    def __init__(
-        self,
-        config: AlignedConfig,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        pg_collection: Any,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-    ):
+    def __init__(self, config: AlignedConfig, layer_number: int, *, pg_collection: Any, **_: Any):
         super().__init__()
         self.config = config
         self.window = config.windows[layer_number - 1]
@@ -251,7 +236,7 @@ class AlignedAttention(nn.Module):
     ) -> Tensor:
         """Attend over this rank's rows: [T, H, D], [T, H_kv, D], [T, H_kv, D] -> [T, H * D]."""
         operators, local = self.config.operators, packed_seq_params
-        assert operators is not None and local.angles is not None
+        assert local.angles is not None
         q, k = query, key
         if self.rotates:
             q, k = rotated(operators, q, k, *local.angles)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -31,7 +30,7 @@ from onpolicy.models.lora.adapters import ExpertLowRank
 from onpolicy.models.rounded_inputs import InputRounding
 from onpolicy.ops.mixture_of_experts import ExpertFactors, expert_outputs, gated_halves, mix_outputs
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
-from onpolicy.train.megatron.collectives import exchange_rows, gather_rows, own_rows, sum_rows
+from onpolicy.train.megatron.collectives import exchange_rows, own_rows
 from onpolicy.train.megatron.config import AlignedConfig
 from onpolicy.train.megatron.family import shared_expert_size
 from onpolicy.train.megatron.megatron_batch import LocalTokens
@@ -39,9 +38,6 @@ from onpolicy.train.megatron.modules import AlignedMLP, WholeLinear, WholeMLP, r
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 """(rows [S, H], int64 [S]: index of this rank's expert) -> float32 [S, ...]: the experts' outputs."""
-
-Dispatch = Callable[[Tensor, Tensor, int, Compute, dist.ProcessGroup], Tensor]
-"""(x [T, H], experts int64 [T, k], experts per rank, compute, group) -> float32 [T * k, ...]."""
 
 
 class Exchange:
@@ -75,7 +71,10 @@ class Exchange:
 def all_to_all(
     x: Tensor, experts: Tensor, per_rank: int, compute: Compute, group: dist.ProcessGroup
 ) -> Tensor:
-    """Send every row only to the rank of its expert, and return the outputs."""
+    """Send every row only to the rank of its expert, and return the outputs.
+
+    x: [T, H]; experts: int64 [T, k], of which a rank holds `per_rank` -> float32 [T * k, ...].
+    """
     exchange = Exchange(experts, per_rank, group)
     order = exchange.order
     rows = exchange.there(x[order // experts.shape[1]])
@@ -83,27 +82,6 @@ def all_to_all(
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=x.device)
     return results[back]
-
-
-def all_gather(
-    x: Tensor, experts: Tensor, per_rank: int, compute: Compute, group: dist.ProcessGroup
-) -> Tensor:
-    """Gather all rows on every rank, which computes the rows of its own experts."""
-    tokens, k = experts.shape
-    longest = torch.tensor([tokens], device=x.device)
-    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
-    missing = int(longest) - tokens
-    first = group.rank() * per_rank
-    everything = gather_rows(F.pad(x, (0, 0, 0, missing)), group)
-    chosen = gather_rows(F.pad(experts, (0, 0, 0, missing), value=-1), group).reshape(-1) - first
-    mine = ((chosen >= 0) & (chosen < per_rank)).nonzero()[:, 0]
-    results = compute(everything[mine // k], chosen[mine])
-    # Every row has one expert, so each sum over ranks has one nonzero term and is exact.
-    spread = results.new_zeros(len(chosen), *results.shape[1:]).index_copy(0, mine, results)
-    return sum_rows(spread, group)[: tokens * k]
-
-
-DISPATCH: dict[str, Dispatch] = {"alltoall": all_to_all, "allgather": all_gather}
 
 
 class SparseLayer(TransformerLayer):
@@ -167,14 +145,12 @@ class AlignedMoeLayer(MegatronModule):
             return mixed
         shared: Tensor = self.shared_expert(hidden_states)[0]
         if self.shared_gate is not None:
-            assert self.config.operators is not None
             gate = self.config.operators.elementwise(torch.sigmoid, self.shared_gate(hidden_states))
             shared = gate * shared
         return mixed + shared
 
     def _route(self, x: Tensor, routed_experts: Tensor | None) -> tuple[Tensor, Tensor]:
         """Choose experts, the router's or the rollout's: [T, H] -> weights [T, k], int64 [T, k]."""
-        assert self.config.operators is not None
         with ByOperators(self.config.operators, self._replay(routed_experts)):
             _, weights, chosen = self.router(x)
         return weights, chosen
@@ -251,12 +227,10 @@ class AlignedExperts(nn.Module):
         if self.group.size() == 1:
             rows = x[:, None].expand(-1, chosen.shape[1], -1).reshape(-1, x.shape[1])
             return self._outputs(rows, chosen.reshape(-1))
-        dispatch = DISPATCH[self.config.expert_dispatch]
-        return dispatch(x, chosen, len(self.gate_up), self._stacked, self.group).unbind(1)
+        return all_to_all(x, chosen, len(self.gate_up), self._stacked, self.group).unbind(1)
 
     def _outputs(self, rows: Tensor, experts: Tensor) -> list[Tensor]:
         """Compute [S, H], int64 [S] -> float32 [S, H] for each of this rank's blocks over I."""
-        assert self.config.operators is not None
         gate = gated_halves(self.config.operators, self.config.activation)
         if self.rounding is not None:
             rows, gate = self.rounding(rows), self.rounding.after(gate, self.row_parallel)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
@@ -31,10 +31,6 @@ class MegatronLayout:
 
     sequence_parallel: bool = False
     """Whether tensor-parallel ranks shard the tokens between linear layers."""
-
-    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "alltoall"
-    """Dispatch of tokens to experts on other ranks: all tokens to all ranks, or each to its experts'
-    ranks."""
 
     recompute_activations: bool = False
     """Whether the backward pass recomputes each layer from its input, which alone is kept."""

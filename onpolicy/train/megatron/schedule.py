@@ -26,8 +26,7 @@ T = TypeVar("T")
 
 def num_stages() -> int:
     """Return the number of pipeline stages."""
-    stages: int = parallel_state.get_pipeline_model_parallel_world_size()
-    return stages
+    return int(parallel_state.get_pipeline_model_parallel_world_size())
 
 
 def config_of(model: nn.Module) -> AlignedConfig:
@@ -63,8 +62,7 @@ def share_object(value: T) -> T:
 
 
 def _last() -> int:
-    rank: int = parallel_state.get_pipeline_model_parallel_last_rank()
-    return rank
+    return int(parallel_state.get_pipeline_model_parallel_last_rank())
 
 
 Loss = Callable[[int, Any], Tensor]

@@ -158,13 +158,11 @@ OWN_EXPERTS = [(module, operator, name, (0,)) for module, operator, name, _ in S
 TENSOR, CONTEXT = {"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}
 SEQUENCE = {**TENSOR, "sequence_parallel": True}
 EXPERT = {"expert_model_parallel_size": 2}
-GATHERED = {**EXPERT, "moe_token_dispatcher_type": "allgather"}
 CASES = [
     ("tensor", "qwen3", TENSOR, COLUMNS + COPIES),
     ("tensor and sequence", "qwen3-moe", SEQUENCE, TOKENS + SHARED_EXPERTS),
     ("context", "qwen3", CONTEXT, WHOLE_OF_RANKS),
     ("expert", "qwen3-moe", EXPERT, OWN_EXPERTS),
-    ("expert, gathered", "qwen3-moe", GATHERED, OWN_EXPERTS),
     ("joined heads", "olmo2", TENSOR, [
         ("self_attention.q_layernorm", "rms_norm", "self_attn.q_norm", LAST_OF_RANKS),
     ]),

@@ -79,7 +79,7 @@ def attention(operators, counts, sequence, k, paged=False, attend=None):
         layout, rows = AttentionLayout.packed(counts), sum(counts)
         q, k, v = q[:rows], k[:rows], v[:rows]
     name = "paged_attention" if paged else "attention"
-    args = (q, k, v, layout, ScoreRule(0.25), None)
+    args = (q, k, v, layout, ScoreRule(0.25))
     out = (attend or getattr(operators, name))(*args)
     return Evidence.of(name, args, out, [0 if paged else ends[0] - 1], rows)
 

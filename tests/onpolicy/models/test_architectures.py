@@ -110,8 +110,8 @@ def engine_with(change):
     """Operators whose attention over pages is asked for something else."""
     operators = CpuOperators(1)
     paged_attention = operators.paged_attention
-    operators.paged_attention = lambda q, k, v, layout, scores, sinks=None: paged_attention(
-        q, k, v, layout, *change(scores, sinks)
+    operators.paged_attention = lambda q, k, v, layout, scores: paged_attention(
+        q, k, v, layout, replace(scores, **change)
     )
     return operators
 
@@ -119,9 +119,9 @@ def engine_with(change):
 @pytest.mark.parametrize(
     ("architecture", "change"),
     [
-        ("mistral-window", lambda scores, sinks: (replace(scores, window=25), sinks)),
-        ("gemma2", lambda scores, sinks: (replace(scores, softcap=None), sinks)),
-        ("gpt-oss", lambda scores, sinks: (scores, None)),
+        ("mistral-window", {"window": 25}),
+        ("gemma2", {"softcap": None}),
+        ("gpt-oss", {"sinks": None}),
     ],
     ids=["a window longer by one key", "no soft cap", "no sinks"],
 )

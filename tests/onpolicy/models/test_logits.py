@@ -14,6 +14,7 @@ from onpolicy.models.hf_config import require_alignable
 from onpolicy.models.logits import LogitsRule, logits_rule
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.log_probs import token_log_probs
+from tests.support.heads import whole_head
 from tests.support.tiny import ALL_ARCHITECTURES, SIZES
 
 OPERATORS = CpuOperators(1)
@@ -63,10 +64,8 @@ def test_gradients_go_through_the_rule():
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     rule, targets = LogitsRule(factor=0.5, softcap=3.0), torch.arange(7)
     temperature = torch.full((7,), 0.7)
-    got, *_ = token_log_probs(
-        OPERATORS, *leaves, None, targets, temperature,
-        finish=lambda logits: rule.apply(OPERATORS, logits),
-    )  # fmt: skip
+    head = whole_head(OPERATORS, weight, finish=lambda logits: rule.apply(OPERATORS, logits))
+    got, *_ = token_log_probs(head, hidden, targets, temperature)
     logits = 3 * torch.tanh(0.5 * (hidden @ weight.T) / 3) / 0.7
     want = F.log_softmax(logits, -1)[torch.arange(7), targets]
     torch.testing.assert_close(got, want)

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -38,15 +39,15 @@ def packed_inputs(lens, shape, dtype):
 
 
 def how(q, kind=PLAIN):
-    """The scores of a kind and its sinks."""
+    """The scores of a kind."""
     window, softcap, has_sinks = kind
     sinks = torch.linspace(-2, 3, q.shape[1]).to(q.dtype) if has_sinks else None
-    return ScoreRule(q.shape[-1] ** -0.5, window, softcap), sinks
+    return ScoreRule(q.shape[-1] ** -0.5, window, softcap, sinks)
 
 
 def attend(q, k, v, layout, operators=OPERATORS, kind=PLAIN):
     with torch.no_grad():
-        return operators.attention(q, k, v, layout, *how(q, kind))
+        return operators.attention(q, k, v, layout, how(q, kind))
 
 
 attend_as = attend
@@ -210,11 +211,12 @@ def exact_attention(q, k, v, sinks, lens, scores):
 def test_results_and_gradients_are_close_to_float64(operators, lens, shape, kind, value_dim):
     q, k, v = packed_inputs(lens, shape, torch.float32)
     v = v if value_dim is None else torch.randn(len(v), shape[1], value_dim)
-    scores, sinks = how(q, kind)
-    inputs = [x for x in (q, k, v, sinks) if x is not None]
+    scores = how(q, kind)
+    inputs = [x for x in (q, k, v, scores.sinks) if x is not None]
     inputs = [x.clone().requires_grad_() for x in inputs]
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    got = operators.attention(*inputs[:3], AttentionLayout.packed(tuple(lens)), scores, *inputs[3:])
+    ours = replace(scores, sinks=inputs[3] if len(inputs) == 4 else None)
+    got = operators.attention(*inputs[:3], AttentionLayout.packed(tuple(lens)), ours)
     want = exact_attention(*exact[:3], exact[3] if len(exact) == 4 else None, lens, scores)
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
     grad = torch.randn_like(got)
@@ -240,7 +242,7 @@ def test_keys_before_the_window_are_not_read():
 def gradients(inputs, grad, lens, operators=OPERATORS, kind=PLAIN):
     inputs = [x.clone().requires_grad_() for x in inputs]
     layout = AttentionLayout.packed(tuple(lens))
-    out = operators.attention(*inputs, layout, *how(inputs[0], kind))
+    out = operators.attention(*inputs, layout, how(inputs[0], kind))
     return torch.autograd.grad(out, inputs, grad)
 
 

@@ -9,6 +9,7 @@ from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.kept_tokens import ALL, OUTSIDE, Cut, KeptTokens, packed, unpacked, within
 from onpolicy.ops.linears import Factors
 from onpolicy.ops.log_probs import token_log_probs
+from tests.support.heads import whole_head
 
 OPERATORS = CpuOperators(1)
 
@@ -34,7 +35,9 @@ def reference(hidden, weight, bias, targets, temperature):
 def test_values_and_gradients_are_close_to_autograd(tokens, vocabulary, has_bias):
     hidden, weight, bias, targets, temperature = inputs(tokens, vocabulary, has_bias=has_bias)
     leaves = [t.requires_grad_() for t in (hidden, weight, bias) if t is not None]
-    got, entropy, *_ = token_log_probs(OPERATORS, hidden, weight, bias, targets, temperature)
+    got, entropy, *_ = token_log_probs(
+        whole_head(OPERATORS, weight, bias), hidden, targets, temperature
+    )
     want, want_entropy = reference(hidden, weight, bias, targets, temperature)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(entropy, want_entropy, rtol=1e-4, atol=1e-5)
@@ -56,7 +59,8 @@ def test_an_adapter_alone_has_gradients_and_the_weight_beside_it_none(tokens, vo
     a, b = torch.randn(3, 24), torch.randn(vocabulary, 3)
     leaves = [t.requires_grad_() for t in (hidden, a, b)]
     adapter = Factors(a, b, 0.3)
-    got = token_log_probs(OPERATORS, hidden, weight, bias, targets, temperature, adapter=adapter)
+    head = whole_head(OPERATORS, weight, bias, adapter=adapter)
+    got = token_log_probs(head, hidden, targets, temperature)
     updated = weight + 0.3 * b @ a
     want = reference(hidden, updated, bias, targets, temperature)
     for ours, theirs in zip(got[:2], want, strict=True):
@@ -69,14 +73,14 @@ def test_an_adapter_alone_has_gradients_and_the_weight_beside_it_none(tokens, vo
 
 
 def test_a_weight_that_is_not_trained_has_no_gradient(monkeypatch):
-    hidden, weight, *others = inputs(9, 7)
+    hidden, weight, bias, *others = inputs(9, 7)
     trained = weight.clone().requires_grad_()
+    head, frozen = (whole_head(OPERATORS, x, bias) for x in (trained, weight))
     expected, *_ = torch.autograd.grad(
-        token_log_probs(OPERATORS, hidden.requires_grad_(), trained, *others)[0].sum(),
-        [hidden, trained],
+        token_log_probs(head, hidden.requires_grad_(), *others)[0].sum(), [hidden, trained]
     )
     monkeypatch.setattr(OPERATORS, "linear_gradients", None)
-    token_log_probs(OPERATORS, hidden, weight, *others)[0].sum().backward()
+    token_log_probs(frozen, hidden, *others)[0].sum().backward()
     assert torch.equal(hidden.grad, expected) and weight.grad is None
 
 
@@ -88,8 +92,8 @@ def test_the_gradient_of_an_entropy_that_no_loss_has_is_not_computed(monkeypatch
         return compute(logits, temperature, targets, grad, grad_entropy)
 
     monkeypatch.setattr(OPERATORS, "grad_logits", grad_logits)
-    hidden, *others = inputs(3, 7)
-    scores = token_log_probs(OPERATORS, hidden.requires_grad_(), *others)
+    hidden, weight, bias, *others = inputs(3, 7)
+    scores = token_log_probs(whole_head(OPERATORS, weight, bias), hidden.requires_grad_(), *others)
     scores.log_probs.sum().backward(retain_graph=True)
     (scores.log_probs - scores.entropy).sum().backward()
     assert asked == [False, True]
@@ -97,12 +101,13 @@ def test_the_gradient_of_an_entropy_that_no_loss_has_is_not_computed(monkeypatch
 
 @given(st.integers(1, 200), st.integers(2, 300), st.integers(1, 5000))
 def test_chunk_size_does_not_change_bits(tokens, vocabulary, logits_per_chunk):
-    arguments = inputs(tokens, vocabulary)
-    whole, *_ = token_log_probs(OPERATORS, *arguments)
+    hidden, weight, bias, *others = inputs(tokens, vocabulary)
+    arguments = whole_head(OPERATORS, weight, bias), hidden, *others
+    whole, *_ = token_log_probs(*arguments)
     with pytest.MonkeyPatch.context() as patch:
         rows = max(16, logits_per_chunk // vocabulary)
         patch.setattr(OPERATORS, "rows_per_chunk", lambda size: rows)
-        assert torch.equal(token_log_probs(OPERATORS, *arguments)[0], whole)
+        assert torch.equal(token_log_probs(*arguments)[0], whole)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -125,7 +130,7 @@ def test_no_tensor_grows_with_tokens_times_vocabulary(monkeypatch):
     hidden, weight, bias, targets, temperature = inputs(tokens, vocabulary, inner)
     hidden.requires_grad_(), weight.requires_grad_()
     with LargestTensor() as largest:
-        got, *_ = token_log_probs(OPERATORS, hidden, weight, bias, targets, temperature)
+        got, *_ = token_log_probs(whole_head(OPERATORS, weight, bias), hidden, targets, temperature)
         got.sum().backward()
     assert largest.size < tokens * vocabulary / 25
 
@@ -243,7 +248,7 @@ def head(dtype=torch.float32):
 
 def scores(hidden, weight, targets, temperature, mask, operators=OPERATORS):
     sets = KeptTokens(tuple(packed(mask)))
-    return token_log_probs(operators, hidden, weight, None, targets, temperature, kept=sets)
+    return token_log_probs(whole_head(operators, weight), hidden, targets, temperature, sets)
 
 
 def test_log_probabilities_and_entropy_are_of_what_is_kept():

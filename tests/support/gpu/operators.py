@@ -38,7 +38,7 @@ def missing_part(part):
 
 def make_part(part):
     """The Triton operators, but for what this part of `hopper` computes; raises ContractError."""
-    from onpolicy.ops.backends.entries import exact_float32
+    from onpolicy.ops.backends.base import exact_float32
     from onpolicy.ops.hopper import DeepGemmLinears, FlashAttention
 
     exact_float32()
@@ -47,7 +47,7 @@ def make_part(part):
 
 def make_linears_of_bytes():
     """What `hopper_fp8` computes linears of rounded inputs by; raises ContractError."""
-    from onpolicy.ops.backends.entries import exact_float32
+    from onpolicy.ops.backends.base import exact_float32
     from onpolicy.ops.hopper import DeepGemmLinears
     from onpolicy.ops.hopper.gemm import Fp8Linears
 

@@ -110,6 +110,6 @@ def _on_cpu(q, k, v, batch, scale):
 
     lse = q.new_empty(*q.shape[:2], 1, dtype=torch.float32)
     out = blockwise_attention(
-        PiecePool(1), q.contiguous(), k, v, None, batch.layout().by_rows(), ScoreRule(scale), lse
+        PiecePool(1), q.contiguous(), k, v, batch.layout().by_rows(), ScoreRule(scale), lse
     )
     return out, lse[..., 0]

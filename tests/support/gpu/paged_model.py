@@ -55,7 +55,7 @@ class PagedModel:
         """Hidden states of a batch's tokens, all int64 [T] -> [T, K]; `rows` receive their keys."""
         layers = iter(self.stores)
 
-        def attend(q, k, v, scores, _):
+        def attend(q, k, v, scores):
             keys, values = next(layers)
             keys[rows], values[rows] = k, v
             return self.attention(q, keys, values, batch, scores.scale)[0]

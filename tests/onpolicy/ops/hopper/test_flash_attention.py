@@ -1,5 +1,7 @@
 """Attention by FlashAttention-3: one paged call for every layout, and gradients from its lse."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -104,20 +106,18 @@ def test_windows_and_soft_caps_mean_what_they_mean_on_a_cpu(calls, operators, sc
 
 
 @pytest.mark.parametrize(
-    ("dim", "value_dim", "scores", "sinks", "fits"),
+    ("dim", "value_dim", "scores", "fits"),
     [
-        (192, 192, ScoreRule(1.0, window=8), None, True),
-        (256, 256, ScoreRule(1.0, softcap=8.0), None, True),
-        (256, 256, ScoreRule(1.0, window=8), None, False),
-        (128, 128, ScoreRule(1.0), torch.zeros(1), False),
-        (192, 128, ScoreRule(1.0), None, False),
+        (192, 192, ScoreRule(1.0, window=8), True),
+        (256, 256, ScoreRule(1.0, softcap=8.0), True),
+        (256, 256, ScoreRule(1.0, window=8), False),
+        (128, 128, ScoreRule(1.0, sinks=torch.zeros(1)), False),
+        (192, 128, ScoreRule(1.0), False),
     ],
 )
-def test_what_its_kernels_might_sum_in_two_ways_is_left_to_triton(
-    dim, value_dim, scores, sinks, fits
-):
+def test_what_its_kernels_might_sum_in_two_ways_is_left_to_triton(dim, value_dim, scores, fits):
     q, v = torch.empty(1, 1, dim), torch.empty(1, 1, value_dim)
-    assert flash_attention.fits(q, v, scores, sinks) is fits
+    assert flash_attention.fits(q, v, scores) is fits
 
 
 class _Watch(TorchDispatchMode):
@@ -130,29 +130,35 @@ class _Watch(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_pytorchs_backward_takes_our_call_and_runs_deterministically():
+def test_pytorchs_backward_takes_our_call_and_runs_deterministically(monkeypatch):
     layout, queries, keys = LAYOUTS["packed"]
     q, k, v = (x.to("meta", torch.bfloat16) for x in inputs(queries, keys))
     lse = torch.empty(HEADS, queries, device="meta")
     with _Watch() as watch:
-        grads = flash_attention.flash_attention_2(q, q, k, v, q, lse, layout, ScoreRule(SCALE))
+        monkeypatch.setattr(flash_attention, "has_upstream", lambda: False)
+        grads = flash_attention.packed_backward((q, q, k, v, q, lse), layout, ScoreRule(SCALE))
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
     assert watch.seen["aten._flash_attention_backward.default"]
     assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize(
-    ("dim", "upstream", "chosen"), [(128, True, 3), (128, False, 2), (256, True, 2)]
+    ("dim", "upstream", "chosen"),
+    [
+        (128, True, "flash_attn_3.bwd"),
+        (128, False, "aten._flash_attention_backward"),
+        (256, True, "aten._flash_attention_backward"),
+    ],
 )
 def test_the_backward_is_upstreams_where_it_is_installed_and_can_be_deterministic(
     monkeypatch, dim, upstream, chosen
 ):
     monkeypatch.setattr(flash_attention, "has_upstream", lambda: upstream)
-    for version in (2, 3):
-        monkeypatch.setattr(flash_attention, f"flash_attention_{version}", lambda *_, v=version: v)
-    q = torch.empty(1, 1, dim)
-    layout = AttentionLayout.packed((1,))
-    assert flash_attention.backward(q, (q, q, q), q, q, layout, ScoreRule(1.0)) == chosen
+    q, layout = torch.empty(1, 1, dim, device="meta"), AttentionLayout.packed((1,))
+    with _Watch() as watch, suppress(NotImplementedError):  # upstream's has no meta tensors
+        flash_attention.packed_backward((q, q, q, q, q, q[0]), layout, ScoreRule(1.0))
+    backward = {"flash_attn_3.bwd", "aten._flash_attention_backward"}
+    assert {name.removesuffix(".default") for name in watch.seen} & backward == {chosen}
 
 
 def test_pages_hold_int32_tables_and_the_rows_of_keys_end_to_end():

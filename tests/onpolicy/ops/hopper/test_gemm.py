@@ -28,7 +28,7 @@ def random(*shape):
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 def test_every_version_is_called_as_it_wants_to_be(calls, out_dtype):
     x, weight = random(5, 64), random(32, 64)
-    got = gemm.deep_gemm_linear(x, weight, None, out_dtype)
+    got = gemm.in_blocks(gemm.multiply, x, weight, None, out_dtype)
     assert torch.equal(got, (x.float() @ weight.float().t()).to(out_dtype))
     assert len(calls) == 1
     assert not hasattr(calls[0], "c")  # accumulating into an output takes another way through it
@@ -51,7 +51,7 @@ def test_one_row_reaches_the_same_kernel_as_many(calls, view):
     weight = random(32, 64)
     for rows in (1, 2, 9):
         x = view(rows)
-        got = gemm.deep_gemm_linear(x, weight, None, torch.float32)
+        got = gemm.in_blocks(gemm.multiply, x, weight, None, torch.float32)
         torch.testing.assert_close(got, x.float() @ weight.float().t())
         assert calls[-1].a.stride(1) == 1
         assert calls[-1].a.stride(0) >= 64
@@ -66,10 +66,10 @@ def test_a_row_that_pytorch_calls_contiguous_may_need_a_copy():
 
 def test_what_can_be_read_is_not_copied(calls):
     wide, weight = random(4, 128), random(64, 32)
-    gemm.deep_gemm_linear(wide[:, 64:], random(16, 64), None, torch.float32)
+    gemm.in_blocks(gemm.multiply, wide[:, 64:], random(16, 64), None, torch.float32)
     assert calls[-1].a.data_ptr() == wide[:, 64:].data_ptr()
     # As the backward of log-probs has it.
-    gemm.deep_gemm_linear(random(4, 64), weight.t(), None, torch.float32)
+    gemm.in_blocks(gemm.multiply, random(4, 64), weight.t(), None, torch.float32)
     assert calls[-1].b.data_ptr() == weight.data_ptr()
     assert calls[-1].b.stride() == (1, 32)
 
@@ -106,7 +106,7 @@ def test_the_weights_shape_alone_decides_between_deep_gemm_and_triton(
 def test_a_bias_is_added_before_the_one_rounding(calls):
     x, weight, bias = random(40, 64), random(32, 64), random(32)
     exact = x.float() @ weight.float().t() + bias.float()
-    got = gemm.deep_gemm_linear(x, weight, bias, torch.bfloat16)
+    got = gemm.in_blocks(gemm.multiply, x, weight, bias, torch.bfloat16)
     assert torch.equal(got, exact.bfloat16())
     twice = (x.float() @ weight.float().t()).bfloat16() + bias
     assert not torch.equal(got, twice)  # SGLang's own way
@@ -115,7 +115,7 @@ def test_a_bias_is_added_before_the_one_rounding(calls):
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_blocks_are_multiplied_where_they_lie_and_added_along_the_tree(calls, has_bias):
     x, weight, bias = random(9, 256), random(32, 256), random(32) if has_bias else None
-    got = gemm.deep_gemm_linear(x, weight, bias, torch.bfloat16, blocks=4)
+    got = gemm.in_blocks(gemm.multiply, x, weight, bias, torch.bfloat16, blocks=4)
     places = [call.b.data_ptr() for call in calls]
     assert places == [block.data_ptr() for block in weight.chunk(4, 1)]
     blocks = zip(x.float().chunk(4, 1), weight.float().chunk(4, 1), strict=True)

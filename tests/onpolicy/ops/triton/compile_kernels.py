@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 from onpolicy.ops import AttentionLayout, PagedLayout, ScoreRule
-from onpolicy.ops.log_probs import token_log_probs
+from onpolicy.ops.log_probs import Head, VocabParallel, token_log_probs
 from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.ops.triton import TritonOperators, attention, linear
 from onpolicy.weights.xxh3_kernels import add_up_blocks, chain_blocks
@@ -156,8 +156,8 @@ def launch_attention(tensor: Any, training: Any, dtype: torch.dtype) -> None:
         q, k, v = training(200, 32, dim), training(200, 8, dim), training(200, 8, dim)
         OPERATORS.attention(q, k, v, layout, ScoreRule(0.1)).sum().backward()
         if dim == 128:
-            special = ScoreRule(0.1, window=33, softcap=20.0)
-            OPERATORS.attention(q, k, v, layout, special, training(32)).sum().backward()
+            special = ScoreRule(0.1, window=33, softcap=20.0, sinks=training(32))
+            OPERATORS.attention(q, k, v, layout, special).sum().backward()
         stores = tensor(9, 64, 8, dim), tensor(9, 64, 8, dim)
         OPERATORS.paged_attention(tensor(4, 32, dim), *stores, decoding, ScoreRule(0.1))
 
@@ -180,7 +180,8 @@ def launch_elementwise(tensor: Any, training: Any) -> None:
     targets = torch.empty(100, dtype=torch.int64, device="meta")
     temperature = torch.empty(100, device="meta")
     hidden, weight = training(100, 1024), training(151936, 1024)
-    token_log_probs(OPERATORS, hidden, weight, None, targets, temperature)[0].sum().backward()
+    head = Head(OPERATORS, weight, None, VocabParallel(len(weight)))
+    token_log_probs(head, hidden, targets, temperature)[0].sum().backward()
     log_probs = OPERATORS.log_softmax(tensor(100, 151936), temperature[:, None])
     OPERATORS.sample(log_probs, OPERATORS.uniform(targets, targets))
 

@@ -11,7 +11,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[4]
 RECORD = Path(__file__).with_name("compiled_sources.txt")
 
-LAUNCHED_THROUGH = ("layouts", "log_probs", "logit_chunks", "row_parallel")
+LAUNCHED_THROUGH = (
+    "differentiable_attention",
+    "layouts",
+    "log_probs",
+    "logit_chunks",
+    "row_parallel",
+)
 """What says with which sizes and options kernels are launched."""
 
 

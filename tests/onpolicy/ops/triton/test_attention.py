@@ -1,6 +1,7 @@
 """The attention kernels in Triton's interpreter."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -40,18 +41,14 @@ PLAIN = (None, None, False)
 
 
 def scores_of(q, special):
-    return ScoreRule(q.shape[-1] ** -0.5, *special[:2])
-
-
-def sinks_of(q, special):
     heads = torch.Generator().manual_seed(q.shape[1])
-    return torch.randn(q.shape[1], generator=heads).to(q.dtype) if special[2] else None
+    sinks = torch.randn(q.shape[1], generator=heads).to(q.dtype) if special[2] else None
+    return ScoreRule(q.shape[-1] ** -0.5, *special[:2], sinks)
 
 
 def attend(q, k, v, layout, special=PLAIN):
     """out and lse"""
-    sinks = sinks_of(q, special)
-    return blockwise_attention(q, k, v, layout.by_pages(), scores_of(q, special), sinks)
+    return blockwise_attention(q, k, v, layout.by_pages(), scores_of(q, special))
 
 
 def paged(store, lens, page_size):
@@ -84,8 +81,7 @@ def test_decoding_and_chunked_prefill_equal_whole_sequences(
         query_starts=torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32),
         max_query_len=max(counts) + data.draw(st.integers(0, 20)),
     )
-    scores, sinks = scores_of(q, special), sinks_of(q, special)
-    got = blockwise_attention(q[rows], store_k, store_v, layout, scores, sinks)
+    got = blockwise_attention(q[rows], store_k, store_v, layout, scores_of(q, special))
     for ours, full in zip(got, whole, strict=True):
         assert torch.equal(ours, full[rows])
 
@@ -106,7 +102,7 @@ def test_a_sequence_does_not_depend_on_the_others(lens, shape, dtype, data):
 
 
 def split_sinks(operators, layout, scores, q, k, v, sinks=None):
-    return operators.attention(q, k, v, layout, scores, sinks)
+    return operators.attention(q, k, v, layout, replace(scores, sinks=sinks))
 
 
 @few
@@ -114,9 +110,8 @@ def split_sinks(operators, layout, scores, q, k, v, sinks=None):
 def test_results_and_gradients_are_close_to_float64(lens, shape, dtype, special):
     inputs = [x.requires_grad_() for x in packed_inputs(lens, shape, dtype)]
     layout, scores = AttentionLayout.packed(tuple(lens)), scores_of(inputs[0], special)
-    sinks = sinks_of(inputs[0], special)
     ours_of, exact_of = partial(split_sinks, OPERATORS), partial(split_sinks, StockOperators())
-    inputs += [] if sinks is None else [sinks.requires_grad_()]
+    inputs += [] if scores.sinks is None else [scores.sinks.requires_grad_()]
     exact = [x.detach().double().requires_grad_() for x in inputs]
     got = ours_of(layout, scores, *inputs)
     want = exact_of(layout, scores, *exact)
@@ -203,8 +198,7 @@ def decode(inputs, lens, page_size, special, order):
         query_starts=torch.arange(len(lens) + 1, dtype=torch.int32),
         max_query_len=1,
     )
-    scores, sinks = scores_of(q, special), sinks_of(q, special)
-    return ends, blockwise_attention(q[ends], store_k, store_v, layout, scores, sinks)
+    return ends, blockwise_attention(q[ends], store_k, store_v, layout, scores_of(q, special))
 
 
 @few

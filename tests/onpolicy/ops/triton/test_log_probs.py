@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.log_probs import token_log_probs
 from onpolicy.ops.triton import TritonOperators
+from tests.support.heads import whole_head
 
 OPERATORS = TritonOperators()
 
@@ -73,7 +74,7 @@ def test_log_probabilities_straight_from_hidden_states():
     weight = torch.randn(137, 24, generator=generator, requires_grad=True)
     targets = torch.randint(0, 137, (20,), generator=generator)
     temperature = torch.full((20,), 0.7)
-    got, *_ = token_log_probs(OPERATORS, hidden, weight, None, targets, temperature)
+    got, *_ = token_log_probs(whole_head(OPERATORS, weight), hidden, targets, temperature)
     for row in range(20):
         logits = OPERATORS.linear(hidden[row : row + 1], weight)
         step = OPERATORS.log_softmax(logits, temperature[:1, None])
@@ -177,7 +178,7 @@ def test_every_chunk_adds_to_it(monkeypatch):
     monkeypatch.setattr(TritonOperators, "linear_gradients", counted)
     monkeypatch.setattr(OPERATORS, "rows_per_chunk", lambda size: 64)
     targets = torch.randint(0, 32, (130,), generator=generator)
-    out, *_ = token_log_probs(OPERATORS, hidden, weight, None, targets, torch.ones(130))
+    out, *_ = token_log_probs(whole_head(OPERATORS, weight), hidden, targets, torch.ones(130))
     (got,) = torch.autograd.grad(out.sum(), weight)
     assert chunks == [64, 64, 2]
     every = torch.log_softmax(hidden @ weight.t(), -1).gather(1, targets[:, None])

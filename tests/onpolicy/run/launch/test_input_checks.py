@@ -1,6 +1,7 @@
 """What is judged before a run: the way of weights, their room, and lengths that nobody asked for."""
 
 from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,7 +65,8 @@ def test_a_bucket_that_does_not_fit_shared_memory_is_refused(
             self.numel = lambda: num_bytes // 2
 
     stored = dict(enumerate(map(Weight, sizes)))
-    monkeypatch.setattr(input_checks, "stored_shapes", lambda path, flag: stored)
+    reader = SimpleNamespace(shapes=lambda: stored)
+    monkeypatch.setattr(input_checks, "CheckpointReader", lambda path: reader)
     usage = Usage(free * MIB, 0, free * MIB)
     monkeypatch.setattr(input_checks.shutil, "disk_usage", lambda path: usage)
     if message is None:

@@ -30,11 +30,11 @@ def test_every_rank_holds_as_many_rows_and_every_token_is_asked_for_once(lens, r
     parts = localize(batch, ranks, multiple)
     assert len({part.tokens.shape for part in parts}) == 1
     assert parts[0].tokens.shape[1] % multiple == 0
-    targets = torch.cat([part.targets for part in parts])[parts[0].order]
+    targets = torch.cat([part.asked.targets for part in parts])[parts[0].order]
     assert torch.equal(targets, batch.targets)
-    before = torch.cat([part.tokens[0][part.rows] for part in parts])[parts[0].order]
+    before = torch.cat([part.tokens[0][part.asked.rows] for part in parts])[parts[0].order]
     assert torch.equal(before, batch.tokens[batch.rows])
-    positions = torch.cat([part.positions[0][part.rows] for part in parts])[parts[0].order]
+    positions = torch.cat([part.positions[0][part.asked.rows] for part in parts])[parts[0].order]
     assert torch.equal(positions, batch.positions[batch.rows])
 
 
@@ -64,7 +64,7 @@ def test_without_context_parallelism_only_a_filler_sequence_is_added(lens):
     assert local.tokens.shape == (1, 8)
     assert torch.equal(local.tokens[0][: sum(lens)], batch.tokens)
     assert local.layouts[0].query_lens == (*lens, 8 - sum(lens))
-    assert local.rows is batch.rows and local.order is None
+    assert local.asked is batch and local.order is None
     (same,) = localize(batch, 1)
     assert same.layouts == (batch.layout,)
 
