@@ -68,8 +68,7 @@ class LastPush:
         tensor = tensor.detach().contiguous()
         held = self._held.get(name)
         if held is None:
-            pinned = tensor.is_cuda
-            held = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+            held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._held[name] = held.copy_(tensor)
             return [(name, tensor)]
         if not 0 < tensor.numel() <= LARGEST:
@@ -118,8 +117,8 @@ def restored(
 
 
 _INCOMPLETE = (
-    "the changes that were pushed are not whole, or not of what the engine holds, and nothing was "
-    "changed. The next push brings all weights."
+    "the changes that were pushed are not complete, or not of what the engine holds. The next push "
+    "brings all weights."
 )
 
 

@@ -14,6 +14,7 @@ from onpolicy.explain.findings import told
 from onpolicy.models.align import AlignedLinear
 from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.parity import compare_log_probs
+from onpolicy.train.weight_outlet import WeightOutlet
 from onpolicy.weights.push import push_weights
 from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
 from tests.support.engines_fixture import make_requests
@@ -137,6 +138,19 @@ def test_a_rank_that_got_other_weights_stops_the_run(engines):
     push_badly(engines)
     engines.push_weights(next(versions))
     assert count_mismatches(engines, seed=32) == 0
+
+
+def test_changes_are_put_into_what_both_ranks_hold_shards_of(engines):
+    sync = replace(engines.config.sync, sparse_weight_sync=True)
+    policy = engines.trainer.policy
+    outlet = WeightOutlet(replace(engines.config, sync=sync), engines.contract, policy)
+    for number in range(2):
+        with torch.no_grad():
+            for parameter in policy.module.parameters():
+                parameter.view(torch.int32).view(-1)[::50] ^= 1
+        outlet.push(engines.rollout.clients, next(versions))
+        assert outlet.push_metrics.get("push/sent_share", 1.0) < 0.05 or number == 0
+    assert count_mismatches(engines, seed=34) == 0
 
 
 def test_between_both_ranks_and_the_trainer_no_row_differs(microscope):
