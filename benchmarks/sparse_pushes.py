@@ -16,7 +16,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,35 +27,28 @@ from benchmarks.push_worker import Source, configured, load, servers
 from onpolicy.compat.process import prepare_process
 from onpolicy.train import distributed
 from onpolicy.train.weight_outlet import WeightOutlet
-from onpolicy.weights.push import Engine, size_of
+from onpolicy.weights.push import size_of
 from tests.support.gpu.machine import describe_machine, write_json
-
-METRICS = ("push/changed_share", "push/sent_share")
 
 
 class Side:
-    """A server and what pushes to it: `sparse`, or whole."""
+    """A server and what pushes to it: changes, or all."""
 
-    def __init__(
-        self, settings: dict[str, Any], way: str, engine: Engine, source: Source, sparse: bool
-    ):
+    def __init__(self, settings: Any, way: str, engine: Any, source: Any, *, sparse: bool):
         config, contract = configured(settings, way)
         sync = dataclasses.replace(config.sync, sparse_weight_sync=sparse)
-        self.outlet = WeightOutlet(dataclasses.replace(config, sync=sync), contract, source)  # type: ignore[arg-type]
-        self.engine, self.bytes = engine, 0
-        send = self.outlet.transport.send
+        self.outlet = WeightOutlet(dataclasses.replace(config, sync=sync), contract, source)
+        self.engine, self.bytes, transport = engine, 0, self.outlet.transport
+        self._send, transport.send = transport.send, self._counted  # type: ignore[method-assign]
 
-        def counted(bucket: Any, *args: Any) -> None:
-            self.bytes += size_of(bucket)
-            send(bucket, *args)
-
-        self.outlet.transport.send = counted  # type: ignore[method-assign]
+    def _counted(self, bucket: Any, *args: Any) -> None:
+        self.bytes += size_of(bucket)
+        self._send(bucket, *args)
 
     def push(self, version: int) -> dict[str, Any]:
         self.bytes, used, started = 0, _cpu_seconds(), time.perf_counter()
         digest = self.outlet.push([self.engine], version)
-        seconds = time.perf_counter() - started
-        cpu = _cpu_seconds() - used
+        seconds, cpu = time.perf_counter() - started, _cpu_seconds() - used
         return {"seconds": seconds, "cpu_seconds": cpu, "bytes": self.bytes, "digest": digest}
 
 
@@ -66,49 +58,48 @@ def _cpu_seconds() -> float:
     return float(sum(sum(process.cpu_times()[:2]) for process in family))
 
 
-def change(tensors: Sequence[tuple[str, torch.Tensor]], share: float) -> None:
-    """Flip the last bit of a share of the elements."""
-    for _, tensor in tensors:
-        bits = tensor.view(-1).view(torch.int16)
-        bits[torch.randint(len(bits), (round(share * len(bits)),))] ^= 1
-
-
-def measure(args: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
-    settings = {"checkpoint": args.hf_checkpoint, "directory": str(directory), "engines": 2}
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure each way; return medians, and every push."""
+    directory = str(args.json.with_suffix("").absolute())
+    settings = {"checkpoint": args.hf_checkpoint, "directory": directory, "engines": 2}
     tensors = load(Path(args.hf_checkpoint), "cpu")
     source, cells, version = Source(tensors), [], 0
     with servers(settings) as engines:
         for way in args.ways.split(","):
-            kinds = {"whole": False, "sparse": True}
             sides = {
-                kind: Side(settings, way, engine, source, sparse)
-                for (kind, sparse), engine in zip(kinds.items(), engines, strict=True)
+                kind: Side(settings, way, engine, source, sparse=kind == "sparse")
+                for kind, engine in zip(("whole", "sparse"), engines, strict=True)
             }
-            rounds: dict[str, list[dict[str, Any]]] = {"whole": [], "sparse": []}
-            for number in range(1 + args.repetitions):
-                change(tensors, args.share)
+            rounds: dict[str, list[Any]] = {kind: [] for kind in sides}
+            for _ in range(6):
                 version += 1
-                order = list(sides)[:: 1 if number % 2 else -1]
+                for _, tensor in tensors:
+                    bits = tensor.view(-1).view(torch.int16)
+                    bits[torch.randint(len(bits), (round(args.share * len(bits)),))] ^= 1
+                order = list(sides)[:: -1 if version % 2 else 1]
                 found = {kind: sides[kind].push(version) for kind in order}
                 assert found["whole"].pop("digest") == found["sparse"].pop("digest")
-                for kind in sides if number else ():  # the first push is whole on both sides
+                for kind in sides:
                     rounds[kind].append(found[kind])
-            for side in sides.values():
+            cell: dict[str, Any] = {"way": way, "share": args.share}
+            for kind, side in sides.items():
                 side.outlet.close()
-            cell: dict[str, Any] = {"way": way, "share": args.share, "rounds": rounds}
-            for name in ("bytes", "seconds", "cpu_seconds"):
-                cell[name] = {
-                    kind: median(each[name] for each in of) for kind, of in rounds.items()
-                }
+                names, of = (
+                    ("bytes", "seconds", "cpu_seconds"),
+                    rounds[kind][1:],
+                )  # the first is whole
+                cell[kind] = {name: median(each[name] for each in of) for name in names}
+                cell[kind]["pushes"] = rounds[kind]
             cells.append(cell)
-            print(json.dumps({k: v for k, v in cell.items() if k != "rounds"}), file=sys.stderr)
+            print(json.dumps(cell), file=sys.stderr)
     return cells
 
 
 def shares(run: Path) -> dict[str, list[float]]:
     """Return what a run's metrics say of its pushes, step by step."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {name: [record[name] for record in records if name in record] for name in METRICS}
+    names = ("push/changed_share", "push/sent_share")
+    return {name: [record[name] for record in records if name in record] for name in names}
 
 
 def main() -> None:
@@ -117,18 +108,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--ways", default="tensor,distributed,disk", help="commas between")
     parser.add_argument("--share", type=float, default=0.04)
-    parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--runs", default="", help="NAME=RUN_DIR, commas between")
     args = parser.parse_args()
     prepare_process()
     distributed.init_process_group()
     runs = dict(each.split("=", 1) for each in args.runs.split(",") if each)
-    record = {
-        "machine": describe_machine() | {"cores": len(os.sched_getaffinity(0))},
-        "runs": {name: shares(Path(run)) for name, run in runs.items()},
-        "pushes": measure(args, args.json.with_suffix("").absolute()),
-    }
-    write_json(args.json, record)
+    machine = describe_machine() | {"cores": len(os.sched_getaffinity(0))}
+    record = {"machine": machine, "runs": {name: shares(Path(run)) for name, run in runs.items()}}
+    write_json(args.json, {**record, "pushes": measure(args)})
 
 
 if __name__ == "__main__":
