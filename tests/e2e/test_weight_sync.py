@@ -12,7 +12,7 @@ from onpolicy.train.weight_outlet import WeightOutlet
 from onpolicy.weights.push import push_weights
 from onpolicy.weights.transports import make_transport
 from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
-from tests.support.engines_fixture import make_requests
+from tests.support.engines_fixture import make_requests, nudge
 
 pytestmark = pytest.mark.engine
 
@@ -119,13 +119,6 @@ def sparse_outlet(engines, way, directory):
     return WeightOutlet(config, engines.contract, engines.trainer.policy)
 
 
-def nudge(trainer):
-    """Another last bit at every 50th place of every parameter: what a small update does."""
-    with torch.no_grad():
-        for parameter in trainer.policy.module.parameters():
-            parameter.view(torch.int32).view(-1)[::50] ^= 1
-
-
 @pytest.mark.parametrize("way", ["tensor", "distributed", "disk"])
 def test_changes_arrive_bit_for_bit(engines, client, way, tmp_path):
     outlet = sparse_outlet(engines, way, tmp_path)
@@ -146,7 +139,8 @@ def test_changes_against_another_base_are_refused_by_the_server_and_all_follows(
     outlet = sparse_outlet(engines, "tensor", tmp_path)
     outlet.push([client], next(versions))
     nudge(engines.trainer)
-    outlet._last._held["model.norm.weight"].copy_(engines.trainer.policy.module.norm.weight)
+    new = {name: x for bucket in outlet._source.weight_buckets(BUCKET_BYTES) for name, x in bucket}
+    outlet._last._held["model.norm.weight"].copy_(new["model.norm.weight"])
     with pytest.raises(WeightSyncError, match=r"weights=\w{16} after push \d+, the trainer's are"):
         outlet.push([client], next(versions))
     version = next(versions)
