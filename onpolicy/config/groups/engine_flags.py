@@ -227,7 +227,7 @@ class WeightSyncConfig:
     """Send places and values of the weights whose bits changed since the last push, of each tensor of
     which at most a fifth changed. A server that does not prove that it holds the last push gets all.
     Each trainer rank that sends keeps a copy of the trained weights in host memory. The flag changes no
-    result."""
+    result; within a host it saves no time."""
 
     update_weight_buffer_size: Annotated[int, at_least(1), at_most(1 << 20)] = 512
     """MiB of weights that are gathered and sent at a time."""
