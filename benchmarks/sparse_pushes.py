@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from statistics import median
@@ -91,7 +90,6 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 cell[kind] = {name: median(each[name] for each in of) for name in names}
                 cell[kind]["pushes"] = rounds[kind]
             cells.append(cell)
-            print(json.dumps(cell), file=sys.stderr)
     return cells
 
 
