@@ -38,7 +38,7 @@ class Side:
         sync = dataclasses.replace(config.sync, sparse_weight_sync=sparse)
         self.outlet = WeightOutlet(dataclasses.replace(config, sync=sync), contract, source)
         self.engine, self.bytes, transport = engine, 0, self.outlet.transport
-        self._send, transport.send = transport.send, self._counted  # type: ignore[method-assign]
+        self._send, transport.send = transport.send, self._counted
 
     def _counted(self, bucket: Any, *args: Any) -> None:
         self.bytes += size_of(bucket)
