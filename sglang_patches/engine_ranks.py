@@ -57,6 +57,17 @@ def shard(tensor: torch.Tensor, like: torch.Tensor, rank: int) -> torch.Tensor:
     return tensor
 
 
+def gathered(part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return a copy of the whole tensor of which each rank's parameter holds a shard. Collective."""
+    group, whole = _group(), part.clone(memory_format=torch.contiguous_format)
+    for axis, size in enumerate(shape):
+        if part.shape[axis] != size and group.world_size > 1:
+            parts = whole.new_empty(group.world_size * len(whole), *whole.shape[1:])
+            dist.all_gather_into_tensor(parts, whole, group=group.device_group)
+            whole = torch.cat(parts.chunk(group.world_size), axis)
+    return whole[tuple(map(slice, shape))].contiguous()
+
+
 def own_part(x: torch.Tensor, size: int) -> torch.Tensor:
     """Return this rank's `size` columns of [T, columns], if `x` has the columns of all ranks."""
     group = _group()

@@ -6,21 +6,26 @@ keeps a parameter of that name, the stored bits are compared with the ones that 
 of the last push is reported (see status.py) and the trainer compares it with its own. A tied output
 projection has no tensor of its own to arrive: some of SGLang's models have one all the same, and
 leave it empty (Qwen3MoeForCausalLM).
+
+Of a tensor may arrive only what changed since the last push (`onpolicy/weights/changes.py`). It is put
+into a copy of the whole, of which tensor-parallel ranks hold shards, and goes the same way from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
 
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ContractError, WeightSyncError
+from onpolicy.weights.changes import restored
 from onpolicy.weights.digest import WeightDigest
 from sglang_patches import registry
 from sglang_patches.engine_experts import held_tensors
-from sglang_patches.engine_ranks import rank, shard
+from sglang_patches.engine_ranks import gathered, rank, shard
 
 TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 FLAT_TARGET = (
@@ -58,7 +63,7 @@ def watch_loads(model: Any, *, rounds: bool) -> None:
         arrived: dict[str, torch.Tensor] = {}
 
         def watch() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in weights:
+            for name, tensor in restored(weights, held.bases()):
                 held.arrived.add(name, tensor)
                 arrived[name] = tensor
                 yield name, tensor
@@ -94,6 +99,32 @@ class HeldWeights:
                 self._shards.add(name, tensor)
         self._fresh |= arrived.keys()
 
+    def bases(self) -> Callable[[str], torch.Tensor]:
+        """Return a function for one load: name -> a copy of the whole tensor that is held. Its call is
+        collective, and raises WeightSyncError if the model does not hold the tensor as it was pushed."""
+
+        @cache  # once for all of a load's tensors, since it walks through the whole model
+        def parameters() -> dict[str, torch.Tensor]:
+            return self._parameters(self._whole)
+
+        def base(name: str) -> torch.Tensor:
+            like, parameter = self._whole.get(name), parameters().get(name)
+            if like is None or parameter is None or parameter.dim() != like.dim():
+                raise WeightSyncError(
+                    f"parameter={name}: changes of it were pushed, and the engine does not hold all of "
+                    "it under this name. Leave out --sparse-weight-sync."
+                )
+            return gathered(parameter.data, like.shape).to(like.dtype)
+
+        return base
+
+    def _parameters(self, names: Mapping[str, object]) -> dict[str, torch.Tensor]:
+        """Return the model's own tensors, if possible by the names under which they are pushed."""
+        parameters = held_tensors(self._model)
+        if not names.keys() <= parameters.keys():
+            parameters = {**dict(self._model.named_parameters()), **parameters}
+        return parameters
+
     def proof(self) -> str:
         """Return the digest of all pushed weights; in its place a text that names weights which the
         model no longer holds or, if it is aligned, does not expose."""
@@ -126,9 +157,7 @@ class HeldWeights:
         Tensors that SGLang's own models fuse have other names and are skipped, as are 8-bit
         parameters, which SGLang quantised on loading and which hold other bits by design.
         """
-        parameters = held_tensors(self._model)
-        if not tensors.keys() <= parameters.keys():
-            parameters = {**dict(self._model.named_parameters()), **parameters}
+        parameters = self._parameters(tensors)
         for name, tensor in tensors.items():
             parameter = parameters.get(name)
             if parameter is None or parameter.dim() != tensor.dim() or parameter.itemsize == 1:

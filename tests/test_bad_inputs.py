@@ -213,6 +213,8 @@ TRAIN = [
     ("colocate-on-a-cpu", NOTHING, "--colocate", "--colocate: this machine has no GPU .*on a CPU they share .*Leave it out"),
     ("colocate-elsewhere", NOTHING, "--colocate --rollout-server-url http://127.0.0.1:1", "--colocate=True: only a run without --rollout-server-url"),
     ("colocate-nccl", NOTHING, "--colocate --weight-sync distributed", "--weight-sync=distributed: with --colocate .*Choose --weight-sync tensor or ipc"),
+    ("sparse-colocated", NOTHING, "--true-on-policy-mode --colocate --sparse-weight-sync", "--sparse-weight-sync=True: servers give the memory of their weights back"),
+    ("sparse-stock", NOTHING, "--sparse-weight-sync", "--sparse-weight-sync=True: only aligned engines prove .*Add --true-on-policy-mode"),
     ("memory-fraction-2", NOTHING, "--sglang-mem-fraction-static 2", "--sglang-mem-fraction-static=2.0: must be above 0 and below 1"),
     ("memory-fraction-text", NOTHING, "--sglang-mem-fraction-static half", "--sglang-mem-fraction-static: .*invalid float.*such as 0.4"),
     ("ipc-on-a-cpu", NOTHING, "--weight-sync ipc", "--weight-sync=ipc: engines open the memory of the trainer's GPUs, and this machine has none"),

@@ -73,6 +73,8 @@ MEANINGS = {
     "routing/differing_share": "share of tokens x layers where the trainer's router chose otherwise",
     "lora/merged_changed": "share of the adapted weights that the last push's merge changed",
     "lora/merged_rounding": "norm of what rounding kept from the merged update, as a share of its own",
+    "push/changed_share": "share of the weights whose bits the last push changed, of those compared",
+    "push/sent_share": "bytes that the last push sent, as a share of those of all that it could send",
     "routing/k3_without_replay": "mismatch/k3 as it would be with the trainer's own choices",
     "mismatch/k1": "mean log pi_rollout - log pi_train, in nats per token",
     "mismatch/k3": "mean exp(r) - r - 1 per token, r = log pi_train - log pi_rollout",

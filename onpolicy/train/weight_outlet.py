@@ -8,8 +8,9 @@ are merged into them for each push.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
@@ -29,6 +30,7 @@ from onpolicy.models.weight_files import matched_model
 from onpolicy.train import distributed
 from onpolicy.train.base import TrainerMemory
 from onpolicy.train.engine import ShardedModel
+from onpolicy.weights.changes import LastPush
 from onpolicy.weights.digest import WeightBucket, WeightDigest, WeightPart
 from onpolicy.weights.push import Engine, push_weights, share_out
 from onpolicy.weights.rounding import format_of_push, rounded
@@ -36,6 +38,8 @@ from onpolicy.weights.transports import make_transport, shares_gpus
 from onpolicy.weights.transports.disk import KeptWeights
 
 MIB = 1 << 20
+
+logger = logging.getLogger(__name__)
 
 
 class WeightOutlet:
@@ -57,10 +61,11 @@ class WeightOutlet:
         if self._adapter is not None:
             self._merging = MergedPush(config.model, self._adapter)
         self.push_metrics: dict[str, float] = {}
-        """Metrics of merging adapters into the last push, on every rank."""
+        """Metrics of the last push, on every rank."""
         self._frozen: list[str] | None = None
         """Digests of the frozen weights of each rank, since the first push."""
         self._pushed, self._digest = WeightDigest(), ""
+        self._last = LastPush() if config.sync.sparse_weight_sync else None
 
     def push(self, engines: Sequence[Engine], version: int) -> str:
         """Push as `Trainer.push` does."""
@@ -69,7 +74,10 @@ class WeightOutlet:
         merging = self._merging if self.contract.merges_adapter else None
         senders = self._senders(engines)
         ours = [e for e, rank in zip(engines, senders, strict=True) if rank == distributed.rank()]
-        carries = has_frozen and not self._all_hold_the_last_push(ours)
+        asks = has_frozen or self._last is not None
+        is_known = asks and self._all_hold_the_last_push(ours)
+        carries = has_frozen and not is_known
+        to_send = self._to_send(version, is_known=is_known)
         which: tuple[WeightPart, ...] = ("frozen", "trained") if carries else ("trained",)
         if merging is not None:
             which = ("trained", "frozen")  # adapters are gathered before what they are merged into
@@ -84,15 +92,29 @@ class WeightOutlet:
             sent = chain.from_iterable(self._outgoing(*part, version) for part in parts.items())
             if ours:
                 self._pushed = known
-                self._digest = push_weights(sent, ours, self.transport, version, known)
+                self._digest = push_weights(sent, ours, self.transport, version, known, to_send)
                 proved = {engine.url: self._digest for engine in ours}
             else:  # this rank still takes part in gathering, and discards the buckets
                 deque(sent, maxlen=0)
         self._digest = _the_same(distributed.gather(proved, None), engines)
         self.push_metrics = {}
-        if merging is not None:
-            self.push_metrics = next(filter(None, distributed.gather(merging.metrics(), None)), {})
+        found = {} if merging is None else merging.metrics()
+        if self._last is not None:
+            self._last.digest = self._digest
+            found |= self._last.metrics()
+        if merging is not None or self._last is not None:
+            self.push_metrics = next(filter(None, distributed.gather(found, None)), {})
         return self._digest
+
+    def _to_send(self, version: int, *, is_known: bool) -> Callable[[WeightBucket], WeightBucket]:
+        """Begin a push; return what turns a bucket into what is sent of it. Engines that do not prove
+        what they hold get all weights."""
+        if self._last is None:
+            return lambda bucket: bucket
+        self._last.begin(is_known=is_known)
+        if not is_known:
+            logger.info("version %s: an engine has not proved the last push; it gets all", version)
+        return self._last.changes if self.contract.is_aligned else lambda bucket: bucket
 
     def _bring_back(self, *kinds: TrainerMemory) -> None:
         """Bring back memory that was released; there is none without servers on the same GPUs."""
@@ -133,12 +155,12 @@ class WeightOutlet:
         return any(found)
 
     def _all_hold_the_last_push(self, engines: Sequence[Engine]) -> bool:
-        """Return whether these engines of every rank prove that they hold the frozen weights
-        (`sglang_patches/pushed_weights.py`): they are aligned, keep their memory, and hold their rank's
-        last push."""
+        """Return whether these engines of every rank prove that they hold the last push, as does a
+        rank's copy (`sglang_patches/pushed_weights.py`): they are aligned and keep their memory."""
         if self.config.engine.colocate or not self.contract.is_aligned:
             return False
-        holds = not engines or self._pushed.hexdigest() == self._digest
+        copied = self._digest if self._last is None else self._last.digest
+        holds = not engines or self._pushed.hexdigest() == copied == self._digest
         with distributed.failing_together():
             holds = holds and all(e.report()["weights"] == self._digest for e in engines)
         return all(distributed.gather(holds, None))
@@ -152,6 +174,8 @@ class WeightOutlet:
         # An aligned trainer's weights are rounded already.
         rounding = "" if self.contract.is_aligned else format_of_push(self.contract, asked)
         sent = rounded(buckets, rounding)
+        if part == "frozen" and self._last is not None:
+            sent = self._last.leaving_out(sent)
         keeps = distributed.rank() in self._keepers
         return self._kept[part].keep(sent, version) if keeps else sent
 

@@ -26,17 +26,23 @@ def push_weights(
     transport: Transport,
     version: int,
     digest: WeightDigest | None = None,
+    to_send: Callable[[WeightBucket], WeightBucket] = lambda bucket: bucket,
 ) -> str:
     """Send weights as `version` to idle engines; return the digest of all weights that they hold.
 
     digest: of the weights that they already hold and that are not sent; the sent weights are added
     to it. None: nothing.
+    to_send: what of a bucket travels (`weights/changes.py`); the digest is of all of it.
 
     Raise WeightSyncError if an engine's digest of the received weights differs from ours; the
     engine itself checks that it stored what it received. After any error the engines may hold a
     part of the weights; another push replaces all of them."""
     digest = WeightDigest() if digest is None else digest
     num_bytes, started = 0, time.perf_counter()
+
+    def send(bucket: WeightBucket) -> None:
+        transport.send(to_send(bucket), engines, version)
+
     try:
         if transport.in_session:
             on_all(engines, _begin)
@@ -47,7 +53,7 @@ def push_weights(
             for bucket in buckets:  # hashed while it is being sent
                 if sent is not None:
                     sent.result()
-                sent = sender.submit(transport.send, bucket, engines, version)
+                sent = sender.submit(send, bucket)
                 for name, tensor in bucket:
                     digest.add(name, tensor)
                 num_bytes += size_of(bucket)
@@ -60,7 +66,7 @@ def push_weights(
         transport.abandon()
         raise
     logger.debug(
-        "weights of version %s: %d bytes to each of %d engines in %.3f s",
+        "weights of version %s, %d bytes, are in each of %d engines after %.3f s",
         version, num_bytes, len(engines), time.perf_counter() - started,
     )  # fmt: skip
     on_all(engines, lambda engine: engine.flush_cache())

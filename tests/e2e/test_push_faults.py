@@ -10,6 +10,7 @@ import pytest
 from onpolicy.config import groups
 from onpolicy.config.tool_flags import VerifyConfig
 from onpolicy.errors import EngineError
+from onpolicy.outputs.metrics import read_jsonl
 from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.run.commands.verification import draw_adapters
 from onpolicy.weights.push import push_weights
@@ -240,6 +241,19 @@ def test_two_ranks_and_two_servers_push_again_when_one_dies_and_end_with_the_sam
     output = finish(start(tmp_path, *argv, in_ranks=KILLED_IN_A_PUSH.format(sender=sender)))
     assert "pushing the weights of version 1 again" in output
     assert run_hash(output) == hash_of_one_server
+
+
+SMALL_STEPS = ["--dtype", "bfloat16", "--lr", "1e-6", "--weight-sync", "distributed"]
+
+
+def test_two_ranks_that_push_changes_end_with_the_hash_of_whole_pushes(start, tmp_path):
+    whole, sparse = (
+        finish(start(tmp_path / name, *RANKS, "--num-rollout", "3", *SMALL_STEPS, *flags))
+        for name, flags in (("whole", []), ("sparse", ["--sparse-weight-sync"]))
+    )
+    assert run_hash(whole) == run_hash(sparse)
+    *_, metrics = read_jsonl(tmp_path / "sparse" / "run" / "metrics.jsonl")
+    assert 0 < metrics["push/changed_share"] < metrics["push/sent_share"] < 0.6
 
 
 def test_a_fixed_port_can_be_taken_again_at_once(pair):

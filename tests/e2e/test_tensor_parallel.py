@@ -14,9 +14,10 @@ from onpolicy.explain.findings import told
 from onpolicy.models.align import AlignedLinear
 from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.parity import compare_log_probs
+from onpolicy.train.weight_outlet import WeightOutlet
 from onpolicy.weights.push import push_weights
 from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
-from tests.support.engines_fixture import make_requests
+from tests.support.engines_fixture import make_requests, nudge
 from tests.support.microscopes import running_microscope
 from tests.support.processes import engine_processes, listening_addresses
 from tests.support.prompt_scores import ask_of_prompts, of_prompt
@@ -137,6 +138,18 @@ def test_a_rank_that_got_other_weights_stops_the_run(engines):
     push_badly(engines)
     engines.push_weights(next(versions))
     assert count_mismatches(engines, seed=32) == 0
+
+
+def test_changes_are_put_into_what_both_ranks_hold_shards_of(engines):
+    sync = replace(engines.config.sync, sparse_weight_sync=True)
+    config = replace(engines.config, sync=sync)
+    outlet = WeightOutlet(config, engines.contract, engines.trainer.policy)
+    for number in range(2):
+        nudge(engines.trainer)
+        engines.weight_version = next(versions)
+        outlet.push(engines.rollout.clients, engines.weight_version)
+        assert outlet.push_metrics.get("push/sent_share", 1.0) < 0.05 or number == 0
+    assert count_mismatches(engines, seed=34) == 0
 
 
 def test_between_both_ranks_and_the_trainer_no_row_differs(microscope):

@@ -1,16 +1,18 @@
 """Pushing weights into a real server, in every way, and finding out when a push went wrong."""
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
 
+from onpolicy.config import groups
 from onpolicy.errors import EngineError, WeightSyncError
 from onpolicy.train.weight_outlet import WeightOutlet
 from onpolicy.weights.push import push_weights
 from onpolicy.weights.transports import make_transport
 from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
-from tests.support.engines_fixture import make_requests
+from tests.support.engines_fixture import make_requests, nudge
 
 pytestmark = pytest.mark.engine
 
@@ -106,6 +108,44 @@ def test_frozen_weights_travel_once_and_stay_what_the_server_computes_with(
         first_layer[0].mul_(1.01)
     with pytest.raises(WeightSyncError, match="weights that are not trained have changed"):
         outlet.push([client], next(versions))
+
+
+def sparse_outlet(engines, way, directory):
+    config = dataclasses.replace(
+        engines.config,
+        sync=dataclasses.replace(engines.config.sync, weight_sync=way, sparse_weight_sync=True),
+        output=groups.OutputConfig(run_dir=str(directory)),
+    )
+    return WeightOutlet(config, engines.contract, engines.trainer.policy)
+
+
+@pytest.mark.parametrize("way", ["tensor", "distributed", "disk"])
+def test_changes_arrive_bit_for_bit(engines, client, way, tmp_path):
+    outlet = sparse_outlet(engines, way, tmp_path)
+    for number in range(3):
+        nudge(engines.trainer)
+        version = next(versions)
+        digest = outlet.push([client], version)
+        wrong, _ = mismatches(engines, version)
+        assert (wrong, client.report()["weights"]) == (0, digest)
+        share = outlet.push_metrics.get("push/sent_share")
+        assert share is None if number == 0 else share < 0.05
+    outlet.close()
+
+
+def test_changes_against_another_base_are_refused_by_the_server_and_all_follows(
+    engines, client, tmp_path
+):
+    outlet = sparse_outlet(engines, "tensor", tmp_path)
+    outlet.push([client], next(versions))
+    nudge(engines.trainer)
+    new = {name: x for bucket in outlet._source.weight_buckets(BUCKET_BYTES) for name, x in bucket}
+    outlet._last._held["model.norm.weight"].copy_(new["model.norm.weight"])
+    with pytest.raises(WeightSyncError, match=r"weights=\w{16} after push \d+, the trainer's are"):
+        outlet.push([client], next(versions))
+    version = next(versions)
+    assert outlet.push([client], version) == client.report()["weights"]
+    assert mismatches(engines, version)[0] == 0 and not outlet.push_metrics
 
 
 class Calls:

@@ -12,8 +12,10 @@ from torch import nn
 from transformers import AutoModel
 
 from onpolicy.models.expert_layers import has_usual_experts
-from sglang_patches import engine_experts
+from onpolicy.weights.changes import LastPush
+from sglang_patches import engine_experts, engine_ranks, pushed_weights, registry
 from tests.support.tiny import EXPERT_ARCHITECTURES, make_checkpoint
+from tests.support.weight_digests import digest_of
 
 
 @pytest.fixture(scope="module", params=(*EXPERT_ARCHITECTURES, "deepseek-v2", "gpt-oss"))
@@ -46,6 +48,12 @@ def engine(path, ranks):
             for parameter in module.parameters():
                 nn.init.constant_(parameter, torch.nan)
     return SimpleNamespace(model=model)
+
+
+def load_all(model, weights):
+    held = model.model.state_dict()
+    for name, tensor in load(model, weights).items():
+        held[name.removeprefix("model.")].copy_(tensor)
 
 
 def load(model, weights):
@@ -128,3 +136,32 @@ def test_and_again_where_a_parameter_lies_elsewhere(path):
         if not tensor.isnan().any()
     ]
     assert {name for name, tensor in before.items() if tensor.isnan().all()} & {*changed}
+
+
+def test_changes_reach_experts_that_lie_in_one_parameter(path, monkeypatch):
+    """Elsewhere what was sent had the right checksum, and experts held noise (THUDM/slime#2209)."""
+    model, on_disk = engine(path, ranks=1), load_file(path / "model.safetensors")
+    on_disk.pop("lm_head.weight", None)
+    group = SimpleNamespace(world_size=1, rank_in_group=0)
+    monkeypatch.setattr(engine_ranks, "_group", lambda: group)
+    monkeypatch.setattr(pushed_weights, "rank", lambda: 0)
+    monkeypatch.setattr(registry, "report", {})
+    model.load_weights = lambda weights: load_all(model, dict(weights))
+    pushed_weights.watch_loads(model, rounds=False)
+    last = LastPush()
+    for is_known in (False, True, True):
+        last.begin(is_known=is_known)
+        model.load_weights(last.changes([*on_disk.items()]))
+        assert registry.told()["weights"] == digest_of(on_disk)
+        held = engine_experts.held_tensors(model)
+        assert all(torch.equal(held[name], tensor) for name, tensor in on_disk.items())
+        assert not is_known or last.metrics()["push/sent_share"] < 0.2
+        for tensor in on_disk.values():
+            tensor.view(torch.int32).view(-1)[::50] ^= 1
+    name = next(name for name in on_disk if "experts" in name)
+    part = engine_experts.held_tensors(model)[name]
+    part[(-1,) * part.dim()] = 7.0
+    on_disk[name].view(-1)[1] = 7.0
+    last.begin(is_known=True)
+    model.load_weights(last.changes([*on_disk.items()]))
+    assert registry.told()["weights"] != digest_of(on_disk)

@@ -1,12 +1,15 @@
 """What tensor-parallel ranks hold and report together, and styles of plans as SGLang reads them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from sglang.srt.models import transformers as backend
 
 from onpolicy.models.tensor_parallel import STYLES, engine_style
 from sglang_patches import engine_ranks
-from sglang_patches.engine_ranks import agreed, own_part, shard
+from sglang_patches.engine_ranks import agreed, gathered, own_part, shard
+from tests.support.ranks import on_ranks
 
 WHOLE = torch.arange(137 * 96).view(137, 96)
 
@@ -29,6 +32,25 @@ def test_a_rank_holds_its_equal_part_of_an_axis(shape, rank, rows, columns):
 
 def test_a_vector_is_shared_as_a_matrix_is():
     assert shard(torch.arange(8), torch.empty(2), 3).tolist() == [6, 7]
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks"),
+    [((137, 96), 1), ((137, 96), 2), ((192, 96), 1), ((96, 96), 2), ((48, 96), 3), ((137, 48), 2)],
+)
+def test_the_whole_is_gathered_from_what_ranks_hold_of_it(shape, ranks, monkeypatch):
+    """With padding and without, by rows and by columns, and a copy of it even if nothing is shared."""
+    group = SimpleNamespace(world_size=ranks, device_group=None)
+    monkeypatch.setattr(engine_ranks, "_group", lambda: group)
+
+    def gather(rank):
+        own = torch.full(shape, -1)
+        part = shard(WHOLE, own, rank)
+        own[tuple(map(slice, part.shape))] = part
+        return gathered(own, WHOLE.shape), own
+
+    for found, own in on_ranks(ranks, gather):
+        assert torch.equal(found, WHOLE) and found.data_ptr() != own.data_ptr()
 
 
 def test_ranks_that_agree_report_as_one():

@@ -28,6 +28,7 @@ from onpolicy.rollout.sample_requests import sampling_seed
 from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.trajectory import UNPUSHED, Completion, FinishReason, Span
 from onpolicy.types import Request, SamplingParams
+from onpolicy.weights.changes import restored
 from onpolicy.weights.digest import WeightDigest
 from tests.support.tiny_policy import ALIGNED, END, VOCAB_SIZE, make_weights, sample, score
 
@@ -64,7 +65,8 @@ class Memory:
         self.aborts = 0
         self.loaded = []
         """Names of all that was pushed, in order."""
-        """Names of SGLang's own adapters."""
+        self.came = []
+        """The same names as they came: two for a tensor of which only changes came."""
         self.given_back = set()
         self._num_proved, self._digest = 0, WeightDigest().hexdigest()
 
@@ -120,7 +122,8 @@ class Memory:
 
     def _load(self, weights, version):
         assert "weights" not in self.given_back
-        for name, tensor in weights.items():
+        self.came += weights
+        for name, tensor in restored(weights.items(), lambda name: self.weights[name].clone()):
             if self.flips_a_bit:
                 tensor = tensor.clone()
                 tensor.view(torch.int32)[0, 0] ^= 1

@@ -209,6 +209,19 @@ class WeightSyncConfig:
     hosts share). `auto` is tensor, with ipc in place of shared memory on GPUs for servers that the run
     starts."""
 
+    sparse_weight_sync: Annotated[
+        bool,
+        Against(lambda run: not run.plan.may_align,
+            "only aligned engines prove what they hold, which changes are put into",
+            "Add --true-on-policy-mode, or leave the flag out."),
+        Against(lambda run: run.colocate,
+            "servers give the memory of their weights back while the trainer computes"),
+    ] = False  # fmt: skip
+    """Send places and values of the weights whose bits changed since the last push, of each tensor of
+    which at most a fifth changed. A server that does not prove that it holds the last push gets all.
+    Each trainer rank that sends keeps a copy of the trained weights in host memory. The flag changes no
+    result; within a host it saves no time."""
+
     update_weight_buffer_size: Annotated[int, at_least(1), at_most(1 << 20)] = 512
     """MiB of weights that are gathered and sent at a time."""
 

@@ -188,6 +188,7 @@ class RunMemory:
         logits = GPU_LOGITS if backend_of(spec.contract.backend).needs_gpu else CPU_LOGITS
         trained = [size, *_critic_size(config, size)]
         own, *others = (_states(config, each, itemsize) for each in trained)
+        copy = itemsize * size.trained * config.sync.sparse_weight_sync
         parts = {
             **own,
             # One model computes at a time.
@@ -196,13 +197,14 @@ class RunMemory:
             "teacher": teacher_bytes(config),
             "activations": max(_activations(recomputes, x, batch, itemsize) for x in trained),
             "logits": _logits(size, min(batch, rows_of_logits(logits, size.vocab))),
+            "last push": 0 if on_gpu else copy,
             "holes": HOLES * max(s["gradients"] for s in (own, *others)) // 100 * (not on_gpu),
             "libraries": LIBRARIES,
         }
         leaving = ("weights", "AdamW", "masters", "reference", "critic", "teacher")
         away = sum(parts.get(name, 0) for name in leaving) * config.engine.colocate
-        host = {"libraries": LIBRARIES, "what leaves the GPU": away} if on_gpu else {}
-        return ProcessMemory("trainer rank", parts, host=host)
+        host = {"libraries": LIBRARIES, "what leaves the GPU": away, "last push": copy}
+        return ProcessMemory("trainer rank", parts, host=host if on_gpu else {})
 
     @property
     def push(self) -> ProcessMemory:

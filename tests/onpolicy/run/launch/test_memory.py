@@ -80,6 +80,26 @@ def test_beside_adapters_the_base_is_kept_in_the_dtype_and_nothing_of_it_beside(
     assert parts["logits"] < whole["logits"]
 
 
+@pytest.mark.parametrize("rank", [0, 4])
+def test_of_what_is_pushed_as_changes_a_rank_keeps_a_copy(rank, checkpoint):
+    base = make_config(checkpoint, "bfloat16")
+    config = dataclasses.replace(
+        base,
+        lora=groups.LoraConfig(lora_rank=rank),
+        sync=groups.WeightSyncConfig(sparse_weight_sync=True),
+    )
+    hf_config, spec = make_spec(config, 50)
+    size = ModelSize.of(hf_config, False, contract_for(config, hf_config, aligned=True).adapter)
+    on_gpu = dataclasses.replace(spec.contract, device="cuda")
+    here, there = (
+        RunMemory(config, hf_config, dataclasses.replace(spec, contract=contract), size).trainer
+        for contract in (spec.contract, on_gpu)
+    )
+    assert here.parts["last push"] == there.host["last push"] == 2 * size.trained > 0
+    assert there.parts["last push"] == 0
+    assert trainer_parts(base)["last push"] == 0
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_activations_are_what_autograd_keeps_and_not_many_times_more(
