@@ -192,8 +192,9 @@ class OrderedReduceScatter(ReduceScatter):
 
     def reduce_unsharded(self, gradients: Tensor) -> None:
         """Reduce the gradients of a rank that shares its replica with no other, in place."""
+        assert self.turn.replicas is not None
         keep_for_stream(gradients)
-        self(gradients, gradients.clone(), dist.group.WORLD, None)
+        self(gradients, gradients.clone(), self.turn.replicas.mesh.get_group(), None)
 
 
 class Masters:
