@@ -92,12 +92,10 @@ def device(kind: str) -> torch.device:
 def own_group(members: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     """Make a group of each of these lists of ranks, which keeps their order, and return the one with
     this rank; collective."""
-    found: dist.ProcessGroup | None = None
-    for ranks in members:
-        made = dist.new_group([*ranks], timeout=_TIMEOUT, sort_ranks=False)
-        found = made if rank() in ranks else found
-    assert found is not None
-    return found
+    made: list[dist.ProcessGroup] = [
+        dist.new_group([*ranks], timeout=_TIMEOUT, sort_ranks=False) for ranks in members
+    ]
+    return next(group for group, ranks in zip(made, members, strict=True) if rank() in ranks)
 
 
 def use_data_group(group: dist.ProcessGroup) -> None:
