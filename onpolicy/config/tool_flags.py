@@ -159,6 +159,7 @@ def of_bench(*names: str) -> ReadBy:
     actor_num_nodes=[of_bench("loop")],
     actor_num_gpus_per_node=[of_bench("loop")],
     actor_num_ranks_per_node=[of_bench("loop")],
+    fsdp_shard_ranks=[of_bench("loop")],
 )
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig(SglangArgs):

@@ -43,5 +43,7 @@ def _training_engine(config: TrainConfig, contract: NumericsContract) -> Trainin
 
         return megatron_engine(config, contract)
     from onpolicy.train.fsdp.fsdp_model import FsdpModel
+    from onpolicy.train.fsdp.replicas import Replicas
 
-    return partial(FsdpModel, config, contract)
+    replicas = Replicas.of(config.cluster.fsdp_shard_ranks, contract.device)
+    return partial(FsdpModel, config, contract, replicas=replicas)

@@ -89,6 +89,15 @@ def device(kind: str) -> torch.device:
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
+def own_group(members: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """Make a group of each of these lists of ranks, which keeps their order, and return the one with
+    this rank; collective."""
+    made: list[dist.ProcessGroup] = [
+        dist.new_group([*ranks], timeout=_TIMEOUT, sort_ranks=False) for ranks in members
+    ]
+    return next(group for group, ranks in zip(made, members, strict=True) if rank() in ranks)
+
+
 def use_data_group(group: dist.ProcessGroup) -> None:
     """Spread samples over the ranks of `group`; by default, over all ranks.
 

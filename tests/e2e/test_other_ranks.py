@@ -58,6 +58,15 @@ def test_a_run_goes_on_on_other_ranks_with_the_bits_of_the_undisturbed_run(
     assert summary(output)["tokens mismatched"] == "0"
 
 
+def test_a_run_on_two_replicas_of_the_model_has_the_hash_of_one_that_shards_it(
+    start, undisturbed, tmp_path
+):
+    output = finish(start(tmp_path, *on(2), "--fsdp-shard-ranks", "1", *saves(tmp_path)))
+    directory, expected = undisturbed("fsdp")
+    assert run_hash(output) == expected
+    assert exported_weights(tmp_path / "save") == exported_weights(directory / "save")
+
+
 def test_with_the_engines_own_sums_two_ranks_have_other_bits(start, undisturbed, tmp_path):
     """So the tests above would notice."""
     state = undisturbed("fsdp")[0] / "save" / SAVED / "state.json"

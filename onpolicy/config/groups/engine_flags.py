@@ -238,6 +238,14 @@ class HostsConfig:
     the run starts a cluster on this host, which ends with it."""
 
 
+def _other_shard_ranks(run: Facts) -> str | None:
+    """Return the possible values of --fsdp-shard-ranks, if the requested one is not among them."""
+    ranks, on_host = run.config.cluster.num_ranks, run.config.cluster.ranks_per_node
+    divisors = (n for n in range(1, ranks + 1) if ranks % n == 0)
+    fits = [n for n in divisors if on_host % n == 0 or n % on_host == 0]
+    return None if run.fsdp_shard_ranks in fits else ", ".join(map(str, fits))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig(HostsConfig):
     actor_num_nodes: Count = 1
@@ -250,6 +258,18 @@ class ClusterConfig(HostsConfig):
     actor_num_ranks_per_node: Annotated[int | None, at_least(1)] = None
     """Number of trainer ranks on each host if there are no GPUs. They share the host's cores. The
     default is 1."""
+
+    fsdp_shard_ranks: Annotated[
+        CountOrZero,
+        ReadBy("--train-backend fsdp", lambda run: "fsdp" in run.train_backend),
+        Against(_other_shard_ranks,
+            "the trainer's {run.config.cluster.num_ranks} ranks must be a whole number of such groups, "
+            "and the {run.config.cluster.ranks_per_node} of a host too, unless a group has whole hosts",
+            "Possible are {found}."),
+    ] = 0  # fmt: skip
+    """Number of neighbouring trainer ranks over which FSDP2 shards a model; each such group holds a
+    replica of it (HSDP). With the ranks of a host, weights are gathered within hosts alone. Aligned
+    runs keep their bits. 0 shards over all ranks."""
 
     rank_timeout: Seconds = 900.0
     """Seconds without any CPU use by a trainer rank, while all ranks are waited for, after which the
@@ -265,3 +285,8 @@ class ClusterConfig(HostsConfig):
     @property
     def num_ranks(self) -> int:
         return self.actor_num_nodes * self.ranks_per_node
+
+    @property
+    def shard_ranks(self) -> int:
+        """Return the number of ranks over which FSDP2 shards a model."""
+        return self.fsdp_shard_ranks or self.num_ranks

@@ -86,7 +86,7 @@ def _terms(parts: dict[str, int]) -> str:
 
 
 def _states(config: TrainConfig, size: ModelSize, itemsize: int) -> dict[str, int]:
-    """Return the bytes of a rank's model state, by purpose. FSDP shards weights over all ranks,
+    """Return the bytes of a rank's model state, by purpose. FSDP shards weights over --fsdp-shard-ranks,
     float32 where they are trained, and gathers two layers at a time, with their gradients. Megatron
     shards weights and gradient buffers over the model-parallel ranks, and the optimizer's state
     over all."""
@@ -100,6 +100,7 @@ def _states(config: TrainConfig, size: ModelSize, itemsize: int) -> dict[str, in
         gradients, exchanged = FLOAT32 * size.trained // model_ranks, size.trained // ranks
         masters, gathered = reference, 0
     else:
+        ranks = config.cluster.shard_ranks
         reference = itemsize * size.parameters // ranks
         weights = ((FLOAT32 - itemsize) * size.trained + itemsize * size.parameters) // ranks
         gradients, masters = FLOAT32 * trained // ranks, weights
@@ -179,7 +180,7 @@ class RunMemory:
 
     @property
     def trainer(self) -> ProcessMemory:
-        """Return the memory of a rank during a step; state is sharded over all ranks."""
+        """Return the memory of a rank during a step; state is sharded."""
         config, spec, size = self.config, self.spec, self.size
         on_gpu = spec.contract.device == "cuda"
         itemsize = getattr(torch, config.model.dtype).itemsize

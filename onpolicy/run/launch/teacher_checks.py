@@ -105,7 +105,7 @@ def _weight_bytes(config: TrainConfig, size: ModelSize, itemsize: int) -> int:
         shards = config.megatron.megatron_tp * config.megatron.megatron_pp
         return itemsize * size.parameters // shards
     gathered = (4 + itemsize) * (size.outside_layers + 2 * size.largest_layer)
-    return 4 * size.parameters // config.cluster.num_ranks + gathered
+    return 4 * size.parameters // config.cluster.shard_ranks + gathered
 
 
 def _loss_bytes(config: TrainConfig, sizes: Sequence[ModelSize], itemsize: int) -> int:

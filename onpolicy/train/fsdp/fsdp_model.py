@@ -35,6 +35,7 @@ from onpolicy.train.fsdp.fsdp_optimizer import (
     sum_gradients,
     take_step,
 )
+from onpolicy.train.fsdp.replicas import Replicas
 from onpolicy.train.fsdp.sharding import fill_adapters, gather_buckets, load_sharded_policy
 from onpolicy.train.gradient_norm import global_norm
 from onpolicy.train.state import IndexReader, create_missing_moments
@@ -56,8 +57,9 @@ class FsdpModel(ShardedModel):
         trained: bool,
         has_values: bool = False,
         rounds: bool = False,
+        replicas: Replicas | None = None,
     ):
-        self.config = config
+        self.config, self.replicas = config, replicas
         self.kind = ValueModel if has_values else PolicyModel
         self.dtype: torch.dtype = getattr(torch, contract.dtype)
         self.adapter = contract.adapter if trained and not has_values else None
@@ -67,7 +69,8 @@ class FsdpModel(ShardedModel):
         self.masters = Masters(self.module, contract.weight_format, self.dtype)
         if self.adapter is not None:
             self.fill_adapters(first_factors(config.lora.lora_adapter, config.seed))
-        self.turn = sum_gradients(self.module, in_order=config.plan.is_rank_invariant)
+        in_order = config.plan.is_rank_invariant
+        self.turn = sum_gradients(self.module, in_order=in_order, replicas=replicas)
         self.optimizer: torch.optim.AdamW | None = None
         if trained:
             self.optimizer = make_optimizer(
@@ -94,6 +97,7 @@ class FsdpModel(ShardedModel):
             kind=self.kind,
             adapter=self.adapter,
             trained=trained,
+            mesh=None if self.replicas is None else self.replicas.mesh,
         )
 
     def use(self, operators: Operators) -> None:
@@ -127,6 +131,7 @@ class FsdpModel(ShardedModel):
             if self.module.replay is not None:
                 found |= self.module.replay.counts()
             metrics.append({name: float(value) for name, value in found.items()})
+        self.turn.finish_sums()
         return metrics, train_log_probs
 
     def drop_gradients(self) -> None:
@@ -137,7 +142,11 @@ class FsdpModel(ShardedModel):
         shards = [
             p.grad.to_local() for p in self.module.parameters() if isinstance(p.grad, DTensor)
         ]
-        norm = global_norm(shards, self.module.operators)
+        group = None
+        if self.replicas is not None:
+            self.replicas.require_equal(shards)
+            group = self.replicas.mesh.get_group()
+        norm = global_norm(shards, self.module.operators, group)
         limit = self.config.trainer.clip_grad or math.inf
         clip_gradients(shards, limit, norm, self.module.operators)
         return norm

@@ -28,6 +28,7 @@ from onpolicy.models.policy import PolicyModel
 from onpolicy.models.stored import stored_tensors
 from onpolicy.ops import Operators
 from onpolicy.train import distributed
+from onpolicy.train.fsdp.replicas import Replicas, keep_for_stream
 from onpolicy.train.fsdp.sharding import PREFIX, rows_of
 from onpolicy.train.gradient_norm import run_in_blocks
 from onpolicy.train.state import create_missing_moments
@@ -114,13 +115,13 @@ def clip_gradients(
         run_in_blocks(operators, [(lambda block: block.mul_(factor), [x]) for x in gradients])
 
 
-def sum_gradients(model: nn.Module, *, in_order: bool) -> Turn:
+def sum_gradients(model: nn.Module, *, in_order: bool, replicas: Replicas | None = None) -> Turn:
     """Make FSDP2 sum the ranks' gradients instead of averaging them: in the order of micro-batches, or
     in the communication library's own.
 
     The returned `Turn` must be set before every backward pass, on every rank.
     """
-    turn = Turn()
+    turn = Turn(replicas)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # A mean over three ranks would round. Unless the sum is forced, a factor of 1 becomes
@@ -128,7 +129,12 @@ def sum_gradients(model: nn.Module, *, in_order: bool) -> Turn:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if in_order:
-                module.set_custom_reduce_scatter(OrderedReduceScatter(turn))
+                ordered = OrderedReduceScatter(turn)
+                module.set_custom_reduce_scatter(ordered)
+                if replicas is not None and replicas.shard_ranks == 1:  # FSDP2 would not call it
+                    module.set_all_reduce_hook(ordered.reduce_unsharded)
+            elif replicas is not None:
+                module.set_all_reduce_hook(replicas.add)
     return turn
 
 
@@ -136,11 +142,18 @@ def sum_gradients(model: nn.Module, *, in_order: bool) -> Turn:
 class Turn:
     """The current micro-batch of a rank, and the sums of the micro-batches before it."""
 
+    replicas: Replicas | None = None
     is_filler: bool = False
 
     sums: dict[object, Tensor] = field(default_factory=dict)
     """Sums of this optimizer step, by reduce-scatter; they share the gradients' memory and are cleared
     with them."""
+
+    def finish_sums(self) -> None:
+        """Complete the sums after the last micro-batch, since each replica has a part; collective."""
+        if self.replicas is not None:
+            for total in self.sums.values():
+                self.replicas.add(total)
 
 
 class OrderedReduceScatter(ReduceScatter):
@@ -172,7 +185,16 @@ class OrderedReduceScatter(ReduceScatter):
         # Sums go into the first output; later outputs stay neutral, since FSDP2 adds them to it.
         output_tensor.fill_(NOTHING)
         total = self.turn.sums.setdefault(self, output_tensor)
-        distributed.add_in_order(total, input_tensor, group)
+        if self.turn.replicas is None:
+            distributed.add_in_order(total, input_tensor, group)
+        else:
+            self.turn.replicas.add_in_order(total, input_tensor)
+
+    def reduce_unsharded(self, gradients: Tensor) -> None:
+        """Reduce the gradients of a rank that shares its replica with no other, in place."""
+        assert self.turn.replicas is not None
+        keep_for_stream(gradients)
+        self(gradients, gradients.clone(), self.turn.replicas.mesh.get_group(), None)
 
 
 class Masters:

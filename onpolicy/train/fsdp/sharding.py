@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as checkpoint_activations
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -47,9 +48,10 @@ def load_sharded_policy(
     kind: type[PolicyModel] = PolicyModel,
     adapter: AdapterShape | None = None,
     trained: bool = True,
+    mesh: DeviceMesh | None = None,
 ) -> PolicyModel:
     """Load the weights, each rank its shards: trained weights in float32, all others in `dtype`, in
-    which everything is computed.
+    which everything is computed. `mesh` has the ranks that share a model; by default all do.
 
     Adapters are left uninitialised; see `fill_adapters`.
     """
@@ -58,7 +60,7 @@ def load_sharded_policy(
     if not trained:
         model.requires_grad_(False)
     buffers = dict(model.named_buffers())
-    _shard(model, dtype, activation_checkpointing)
+    _shard(model, dtype, activation_checkpointing, mesh)
     model.to_empty(device=device)
     for name, buffer in buffers.items():
         _assign_buffer(model, name, buffer.to(device))
@@ -79,7 +81,12 @@ def fill_adapters(model: PolicyModel, values: FactorValues) -> None:
                 parameter.to_local().copy_(rows_of(parameter, whole))
 
 
-def _shard(model: PolicyModel, dtype: torch.dtype, activation_checkpointing: bool) -> None:
+def _shard(
+    model: PolicyModel,
+    dtype: torch.dtype,
+    activation_checkpointing: bool,
+    mesh: DeviceMesh | None,
+) -> None:
     # Inputs are not cast: rotary angles must stay in float32 as they do in the rollout engine.
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -91,8 +98,8 @@ def _shard(model: PolicyModel, dtype: torch.dtype, activation_checkpointing: boo
     for layer in model.layers:
         if activation_checkpointing:
             checkpoint_activations(layer)
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def _assign_buffer(model: nn.Module, name: str, buffer: Tensor) -> None:
@@ -149,7 +156,7 @@ def _checkpoint_tensors(
 def _whole_tensors(
     model: PolicyModel, dtype: torch.dtype, part: WeightPart, masters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors gathered from all ranks, one at a time; never the model's own memory."""
+    """Yield whole tensors, one at a time; never the model's own memory."""
     for name, parameter in model.named_parameters():
         if part not in ("all", "trained" if parameter.requires_grad else "frozen"):
             continue

@@ -7,6 +7,7 @@ from onpolicy.errors import ConfigError
 GOOD = ["--hf-checkpoint", "/m", "--prompt-data", "/d.jsonl", "--rm-type", "exact"]
 MODE = ["--true-on-policy-mode"]
 ALONE = ["--n-samples-per-prompt", "1", "--advantage-estimator"]
+HOSTS = ["--actor-num-nodes", "2", "--actor-num-ranks-per-node"]
 IN_STAGES = ["--train-backend", "megatron", "--megatron-pp", "2"]
 
 
@@ -50,6 +51,12 @@ def check(*argv):
         (["--operators", "triton"], "--operators=triton: without --true-on-policy-mode"),
         (["--share-prefixes", "on", "--true-on-policy-mode", "--train-backend", "megatron",
             "--megatron-cp", "2"], "--megatron-cp=2: .*stretches of whole sequences"),
+        (["--fsdp-shard-ranks", "-1"], "--fsdp-shard-ranks=-1: must be at least 0"),
+        (["--fsdp-shard-ranks", "2"], "--fsdp-shard-ranks=2: the trainer's 1 ranks .*Possible are 1."),
+        ([*HOSTS, "6", "--fsdp-shard-ranks", "5"], "-ranks=5: the trainer's 12 ranks .* and the 6 of a"),
+        ([*HOSTS, "6", "--fsdp-shard-ranks", "4"], "-ranks=4: .*Possible are 1, 2, 3, 6, 12"),
+        ([*HOSTS, "2", "--fsdp-shard-ranks", "2", "--train-backend", "megatron"],
+            "--fsdp-shard-ranks=2: only --train-backend fsdp reads it"),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_by_name_with_a_remedy(argv, message):

@@ -34,8 +34,8 @@ from tests.support.sized_runs import make_config, make_spec
 from tests.support.tiny import ARCHITECTURES, make_checkpoint
 
 
-def trainer_parts(config, longest=50, ranks=1, **contract):
-    cluster = groups.ClusterConfig(actor_num_ranks_per_node=ranks)
+def trainer_parts(config, longest=50, ranks=1, shards=0, **contract):
+    cluster = groups.ClusterConfig(actor_num_ranks_per_node=ranks, fsdp_shard_ranks=shards)
     config = dataclasses.replace(config, cluster=cluster)
     hf_config, spec = make_spec(config, longest)
     spec = dataclasses.replace(spec, contract=dataclasses.replace(spec.contract, **contract))
@@ -158,6 +158,16 @@ def test_more_ranks_share_what_is_kept(checkpoint):
         assert four[name] == one[name] // 4
     assert four["gathered layers"] == one["gathered layers"]
     assert four["exchanged gradients"] > one["exchanged gradients"] == 0
+
+
+def test_a_replica_is_shared_by_its_own_ranks_alone(checkpoint):
+    config = make_config(checkpoint)
+    four, replicas, two = (
+        trainer_parts(config, ranks=ranks, shards=n) for ranks, n in ((4, 0), (4, 2), (2, 0))
+    )
+    for name in ("weights", "gradients", "AdamW"):
+        assert replicas[name] == two[name] > four[name]
+    assert {**two, **{name: replicas[name] for name in ("activations", "logits")}} == replicas
 
 
 def test_a_group_whose_prompt_is_computed_once_is_one_ranks(checkpoint):
