@@ -53,7 +53,7 @@ def correct(batch: TokenBatch, config: CorrectionConfig, gather: Gather = alone)
     metrics = {"correction/nonfinite_fraction": _fraction(batch, batch.mask & ~finite.mask, gather)}
     kept, rejections = _reject(finite, r, config, gather)
     metrics |= rejections
-    weights = None
+    centered, weights = kept, None
     if config.has_weights:
         bounds = importance_weights(finite, r, config)
         metrics |= _bound_metrics(finite, bounds, config, gather)
@@ -65,7 +65,9 @@ def correct(batch: TokenBatch, config: CorrectionConfig, gather: Gather = alone)
         metrics |= _weight_metrics(left, weights, "", gather)
     metrics["correction/rejected_fraction"] = _fraction(batch, batch.mask & ~kept, gather)
     counted = batch.mask if config.rejected_in_denominator else kept
-    return Correction(weights=weights, mask=kept, counted=counted, metrics=metrics)
+    return Correction(
+        weights=weights, mask=kept, centered=centered, counted=counted, metrics=metrics
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,10 @@ class Correction:
 
     mask: Tensor
     """Tokens to train on, bool [N], a part of the batch's own mask."""
+
+    centered: Tensor
+    """Tokens that score centering is over, bool [N]: these and those that mode mask left out, whose
+    weight of 0 is a part of its mean."""
 
     counted: Tensor
     """Tokens that the denominators of the loss count, bool [N]."""
@@ -175,17 +181,19 @@ def importance_weights(batch: TokenBatch, r: Tensor, config: CorrectionConfig) -
     log_weights = level_log_ratios(batch, r, config.level)
     raw = torch.exp(clamped(log_weights, config.log_ratio_clamp))
     raw = torch.where(batch.mask, raw, 0)
-    bounded = raw
-    if config.mode == "truncate":
-        bounded = raw.clamp(max=config.upper)
-    elif config.mode == "clip":
-        bounded = torch.where(batch.mask, raw.clamp(config.lower, config.upper), 0)
     return Weights(
         raw=raw,
-        bounded=bounded,
+        bounded=torch.where(batch.mask, bounded(raw, config), 0),
         too_low=batch.mask & (raw < config.lower),
         too_high=batch.mask & (raw > config.upper),
     )
+
+
+def bounded(raw: Tensor, config: CorrectionConfig) -> Tensor:
+    """Bound weights by `config.mode`; `mask` changes none, since it rejects instead."""
+    if config.mode == "truncate":
+        return raw.clamp(max=config.upper)
+    return raw.clamp(config.lower, config.upper) if config.mode == "clip" else raw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Literal
 
 from fallback_correction.ranges import require_choice, require_choices
 
-Objective = Literal["ppo", "gspo", "cispo", "reinforce"]
+Objective = Literal["ppo", "gspo", "cispo", "reinforce", "centered"]
 Ratio = Literal["none", "token", "sequence"]
 Bound = Literal["none", "clip", "weight"]
 AdvantageEstimator = Literal[
@@ -89,6 +89,12 @@ OBJECTIVES: dict[Objective, ObjectiveEntry] = {
     "reinforce": ObjectiveEntry(
         ratio="none", bound="none",
         formula="-A log pi", source="Williams 1992", peers="verl gpg; bypass reinforce",
+    ),
+    "centered": ObjectiveEntry(
+        ratio="none", bound="none",
+        formula="-A (log pi - E_mu[log pi]), each weighted, mu: the engine's policy",
+        source="arXiv 2609.20807, eq. 14",
+        peers="NeMo-RL score_centering; vime --use-score-centering",
     ),
 }  # fmt: skip
 

@@ -95,6 +95,11 @@ class TrainConfig:
         return self.algorithm.loss_aggregation or own
 
     @property
+    def num_likeliest(self) -> int:
+        """Return the number of the likeliest tokens that engines tell with each sampled one."""
+        return self.distillation.opd_top_k * (self.algorithm.policy_loss == "centered")
+
+    @property
     def loads_reference(self) -> bool:
         """Return whether the reference has weights of its own, and is not the adapters' base."""
         is_base = self.lora.lora_rank and not self.algorithm.ref_checkpoint

@@ -32,6 +32,7 @@ from onpolicy.ops.log_probs import Head, Scores, VocabParallel, token_log_probs
 from onpolicy.ops.reverse_kl import TeacherRows, reverse_kl
 from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.ops.shared_rows import SharedRows
+from onpolicy.ops.told_tokens import ToldTokens, told_log_probs
 
 
 class PolicyModel(nn.Module):
@@ -66,7 +67,7 @@ class PolicyModel(nn.Module):
         """Return the decoder layers."""
         return decoder_layers(self.causal_lm)
 
-    def forward(self, batch: PackedTokens) -> Scores | HiddenScores | TaughtScores:
+    def forward(self, batch: PackedTokens) -> Scores | HiddenScores | TaughtScores | ToldScores:
         """Score the requested tokens."""
         return score_rows(self.hidden_states(batch), self.head(), batch)
 
@@ -203,6 +204,9 @@ class PackedTokens:
 
     teacher: TeacherRows | None = None
     """The teacher's distributions at the R tokens; if given, `TaughtScores` are computed"""
+
+    told: ToldTokens | None = None
+    """The engine's likeliest tokens at the R tokens; if given, `ToldScores` are computed"""
 
     @staticmethod
     def pack(
@@ -342,6 +346,8 @@ class Asked(Protocol):
     def wants_hidden(self) -> bool: ...
     @property
     def teacher(self) -> TeacherRows | None: ...
+    @property
+    def told(self) -> ToldTokens | None: ...
 
 
 def rows_asked(hidden: Tensor, asked: Asked) -> Tensor:
@@ -351,7 +357,9 @@ def rows_asked(hidden: Tensor, asked: Asked) -> Tensor:
     return hidden[asked.rows]
 
 
-def score_rows(hidden: Tensor, head: Head, asked: Asked) -> Scores | HiddenScores | TaughtScores:
+def score_rows(
+    hidden: Tensor, head: Head, asked: Asked
+) -> Scores | HiddenScores | TaughtScores | ToldScores:
     """Compute the requested scores of hidden states [R, H] under a head."""
     scores = token_log_probs(
         head.operators,
@@ -370,6 +378,9 @@ def score_rows(hidden: Tensor, head: Head, asked: Asked) -> Scores | HiddenScore
         return HiddenScores(*scores, hidden.detach())
     if asked.teacher is not None:
         return TaughtScores(*scores, reverse_kl(hidden, head, asked.teacher))
+    if asked.told is not None:
+        asked_of = asked.told.tokens, asked.temperature, asked.kept
+        return ToldScores(*scores, told_log_probs(hidden, head, *asked_of))
     return scores
 
 
@@ -395,3 +406,15 @@ class TaughtScores(NamedTuple):
 
     reverse_kl: Tensor
     """float32 [R], in nats, with gradient"""
+
+
+class ToldScores(NamedTuple):
+    """Scores, and the log-probabilities of the tokens that the engine told."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    drawn: Tensor
+    row_digests: Tensor
+
+    told_log_probs: Tensor
+    """float32 [R, k], with gradient"""

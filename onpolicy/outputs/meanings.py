@@ -128,6 +128,8 @@ MEANINGS = {
     "perf/log_probs_time": "seconds of old and reference log-probabilities before the loss",
     "train/loss": "loss of the optimizer steps, on average",
     "train/pg_loss": "its policy-gradient term",
+    "train/centering_loss": "the term that centers the scores (--policy-loss centered)",
+    "train/told_share": "mean probability, by the engine, of the tokens that it told with each",
     "train/pg_clipfrac": "share of tokens whose ratio was clipped",
     "train/ppo_kl": "mean old - new log-probability",
     "train/kl_in_reward": "KL towards the reference model that tokens pay, mean of the samples' means",

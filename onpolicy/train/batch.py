@@ -112,6 +112,12 @@ class MicroBatch:
     custom: CustomCorrection | None = None
     """Correction by the user's own function."""
 
+    centering: CorrectionConfig | None = None
+    """Weights of score centering; None: the loss is not centered."""
+
+    centered: Tensor = field(default_factory=_later)
+    """Tokens that it is over, bool, as in `Correction`."""
+
     @property
     def is_filler(self) -> bool:
         return not self.numbers
@@ -239,5 +245,6 @@ def completed(batch: MicroBatch, log_probs: Tensor) -> MicroBatch:
         batch,
         mask=without_nonfinite(tokens, batch.correction).mask,
         kept=correction.mask,
+        centered=correction.centered,
         importance_weights=weights if correction.weights is None else correction.weights,
     )

@@ -36,6 +36,7 @@ from onpolicy.models.policy import (
     HiddenScores,
     PackedTokens,
     TaughtScores,
+    ToldScores,
     ValueHead,
     Values,
     rows_asked,
@@ -113,7 +114,7 @@ class PolicyGptModel(GPTModel):
 
     def _postprocess(
         self, hidden_states: Tensor, *, packed_seq_params: LocalTokens, **_: Any
-    ) -> Tensor | Scores | HiddenScores | TaughtScores | Values:
+    ) -> Tensor | Scores | HiddenScores | TaughtScores | ToldScores | Values:
         if not self.post_process:
             return hidden_states
         if self.value_head is not None:

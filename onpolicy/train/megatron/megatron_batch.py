@@ -24,6 +24,7 @@ from onpolicy.ops.draws import Draws
 from onpolicy.ops.kept_tokens import KeptTokens
 from onpolicy.ops.reverse_kl import TeacherRows
 from onpolicy.ops.shared_rows import SharedRows
+from onpolicy.ops.told_tokens import ToldTokens
 from onpolicy.train.megatron.config import AlignedConfig
 
 FILLER_TOKEN = 0
@@ -78,6 +79,9 @@ class LocalTokens(PackedSeqParams):
     teacher: TeacherRows | None = None
     """The teacher's rows as in `PackedTokens`, for the R' tokens."""
 
+    told: ToldTokens | None = None
+    """The engine's likeliest tokens at the R' tokens."""
+
     @staticmethod
     def of(batch: PackedTokens, config: AlignedConfig, context_rank: int) -> LocalTokens:
         """Return the part of `batch` that rank `context_rank` of the context-parallel group computes."""
@@ -104,6 +108,7 @@ def _whole(batch: PackedTokens, multiple: int) -> LocalTokens:
         draws=batch.draws,
         wants_hidden=batch.wants_hidden,
         teacher=batch.teacher,
+        told=batch.told,
     )
 
 
@@ -164,6 +169,7 @@ def _zigzag(batch: PackedTokens, ranks: int, rank: int, multiple: int) -> LocalT
         draws=batch.draws and batch.draws.at(held, missing),
         wants_hidden=batch.wants_hidden,
         teacher=batch.teacher and batch.teacher.at(F.pad(held, (0, missing))),
+        told=batch.told and batch.told.at(held, missing),
     )
 
 
