@@ -230,6 +230,8 @@ def apply_rule(batch: TokenBatch, r: Tensor, rule: RejectionRule, limit: float |
     before exp."""
     if rule.statistic == "ratio" or rule.statistic == "k1":
         values = torch.exp(clamped(_aggregate_log_ratios(batch, r, rule), limit))
+    elif rule.statistic == "binary_kl":
+        values = _aggregate(batch, binary_kl(batch), rule)
     else:
         values = _aggregate(batch, divergence(clamped(r, limit), rule.statistic), rule)
     return Rejected(
@@ -258,6 +260,20 @@ def divergence(r: Tensor, statistic: Divergence) -> Tensor:
     if statistic == "k1":
         return -r
     return r.square() / 2 if statistic == "k2" else torch.expm1(r) - r
+
+
+def binary_kl(batch: TokenBatch) -> Tensor:
+    """Return the larger KL between "this token or another" under both policies, in nats: [N].
+
+    KPop (ringtech.notion.site/kpop); AReaL, verl and prime-rl: probabilities at least 1e-6 from 0 and 1.
+    """
+    p = batch.train_log_probs.double().exp().clamp(1e-6, 1 - 1e-6)
+    q = batch.rollout_log_probs.double().exp().clamp(1e-6, 1 - 1e-6)
+
+    def kl(p: Tensor, q: Tensor) -> Tensor:
+        return p * torch.log(p / q) + (1 - p) * torch.log((1 - p) / (1 - q))
+
+    return torch.maximum(kl(p, q), kl(q, p)).float()
 
 
 def _aggregate_log_ratios(batch: TokenBatch, r: Tensor, rule: RejectionRule) -> Tensor:

@@ -29,7 +29,7 @@ from fallback_correction.ranges import (
 WeightLevel = Literal["token", "sequence", "geometric"]
 Level = Literal["none", "token", "sequence", "geometric"]
 Mode = Literal["truncate", "clip", "mask"]
-Statistic = Literal["ratio", "k1", "k2", "k3"]
+Statistic = Literal["ratio", "k1", "k2", "k3", "binary_kl"]
 Aggregation = Literal["token", "sum", "mean", "max"]
 Nonfinite = Literal["error", "reject"]
 VetoBy = Literal["ratio", "rollout_probability"]
@@ -101,9 +101,10 @@ class RejectionRule:
     """A rule that keeps values within [lower, upper], both ends included."""
 
     statistic: Statistic = "ratio"
-    """Statistic of a token: ratio rho; k1 = -r, k2 = r^2 / 2, k3 = exp(r) - r - 1 (Schulman, 2020).
+    """Statistic of a token: ratio rho; k1 = -r, k2 = r^2 / 2, k3 = exp(r) - r - 1 (Schulman, 2020);
+    binary_kl, the larger of both KLs between this token and all others (KPop).
 
-    The bounds of ratio and k1 bound rho; the bounds of k2 and k3, which grow on both sides of rho = 1,
+    The bounds of ratio and k1 bound rho; those of the others, which grow on both sides of rho = 1,
     bound the statistic itself.
     """
 
@@ -282,7 +283,7 @@ METRICS: dict[str, tuple[Statistic, Aggregation]] = {
     "token_k1": ("k1", "token"), "token_k2": ("k2", "token"), "token_k3": ("k3", "token"),
     "seq_sum_k1": ("k1", "sum"), "seq_sum_k2": ("k2", "sum"), "seq_sum_k3": ("k3", "sum"),
     "seq_mean_k1": ("k1", "mean"), "seq_mean_k2": ("k2", "mean"), "seq_mean_k3": ("k3", "mean"),
-    "seq_max_k2": ("k2", "max"), "seq_max_k3": ("k3", "max"),
+    "seq_max_k2": ("k2", "max"), "seq_max_k3": ("k3", "max"), "token_binary_kl": ("binary_kl", "token"),
 }  # fmt: skip
 """Statistics of tokens or sequences, by their names in verl's `rollout_rs`."""
 
@@ -293,7 +294,7 @@ def rejection_rules(field: str, texts: Sequence[str]) -> tuple[RejectionRule, ..
     """Parse rules such as `seq_mean_k3=0.01` and `token_k1=0.5_2`.
 
     Bounds of k1 apply to rho = pi_train / pi_rollout (verl's apply to 1 / rho); a single number is the
-    upper bound, and 1 / upper the lower. k2 and k3 have only an upper bound. Raises FieldError for a
+    upper bound, and 1 / upper the lower. The others have only an upper bound. Raises FieldError for a
     text that is no rule, or that repeats a metric.
     """
     names = [text.partition("=")[0] for text in texts]
