@@ -137,6 +137,7 @@ MEANINGS = {
     "train/entropy": "entropy of the policy at the sampled tokens, in nats",
     "train/grad_norm": "norm of the gradient before clipping",
     "train/lr": "learning rate",
+    "train/lr_ess_factor": "its factor by the effective sample size (--lr-schedule ess)",
     "critic/vf_loss": "loss of the critic's values: half their squared distance from the returns",
     "critic/vf_clipfrac": "share of tokens whose value was clipped",
     "critic/vpred_mean": "mean value of the sampled tokens",

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fallback_correction.config import Level
+from fallback_correction.effective_rate import WEIGHT_SUMS, weight_sums
 from fallback_correction.ranges import require_choices
 from fallback_correction.score_centering import centering
 from onpolicy.algorithm.catalogue import KlType
@@ -36,6 +38,9 @@ class LossSettings:
     entropy_coef: float = 0.0
     """Coefficient of the entropy, which is subtracted from the loss."""
 
+    sums_weights: Level = "none"
+    """Level at which importance weights are summed for the learning rate; none: they are not."""
+
     def __post_init__(self) -> None:
         require_choices(self)
 
@@ -59,6 +64,9 @@ class LossSettings:
             kl_loss_type=algorithm.kl_loss_type,
             opd_kl_coef=config.distillation.opd_kl_coef,
             entropy_coef=algorithm.entropy_coef,
+            sums_weights=config.fallback.tis_level
+            if config.trainer.lr_schedule == "ess"
+            else "none",
         )
 
 
@@ -120,6 +128,9 @@ def _policy_term(
         loss, mask, found = batch.custom(loss, log_probs.detach(), batch)
         kept, factors, metrics = kept * mask, factors * mask, metrics | found
     total = weighted_sum(loss, factors)
+    if settings.sums_weights != "none":
+        found = weight_sums(tokens, batch.importance_weights * batch.kept, settings.sums_weights)
+        metrics |= dict(zip(WEIGHT_SUMS, found, strict=True))
     with torch.no_grad():
         metrics["train/pg_loss"] = total.detach()
         metrics["train/pg_clipfrac"] = weighted_sum(objective.clipped.float(), shares)
