@@ -39,14 +39,20 @@ SMALLEST_MEAN = 1e-8
 
 
 @torch.no_grad()
-def correct(batch: TokenBatch, config: CorrectionConfig, gather: Gather = alone) -> Correction:
+def correct(
+    batch: TokenBatch,
+    config: CorrectionConfig,
+    gather: Gather = alone,
+    advantages: Tensor | None = None,
+) -> Correction:
     """Correct the part of a global batch that this rank holds.
 
     With w the bounded weight of a token, K the kept tokens, and m their mean weight (see
     `CorrectionConfig.self_normalize`; 1 without it, and where it is below 1e-8), the token has the
     weight w / m in K and 0 elsewhere. Weights and metrics are the same to the last bit for any order of
-    the batch and any number of ranks. Raises ValueError for a log-probability that is not finite (see
-    `CorrectionConfig.nonfinite`), and for a kept token with a weight beyond float32.
+    the batch and any number of ranks. advantages: float32 [N], for mode taper. Raises ValueError for a
+    log-probability that is not finite (see `CorrectionConfig.nonfinite`), and for a kept token with a
+    weight beyond float32.
     """
     finite = without_nonfinite(batch, config)
     r = log_ratios(finite)
@@ -56,6 +62,8 @@ def correct(batch: TokenBatch, config: CorrectionConfig, gather: Gather = alone)
     centered, weights = kept, None
     if config.has_weights:
         bounds = importance_weights(finite, r, config)
+        if config.mode == "taper":
+            bounds = _tapered(finite, bounds, advantages)
         metrics |= _bound_metrics(finite, bounds, config, gather)
         if config.mode == "mask":
             kept = kept & ~(bounds.too_low | bounds.too_high)
@@ -142,7 +150,7 @@ def _bound_metrics(
 ) -> Metrics:
     low, high = (_fraction(batch, side, gather) for side in (weights.too_low, weights.too_high))
     metrics = _weight_metrics(batch, weights.raw.clamp(max=LARGEST), "_before", gather)
-    if config.mode == "truncate":
+    if config.mode in ("truncate", "taper"):
         return {**metrics, "correction/truncated_fraction": high}
     name = "clipped" if config.mode == "clip" else "masked"
     return {
@@ -189,9 +197,21 @@ def importance_weights(batch: TokenBatch, r: Tensor, config: CorrectionConfig) -
     )
 
 
+def _tapered(batch: TokenBatch, weights: Weights, advantages: Tensor | None) -> Weights:
+    """Return weights of 1 for tokens whose advantage is not negative (TOPR, arXiv 2503.14286)."""
+    if advantages is None:
+        raise ValueError("mode=taper: needs the advantages of the tokens. Give `advantages`.")
+    is_kept_whole = batch.mask & (advantages >= 0)
+    return dataclasses.replace(
+        weights,
+        bounded=weights.bounded.masked_fill(is_kept_whole, 1),
+        too_high=weights.too_high & ~is_kept_whole,
+    )
+
+
 def bounded(raw: Tensor, config: CorrectionConfig) -> Tensor:
     """Bound weights by `config.mode`; `mask` changes none, since it rejects instead."""
-    if config.mode == "truncate":
+    if config.mode in ("truncate", "taper"):
         return raw.clamp(max=config.upper)
     return raw.clamp(config.lower, config.upper) if config.mode == "clip" else raw
 

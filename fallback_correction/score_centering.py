@@ -31,12 +31,13 @@ def centering(log_probs: Tensor, rollout_log_probs: Tensor, config: CorrectionCo
 
     log_probs, rollout_log_probs: log p and log q of the tokens H, [N, k], normalised over all tokens
     that could be drawn, not over H. config: the weights of the sampled tokens. Raises ValueError for
-    weights of whole sequences, which are no function of one token.
+    weights that are no function of one token's ratio.
     """
-    if config.level not in ("none", "token"):
+    if config.level not in ("none", "token") or config.mode == "taper":
         raise ValueError(
-            f"level={config.level}: score centering takes the mean over what one token could have been, "
-            "and such a weight is of a whole sequence. Use level token, or none."
+            f"level={config.level}, mode={config.mode}: score centering takes the mean over what one "
+            "token could have been, of weights by its ratio alone. Use level token, or none, and "
+            "another mode than taper."
         )
     terms = coefficients(log_probs.detach(), rollout_log_probs, config) * log_probs
     total, sums = terms.sum(-1), (terms.detach().double() * _UNITS).round().long().sum(-1)

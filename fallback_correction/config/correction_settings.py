@@ -28,7 +28,7 @@ from fallback_correction.ranges import (
 
 WeightLevel = Literal["token", "sequence", "geometric"]
 Level = Literal["none", "token", "sequence", "geometric"]
-Mode = Literal["truncate", "clip", "mask"]
+Mode = Literal["truncate", "clip", "mask", "taper"]
 Statistic = Literal["ratio", "k1", "k2", "k3", "binary_kl"]
 Aggregation = Literal["token", "sum", "mean", "max"]
 Nonfinite = Literal["error", "reject"]
@@ -46,7 +46,7 @@ class CorrectionConfig:
 
     mode: Mode = "truncate"
     """Use of the bounds. truncate: min(w, upper); clip: into [lower, upper]; mask: reject weights
-    outside."""
+    outside; taper: min(w, upper) for a negative advantage, else 1 (TOPR)."""
 
     lower: Annotated[float, at_least(0)] = 0.0
     upper: Annotated[float, MAY_BE_INFINITE] = 2.0
@@ -157,7 +157,7 @@ EITHER = ReadBy(
 )
 LOWER_BOUND = ReadBy(
     "{tis_mode} clip or mask, or {use_rs}",
-    lambda it: it.use_rs or (it.use_tis and it.tis_mode != "truncate"),
+    lambda it: it.use_rs or (it.use_tis and it.tis_mode in ("clip", "mask")),
 )
 
 APPLIED = CorrectionConfig()
@@ -185,7 +185,8 @@ class CorrectionSettings:
 
     tis_mode: Annotated[Mode, WEIGHTS] = APPLIED.mode
     """What the bounds do: `truncate` cuts weights at the upper bound, `clip` at both bounds, `mask`
-    leaves tokens outside of the bounds out."""
+    leaves tokens outside of the bounds out. `taper` truncates the weights of tokens with a negative
+    advantage, and leaves the others at 1 (TOPR, whose upper bound is 1)."""
 
     tis_lower_bound: Annotated[
         float | None, at_least(0), NotAbove("tis_upper_bound"), LOWER_BOUND

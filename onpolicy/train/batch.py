@@ -240,7 +240,8 @@ def completed(batch: MicroBatch, log_probs: Tensor) -> MicroBatch:
     if batch.correction is None:
         return batch
     tokens = batch.tokens(log_probs)
-    correction, weights = correct(tokens, batch.correction), batch.importance_weights
+    correction = correct(tokens, batch.correction, advantages=batch.advantages)
+    weights = batch.importance_weights
     return replace(
         batch,
         mask=without_nonfinite(tokens, batch.correction).mask,

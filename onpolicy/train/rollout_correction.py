@@ -138,7 +138,7 @@ class Corrections:
     def _measure_all(self, steps: Sequence[TrainedStep]) -> Metrics:
         batches, train_log_probs = steps[0]
         tokens = _tokens(batches, train_log_probs)
-        advantages = torch.cat([batch.advantages for batch in batches])
+        advantages = _advantages(batches)
         upper = self.flags.tis_upper_bound
         metrics = {
             **mismatch_metrics(tokens, gather_vectors),
@@ -146,7 +146,10 @@ class Corrections:
         }
         if (config := self.weights) and batches[0].correction is not None:
             metrics |= _means(
-                [correct(_tokens(*step), config, gather_vectors).metrics for step in steps]
+                [
+                    correct(_tokens(*step), config, gather_vectors, _advantages(step[0])).metrics
+                    for step in steps
+                ]
             )
         return metrics
 
@@ -170,7 +173,7 @@ class Corrections:
 
     def _penalised(self, steps: Steps, penalty: DiscrepancyPenalty) -> tuple[Steps, Metrics]:
         rollout = _rollout(steps)
-        advantages = torch.cat([batch.advantages for batch in rollout])
+        advantages = _advantages(rollout)
         finite = replace(_old_tokens(rollout), mask=torch.cat([batch.mask for batch in rollout]))
         penalised, _ = penalty.apply(finite, advantages, gather_vectors)
         parts = _split(steps, penalised)
@@ -186,7 +189,7 @@ class Corrections:
         # In bypass, and without old log-probabilities, the loss corrects itself (`completed`).
         left = active and (self.bypass or step[0].old_log_probs is None)
         if active and not left and self.weights is not None:
-            correction = correct(tokens, self.weights, gather_vectors)
+            correction = correct(tokens, self.weights, gather_vectors, _advantages(step))
             tokens, metrics = replace(tokens, mask=correction.counted), correction.metrics
             kept, centered = correction.mask, correction.centered
             weights = weights if correction.weights is None else correction.weights
@@ -297,6 +300,10 @@ def _old_tokens(batches: Sequence[MicroBatch]) -> TokenBatch:
     the rollout's for both where the trainer's were not computed."""
     old = [b.rollout_log_probs if b.old_log_probs is None else b.old_log_probs for b in batches]
     return _tokens(batches, old)
+
+
+def _advantages(batches: Sequence[MicroBatch]) -> Tensor:
+    return torch.cat([batch.advantages for batch in batches])
 
 
 def _tokens(batches: Sequence[MicroBatch], train_log_probs: Sequence[Tensor]) -> TokenBatch:

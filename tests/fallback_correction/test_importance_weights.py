@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fallback_correction.config import CorrectionConfig
-from fallback_correction.correction import importance_weights
+from fallback_correction.correction import correct, importance_weights
 from fallback_correction.tokens import log_ratios
 from tests.support.token_batches import by_log_ratios
 
@@ -99,3 +99,19 @@ def test_identical_engines_give_weights_of_exactly_one(level, lengths):
 def test_impossible_bounds_are_refused(field, value, message):
     with pytest.raises(ValueError, match=message):
         CorrectionConfig(**{field: value})
+
+
+def test_topr_truncates_only_what_has_a_negative_advantage():
+    """Of each sequence clip(product of the ratios, 0, 1) where its advantage is negative, else 1, as in
+    arXiv 2503.14286."""
+    rows = [[0.5, -1.0], [0.5, 0.25], [0.5, 0.25], [-0.5]]
+    advantages = torch.tensor([-1.0, -1.0, -2.0, -2.0, 2.0, 2.0, 0.0])
+    batch = by_log_ratios(rows)
+    config = CorrectionConfig(level="sequence", mode="taper", upper=1.0)
+    found = correct(batch, config, advantages=advantages)
+    expected = [math.exp(-0.5)] * 2 + [1.0] * 5
+    assert found.weights.tolist() == pytest.approx(expected)
+    assert found.metrics["correction/truncated_fraction"] == 2 / 7
+    assert correct(batch, config, advantages=-advantages).weights.tolist() != found.weights.tolist()
+    with pytest.raises(ValueError, match="mode=taper: needs the advantages"):
+        correct(batch, config)

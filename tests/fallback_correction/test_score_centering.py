@@ -135,8 +135,10 @@ def test_a_row_has_the_same_bits_in_any_order_of_its_tokens_and_beside_any_rows(
     assert torch.equal(centering(p[2:3], q[2:3], TIS), whole[2:3])
 
 
-@pytest.mark.parametrize("level", ["sequence", "geometric"])
-def test_weights_of_sequences_are_refused(level):
+@pytest.mark.parametrize(
+    ("level", "mode"), [("sequence", "clip"), ("geometric", "mask"), ("token", "taper")]
+)
+def test_weights_that_are_not_of_one_tokens_ratio_are_refused(level, mode):
     p = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match=f"level={level}: .*Use level token"):
-        centering(p, p, CorrectionConfig(level=level))
+    with pytest.raises(ValueError, match=f"level={level}, mode={mode}: .*Use level token"):
+        centering(p, p, CorrectionConfig(level=level, mode=mode))

@@ -78,6 +78,7 @@ def _not_of_one_token(run: Facts) -> str | None:
         "--custom-tis-function-path": run.custom_tis_function_path,
         "--mismatch-governor": run.plan.is_governed,
         f"--tis-level={run.tis_level}": weighs and run.tis_level != "token",
+        "--tis-mode=taper": weighs and run.tis_mode == "taper",
         "--tis-batch-normalize": weighs and run.tis_batch_normalize,
         "--use-rs by tokens": run.use_rs
         and (by_token or any(rule.startswith("token") for rule in run.rs_rules)),

@@ -164,6 +164,10 @@ CORRECTIONS = {
         [*TIS, "--tis-level", "geometric"],
         lambda rho, _: B * geometric(rho).clamp(max=1.3) + 0 * rho,
     ),
+    "TOPR": (
+        ["--use-tis", "--tis-mode", "taper", "--tis-level", "sequence", "--tis-upper-bound", "1"],
+        lambda rho, _: B * rho.prod().clamp(max=1) + 0 * rho,
+    ),
     "discrepancy": (DC, lambda rho, delta: B - 0.4 * delta),
     "bypass": (["--use-rollout-logprobs"], lambda rho, _: B * rho * (rho >= 0.8)),
 }
@@ -178,6 +182,12 @@ def test_a_correction_drifts_as_its_weights_say(name, seed):
     found = drift(mu, logits, flags)
     assert close(found, expected(mu, logits, pull))
     assert not close(found, drift(mu, logits, [])), "the flags had no effect"
+
+
+def test_tapered_weights_leave_good_responses_as_they_are():
+    mu, logits = policies(1)
+    flags = CORRECTIONS["TOPR"][0]
+    assert torch.equal(drift(mu, logits, flags, 0.5), drift(mu, logits, [], 0.5))
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
