@@ -231,10 +231,11 @@ class Weights:
 def mean_weight(
     batch: TokenBatch, weights: Tensor, config: CorrectionConfig, gather: Gather
 ) -> float:
-    """Return the mean weight of the global batch: over tokens at level token, else over sequences.
+    """Return the mean weight of the global batch: over tokens, sequences or turns, by the level.
 
-    Sequences without a counting token take no part. The bits are the same for any split and order.
+    Those without a counting token take no part. The bits are the same for any split and order.
     """
+    batch = batch.by_turn(config.level)
     sums, counts = batch.sums(weights), batch.counts
     if config.level != "token":
         sums, counts = sums / counts.clamp(min=1), (counts > 0).double()
@@ -305,8 +306,9 @@ def _aggregate_log_ratios(batch: TokenBatch, r: Tensor, rule: RejectionRule) -> 
 def _aggregate(batch: TokenBatch, values: Tensor, rule: RejectionRule) -> Tensor:
     if rule.aggregation == "token":
         return values
+    batch = batch.by_turn(rule.aggregation)
     of_sequences = {"sum": batch.sums, "mean": batch.means, "max": batch.maxima}
-    return batch.spread(of_sequences[rule.aggregation](values).float())
+    return batch.spread(of_sequences[rule.aggregation.removeprefix("turn-")](values).float())
 
 
 def apply_veto(batch: TokenBatch, r: Tensor, veto: Veto) -> tuple[Tensor, Tensor]:

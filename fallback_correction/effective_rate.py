@@ -22,11 +22,12 @@ def weight_sums(batch: TokenBatch, weights: Tensor, level: Level) -> tuple[Tenso
     """Return (B, sum w, sum w^2) of a part of the step's batch, to be added over its parts.
 
     weights: float32 [N], 0 where a token was rejected. At level token every counting token has a weight,
-    at the others every sequence: the mean over its tokens, which are equal unless some are rejected.
+    at the others every sequence or turn: the mean over its tokens, equal unless some are rejected.
     """
     w = torch.where(batch.mask, weights, 0).double()
     count = batch.mask.double()
     if level != "token":
+        batch = batch.by_turn(level)
         w, count = batch.means(w), (batch.counts > 0).double()
     return count.sum(), w.sum(), w.square().sum()
 

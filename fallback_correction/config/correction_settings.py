@@ -26,11 +26,11 @@ from fallback_correction.ranges import (
     require_ranges,
 )
 
-WeightLevel = Literal["token", "sequence", "geometric"]
-Level = Literal["none", "token", "sequence", "geometric"]
+WeightLevel = Literal["token", "turn", "turn-geometric", "sequence", "geometric"]
+Level = Literal["none", "token", "turn", "turn-geometric", "sequence", "geometric"]
 Mode = Literal["truncate", "clip", "mask", "taper"]
 Statistic = Literal["ratio", "k1", "k2", "k3", "binary_kl"]
-Aggregation = Literal["token", "sum", "mean", "max"]
+Aggregation = Literal["token", "sum", "mean", "max", "turn-sum", "turn-mean"]
 Nonfinite = Literal["error", "reject"]
 VetoBy = Literal["ratio", "rollout_probability"]
 Clamp = Annotated[float | None, above(0)]
@@ -41,8 +41,8 @@ class CorrectionConfig:
     """Importance weights, rejection and normalisation of one optimizer step's global batch."""
 
     level: Level = "none"
-    """Weight of a token: rho (token), the product over its sequence (sequence), the geometric mean over
-    it (geometric), or no weights (none)."""
+    """Weight of a token: rho (token), the product over its sequence (sequence) or turn (turn), the
+    geometric mean over it (geometric, turn-geometric), or no weights (none)."""
 
     mode: Mode = "truncate"
     """Use of the bounds. truncate: min(w, upper); clip: into [lower, upper]; mask: reject weights
@@ -90,7 +90,7 @@ class CorrectionConfig:
     def looks_at_sequences(self) -> bool:
         """Return whether a token's rejection or weight depends on the other tokens of its sequence."""
         return (
-            self.level in ("sequence", "geometric")
+            self.level not in ("none", "token")
             or self.veto is not None
             or any(rule.aggregation != "token" for rule in self.rules)
         )
@@ -110,7 +110,7 @@ class RejectionRule:
 
     aggregation: Aggregation = "token"
     """Aggregation over a sequence. token: each token by itself; sum, mean, max: one value for a
-    sequence, which is kept or rejected whole.
+    sequence, which is kept or rejected whole; turn-sum, turn-mean: one for each of its turns.
 
     Sums and means of ratios are taken of r, so that they are products and geometric means. The largest
     k1 of a sequence belongs to its smallest rho.
@@ -177,11 +177,11 @@ class CorrectionSettings:
 
     tis_level: Annotated[WeightLevel, WEIGHTS] = "token"
     """Ratio that weighs a token: its own (token), the product over its sequence (sequence), or the
-    geometric mean over it (geometric)."""
+    geometric mean over it (geometric). turn and turn-geometric are over its turn of the policy."""
 
     rs_level: Annotated[WeightLevel, REJECTION] = "token"
     """Ratio that rejects: a token's own (token), the product over a sequence (sequence), or the
-    geometric mean over it (geometric)."""
+    geometric mean over it (geometric); over a turn of the policy (turn, turn-geometric)."""
 
     tis_mode: Annotated[Mode, WEIGHTS] = APPLIED.mode
     """What the bounds do: `truncate` cuts weights at the upper bound, `clip` at both bounds, `mask`
@@ -271,6 +271,8 @@ class CorrectionSettings:
 
 AGGREGATIONS: dict[WeightLevel, Aggregation] = {
     "token": "token",
+    "turn": "turn-sum",
+    "turn-geometric": "turn-mean",
     "sequence": "sum",
     "geometric": "mean",
 }

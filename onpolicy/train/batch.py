@@ -136,10 +136,17 @@ class MicroBatch:
     def response_lens(self) -> list[int]:
         return [s.trajectory.num_sampled for s in self.samples]
 
+    @property
+    def turn_lens(self) -> list[int]:
+        """Return the number of tokens in each run of sampled tokens, in order."""
+        flags = [np.pad(s.trajectory.sampled.array.astype(np.int8), 1) for s in self.samples]
+        edges = [np.flatnonzero(np.diff(each)) for each in flags]
+        return [int(n) for each in edges for n in each[1::2] - each[::2]]
+
     def tokens(self, train_log_probs: Tensor) -> TokenBatch:
         """Return the tokens that count, with these log-probabilities of the trainer."""
         return TokenBatch.packed(
-            train_log_probs, self.rollout_log_probs, self.response_lens, self.mask
+            train_log_probs, self.rollout_log_probs, self.response_lens, self.mask, self.turn_lens
         )
 
     def with_weights(self, factors: Tensor, term: Term) -> Tensor:

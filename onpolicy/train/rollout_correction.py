@@ -312,6 +312,7 @@ def _tokens(batches: Sequence[MicroBatch], train_log_probs: Sequence[Tensor]) ->
         torch.cat([batch.rollout_log_probs for batch in batches]),
         [n for batch in batches for n in batch.response_lens],
         torch.cat([batch.sampled for batch in batches]),
+        [n for batch in batches for n in batch.turn_lens],
     )
 
 
