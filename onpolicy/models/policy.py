@@ -28,7 +28,7 @@ from onpolicy.models.lora.adapters import add_adapters, factors_of
 from onpolicy.ops import AttentionLayout, Operators, ScoreRule
 from onpolicy.ops.draws import Draws
 from onpolicy.ops.kept_tokens import WHOLE, Cut, KeptTokens
-from onpolicy.ops.log_probs import Head, Scores, VocabParallel, token_log_probs
+from onpolicy.ops.log_probs import Head, Scores, VocabParallel, square_sums, token_log_probs
 from onpolicy.ops.reverse_kl import TeacherRows, reverse_kl
 from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.ops.shared_rows import SharedRows
@@ -67,7 +67,7 @@ class PolicyModel(nn.Module):
         """Return the decoder layers."""
         return decoder_layers(self.causal_lm)
 
-    def forward(self, batch: PackedTokens) -> Scores | HiddenScores | TaughtScores | ToldScores:
+    def forward(self, batch: PackedTokens) -> AnyScores:
         """Score the requested tokens."""
         return score_rows(self.hidden_states(batch), self.head(), batch)
 
@@ -201,6 +201,9 @@ class PackedTokens:
 
     wants_hidden: bool = False
     """Whether `HiddenScores` are requested"""
+
+    wants_squares: bool = False
+    """Whether `SquaredScores` are requested"""
 
     teacher: TeacherRows | None = None
     """The teacher's distributions at the R tokens; if given, `TaughtScores` are computed"""
@@ -345,6 +348,8 @@ class Asked(Protocol):
     @property
     def wants_hidden(self) -> bool: ...
     @property
+    def wants_squares(self) -> bool: ...
+    @property
     def teacher(self) -> TeacherRows | None: ...
     @property
     def told(self) -> ToldTokens | None: ...
@@ -357,9 +362,7 @@ def rows_asked(hidden: Tensor, asked: Asked) -> Tensor:
     return hidden[asked.rows]
 
 
-def score_rows(
-    hidden: Tensor, head: Head, asked: Asked
-) -> Scores | HiddenScores | TaughtScores | ToldScores:
+def score_rows(hidden: Tensor, head: Head, asked: Asked) -> AnyScores:
     """Compute the requested scores of hidden states [R, H] under a head."""
     scores = token_log_probs(
         head.operators,
@@ -376,6 +379,8 @@ def score_rows(
     )
     if asked.wants_hidden:
         return HiddenScores(*scores, hidden.detach())
+    if asked.wants_squares:
+        return SquaredScores(*scores, square_sums(hidden, head, asked.temperature, asked.kept))
     if asked.teacher is not None:
         return TaughtScores(*scores, reverse_kl(hidden, head, asked.teacher))
     if asked.told is not None:
@@ -418,3 +423,18 @@ class ToldScores(NamedTuple):
 
     told_log_probs: Tensor
     """float32 [R, k], with gradient"""
+
+
+class SquaredScores(NamedTuple):
+    """Scores, and the sum of the squared probabilities of all tokens."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    drawn: Tensor
+    row_digests: Tensor
+
+    squares: Tensor
+    """float32 [R], without gradient"""
+
+
+AnyScores = Scores | HiddenScores | SquaredScores | TaughtScores | ToldScores

@@ -140,7 +140,15 @@ class AlgorithmConfig:
     recipe: Annotated[Recipe, NO_RESULT] = ""
     """Preset of flags for a method (docs/losses.md). Flags that are given win over the preset."""
 
-    advantage_estimator: AdvantageEstimator = "grpo"
+    advantage_estimator: Annotated[
+        AdvantageEstimator,
+        Against(
+            lambda run: run.advantage_estimator == "otb" and run.train_backend == "megatron"
+            and run.megatron_pp > 1,
+            "with --megatron-pp={run.megatron_pp} only the last stage knows whole distributions",
+            "Leave --megatron-pp at 1.",
+        ),
+    ] = "grpo"  # fmt: skip
     """How the rewards of a group become advantages (docs/losses.md)."""
 
     gamma: Annotated[

@@ -76,6 +76,7 @@ class LocalTokens(PackedSeqParams):
     """Draws of the R' tokens, and the choice of those to redraw."""
 
     wants_hidden: bool = False
+    wants_squares: bool = False
     teacher: TeacherRows | None = None
     """The teacher's rows as in `PackedTokens`, for the R' tokens."""
 
@@ -107,6 +108,7 @@ def _whole(batch: PackedTokens, multiple: int) -> LocalTokens:
         kept=batch.kept,
         draws=batch.draws,
         wants_hidden=batch.wants_hidden,
+        wants_squares=batch.wants_squares,
         teacher=batch.teacher,
         told=batch.told,
     )
@@ -168,6 +170,7 @@ def _zigzag(batch: PackedTokens, ranks: int, rank: int, multiple: int) -> LocalT
         kept=batch.kept and batch.kept.at(held, missing),
         draws=batch.draws and batch.draws.at(held, missing),
         wants_hidden=batch.wants_hidden,
+        wants_squares=batch.wants_squares,
         teacher=batch.teacher and batch.teacher.at(F.pad(held, (0, missing))),
         told=batch.told and batch.told.at(held, missing),
     )

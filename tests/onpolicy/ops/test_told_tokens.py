@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from onpolicy.ops.kept_tokens import KeptTokens, packed, unpacked
-from onpolicy.ops.log_probs import token_log_probs
+from onpolicy.ops.log_probs import square_sums, token_log_probs
 from onpolicy.ops.told_tokens import ToldTokens, told_log_probs
 from onpolicy.ops.told_tokens import packed as packed_told
 from tests.onpolicy.ops.test_reverse_kl import OPERATORS, ROWS, VOCABULARY, make
@@ -93,3 +93,15 @@ def test_they_travel_as_bytes_and_rows_of_a_part_are_theirs():
     for more in (b"", b"\0\0\0\0"):
         with pytest.raises(ValueError, match="equally many"):
             ToldTokens.of([*packed_told(ids, values), more])
+
+
+def test_sums_of_squared_probabilities_are_float64s_and_of_a_row_alone():
+    hidden, head = make(24)
+    temperature = told_of()[1]
+    logits = torch.nn.functional.linear(hidden.double(), head.weight.double())
+    want = (logits / temperature[:, None]).softmax(-1).square().sum(-1)
+    found = square_sums(hidden, head, temperature)
+    torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-7)
+    assert torch.equal(square_sums(hidden[7:8], head, temperature[7:8]), found[7:8])
+    one = KeptTokens(tuple(packed(torch.eye(ROWS, VOCABULARY, dtype=torch.bool))))
+    assert torch.equal(square_sums(hidden, head, temperature, one), torch.ones(ROWS))

@@ -77,6 +77,17 @@ def test_tapered_weights_are_below_1_only_for_negative_advantages(base, tmp_path
     assert found["truncate"] < found["taper"] < 1
 
 
+@pytest.mark.parametrize(
+    "flags", [{}, STOCK, {"rollout_top_p": 0.9}], ids=["aligned", "stock", "top-p"]
+)
+def test_a_run_with_the_optimal_token_baseline_learns(base, tmp_path, flags):
+    otb, mean = (
+        last_of(base, tmp_path / kind, advantage_estimator=kind, **flags)["train/grad_norm"]
+        for kind in ("otb", "dr_grpo")
+    )
+    assert 0 < otb != mean
+
+
 def test_kpop_rejects_in_a_run(base, tmp_path):
     flags = {**LAG, "use_rs": True, "lr": 0.03}
     found = last_of(base, tmp_path, rs_rules=("token_binary_kl=1e-4",), **flags)
