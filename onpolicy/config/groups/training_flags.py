@@ -74,15 +74,7 @@ class TrainerConfig:
     """Shape of the learning rate after the warm-up. `linear` and `cosine` reach 0 at the end of the
     run."""
 
-    lr_schedule: Annotated[
-        Literal["", "length-decay", "ess"],
-        Against(
-            lambda run: run.lr_schedule == "ess" and not (run.use_tis or run.plan.weighs_lag
-                or run.plan.is_governed),
-            "there are no importance weights", "Add --use-tis, or leave it out."),
-        Against(lambda run: run.lr_schedule == "ess" and run.custom_tis_function_path,
-            "the weights of --custom-tis-function-path are not known"),
-    ] = ""  # fmt: skip
+    lr_schedule: Literal["", "length-decay", "ess"] = ""
     """`length-decay` also halves the learning rate at intervals that depend on when the response length
     surges (docs/length_decay.md). `ess` multiplies it at each optimizer step by the root of the weights'
     effective sample size, as a share of their number (VCPO)."""
