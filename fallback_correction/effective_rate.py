@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fallback_correction.config import Level
+from fallback_correction.ranges import require_choice
 from fallback_correction.tokens import TokenBatch
 
 WEIGHT_SUMS = ("weights/count", "weights/sum", "weights/squares")
@@ -24,6 +25,7 @@ def weight_sums(batch: TokenBatch, weights: Tensor, level: Level) -> tuple[Tenso
     weights: float32 [N], 0 where a token was rejected. At level token every counting token has a weight,
     at the others every sequence or turn: the mean over its tokens, equal unless some are rejected.
     """
+    require_choice("level", level, Level)
     w = torch.where(batch.mask, weights, 0).double()
     count = batch.mask.double()
     if level != "token":

@@ -26,8 +26,8 @@ from fallback_correction.ranges import (
     require_ranges,
 )
 
-WeightLevel = Literal["token", "turn", "turn-geometric", "sequence", "geometric"]
-Level = Literal["none", "token", "turn", "turn-geometric", "sequence", "geometric"]
+WeightLevel = Literal["token", "sequence", "geometric", "turn", "turn-geometric"]
+Level = Literal["none", "token", "sequence", "geometric", "turn", "turn-geometric"]
 Mode = Literal["truncate", "clip", "mask", "taper"]
 Statistic = Literal["ratio", "k1", "k2", "k3", "binary_kl"]
 Aggregation = Literal["token", "sum", "mean", "max", "turn-sum", "turn-mean"]
