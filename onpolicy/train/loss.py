@@ -129,8 +129,8 @@ def _policy_term(
         kept, factors, metrics = kept * mask, factors * mask, metrics | found
     total = weighted_sum(loss, factors)
     if settings.sums_weights != "none":
-        found = weight_sums(tokens, batch.importance_weights * batch.kept, settings.sums_weights)
-        metrics |= dict(zip(WEIGHT_SUMS, found, strict=True))
+        sums = weight_sums(tokens, batch.importance_weights * batch.kept, settings.sums_weights)
+        metrics |= dict(zip(WEIGHT_SUMS, sums, strict=True))
     with torch.no_grad():
         metrics["train/pg_loss"] = total.detach()
         metrics["train/pg_clipfrac"] = weighted_sum(objective.clipped.float(), shares)
