@@ -39,23 +39,31 @@ SMALLEST_MEAN = 1e-8
 
 
 @torch.no_grad()
-def correct(batch: TokenBatch, config: CorrectionConfig, gather: Gather = alone) -> Correction:
+def correct(
+    batch: TokenBatch,
+    config: CorrectionConfig,
+    gather: Gather = alone,
+    advantages: Tensor | None = None,
+) -> Correction:
     """Correct the part of a global batch that this rank holds.
 
     With w the bounded weight of a token, K the kept tokens, and m their mean weight (see
     `CorrectionConfig.self_normalize`; 1 without it, and where it is below 1e-8), the token has the
     weight w / m in K and 0 elsewhere. Weights and metrics are the same to the last bit for any order of
-    the batch and any number of ranks. Raises ValueError for a log-probability that is not finite (see
-    `CorrectionConfig.nonfinite`), and for a kept token with a weight beyond float32.
+    the batch and any number of ranks. advantages: float32 [N], for mode taper. Raises ValueError for a
+    log-probability that is not finite (see `CorrectionConfig.nonfinite`), and for a kept token with a
+    weight beyond float32.
     """
     finite = without_nonfinite(batch, config)
     r = log_ratios(finite)
     metrics = {"correction/nonfinite_fraction": _fraction(batch, batch.mask & ~finite.mask, gather)}
     kept, rejections = _reject(finite, r, config, gather)
     metrics |= rejections
-    weights = None
+    centered, weights = kept, None
     if config.has_weights:
         bounds = importance_weights(finite, r, config)
+        if config.mode == "taper":
+            bounds = _tapered(finite, bounds, advantages)
         metrics |= _bound_metrics(finite, bounds, config, gather)
         if config.mode == "mask":
             kept = kept & ~(bounds.too_low | bounds.too_high)
@@ -65,7 +73,9 @@ def correct(batch: TokenBatch, config: CorrectionConfig, gather: Gather = alone)
         metrics |= _weight_metrics(left, weights, "", gather)
     metrics["correction/rejected_fraction"] = _fraction(batch, batch.mask & ~kept, gather)
     counted = batch.mask if config.rejected_in_denominator else kept
-    return Correction(weights=weights, mask=kept, counted=counted, metrics=metrics)
+    return Correction(
+        weights=weights, mask=kept, centered=centered, counted=counted, metrics=metrics
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +87,10 @@ class Correction:
 
     mask: Tensor
     """Tokens to train on, bool [N], a part of the batch's own mask."""
+
+    centered: Tensor
+    """Tokens that score centering is over, bool [N]: these and those that mode mask left out, whose
+    weight of 0 is a part of its mean."""
 
     counted: Tensor
     """Tokens that the denominators of the loss count, bool [N]."""
@@ -136,7 +150,7 @@ def _bound_metrics(
 ) -> Metrics:
     low, high = (_fraction(batch, side, gather) for side in (weights.too_low, weights.too_high))
     metrics = _weight_metrics(batch, weights.raw.clamp(max=LARGEST), "_before", gather)
-    if config.mode == "truncate":
+    if config.mode in ("truncate", "taper"):
         return {**metrics, "correction/truncated_fraction": high}
     name = "clipped" if config.mode == "clip" else "masked"
     return {
@@ -175,17 +189,31 @@ def importance_weights(batch: TokenBatch, r: Tensor, config: CorrectionConfig) -
     log_weights = level_log_ratios(batch, r, config.level)
     raw = torch.exp(clamped(log_weights, config.log_ratio_clamp))
     raw = torch.where(batch.mask, raw, 0)
-    bounded = raw
-    if config.mode == "truncate":
-        bounded = raw.clamp(max=config.upper)
-    elif config.mode == "clip":
-        bounded = torch.where(batch.mask, raw.clamp(config.lower, config.upper), 0)
     return Weights(
         raw=raw,
-        bounded=bounded,
+        bounded=torch.where(batch.mask, bounded(raw, config), 0),
         too_low=batch.mask & (raw < config.lower),
         too_high=batch.mask & (raw > config.upper),
     )
+
+
+def _tapered(batch: TokenBatch, weights: Weights, advantages: Tensor | None) -> Weights:
+    """Return weights of 1 for tokens whose advantage is not negative (TOPR, arXiv 2503.14286)."""
+    if advantages is None:
+        raise ValueError("mode=taper: needs the advantages of the tokens. Give `advantages`.")
+    is_kept_whole = batch.mask & (advantages >= 0)
+    return dataclasses.replace(
+        weights,
+        bounded=weights.bounded.masked_fill(is_kept_whole, 1),
+        too_high=weights.too_high & ~is_kept_whole,
+    )
+
+
+def bounded(raw: Tensor, config: CorrectionConfig) -> Tensor:
+    """Bound weights by `config.mode`; `mask` changes none, since it rejects instead."""
+    if config.mode in ("truncate", "taper"):
+        return raw.clamp(max=config.upper)
+    return raw.clamp(config.lower, config.upper) if config.mode == "clip" else raw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,10 +231,11 @@ class Weights:
 def mean_weight(
     batch: TokenBatch, weights: Tensor, config: CorrectionConfig, gather: Gather
 ) -> float:
-    """Return the mean weight of the global batch: over tokens at level token, else over sequences.
+    """Return the mean weight of the global batch: over tokens, sequences or turns, by the level.
 
-    Sequences without a counting token take no part. The bits are the same for any split and order.
+    Those without a counting token take no part. The bits are the same for any split and order.
     """
+    batch = batch.by_turn(config.level)
     sums, counts = batch.sums(weights), batch.counts
     if config.level != "token":
         sums, counts = sums / counts.clamp(min=1), (counts > 0).double()
@@ -222,6 +251,8 @@ def apply_rule(batch: TokenBatch, r: Tensor, rule: RejectionRule, limit: float |
     before exp."""
     if rule.statistic == "ratio" or rule.statistic == "k1":
         values = torch.exp(clamped(_aggregate_log_ratios(batch, r, rule), limit))
+    elif rule.statistic == "binary_kl":
+        values = _aggregate(batch, binary_kl(batch), rule)
     else:
         values = _aggregate(batch, divergence(clamped(r, limit), rule.statistic), rule)
     return Rejected(
@@ -252,6 +283,20 @@ def divergence(r: Tensor, statistic: Divergence) -> Tensor:
     return r.square() / 2 if statistic == "k2" else torch.expm1(r) - r
 
 
+def binary_kl(batch: TokenBatch) -> Tensor:
+    """Return the larger KL between "this token or another" under both policies, in nats: [N].
+
+    KPop (ringtech.notion.site/kpop); AReaL, verl and prime-rl: probabilities at least 1e-6 from 0 and 1.
+    """
+    p = batch.train_log_probs.double().exp().clamp(1e-6, 1 - 1e-6)
+    q = batch.rollout_log_probs.double().exp().clamp(1e-6, 1 - 1e-6)
+
+    def kl(p: Tensor, q: Tensor) -> Tensor:
+        return p * torch.log(p / q) + (1 - p) * torch.log((1 - p) / (1 - q))
+
+    return torch.maximum(kl(p, q), kl(q, p)).float()
+
+
 def _aggregate_log_ratios(batch: TokenBatch, r: Tensor, rule: RejectionRule) -> Tensor:
     if rule.statistic == "k1" and rule.aggregation == "max":
         return -_aggregate(batch, -r, rule)
@@ -261,8 +306,9 @@ def _aggregate_log_ratios(batch: TokenBatch, r: Tensor, rule: RejectionRule) -> 
 def _aggregate(batch: TokenBatch, values: Tensor, rule: RejectionRule) -> Tensor:
     if rule.aggregation == "token":
         return values
+    batch = batch.by_turn(rule.aggregation)
     of_sequences = {"sum": batch.sums, "mean": batch.means, "max": batch.maxima}
-    return batch.spread(of_sequences[rule.aggregation](values).float())
+    return batch.spread(of_sequences[rule.aggregation.removeprefix("turn-")](values).float())
 
 
 def apply_veto(batch: TokenBatch, r: Tensor, veto: Veto) -> tuple[Tensor, Tensor]:

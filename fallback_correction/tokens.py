@@ -40,14 +40,22 @@ class TokenBatch:
     lengths: Tensor
     """Number of tokens of each sequence, padding included, int64 [S]. Example: [7, 3]"""
 
+    turns: Tensor | None = None
+    """Number of tokens of each turn, in the sequences' order, int64; None: a sequence is one turn.
+    Example: [4, 3, 3]"""
+
     def __post_init__(self) -> None:
         n = self.train_log_probs.shape
         same = self.rollout_log_probs.shape == self.mask.shape == n
+        if self.turns is not None:
+            starts = {0, *self.turns.cumsum(0).tolist()}
+            same &= starts >= {*self.lengths.cumsum(0).tolist()} and max(starts) == n[0]
         if len(n) != 1 or not same or int(self.lengths.sum()) != n[0]:
             raise ValueError(
                 f"train_log_probs={tuple(n)}, rollout_log_probs={tuple(self.rollout_log_probs.shape)}, "
                 f"mask={tuple(self.mask.shape)}, sum of lengths={int(self.lengths.sum())}: all must "
-                "be the same number of tokens. Use TokenBatch.padded for [B, T] tensors."
+                "be the same number of tokens, and turns end with their sequences. Use "
+                "TokenBatch.padded for [B, T] tensors."
             )
 
     @staticmethod
@@ -56,6 +64,7 @@ class TokenBatch:
         rollout_log_probs: Tensor,
         lengths: list[int],
         mask: Tensor | None = None,
+        turns: list[int] | None = None,
     ) -> TokenBatch:
         """Make a batch of sequences laid end to end, from three [N]; without a mask all tokens count."""
         if mask is None:
@@ -65,6 +74,9 @@ class TokenBatch:
             rollout_log_probs=rollout_log_probs.detach().float(),
             mask=mask.bool(),
             lengths=torch.tensor(lengths, dtype=torch.int64, device=mask.device),
+            turns=None
+            if turns is None
+            else torch.tensor(turns, dtype=torch.int64, device=mask.device),
         )
 
     @staticmethod
@@ -74,6 +86,13 @@ class TokenBatch:
         return TokenBatch.packed(
             train_log_probs.reshape(-1), rollout_log_probs.reshape(-1), [t] * b, mask.reshape(-1)
         )
+
+    def by_turn(self, name: str) -> TokenBatch:
+        """Return the batch with its turns for sequences, if a level or an aggregation of this name is
+        over turns."""
+        if not name.startswith("turn") or self.turns is None:
+            return self
+        return dataclasses.replace(self, lengths=self.turns, turns=None)
 
     @property
     def counts(self) -> Tensor:
@@ -176,7 +195,8 @@ def level_log_ratios(batch: TokenBatch, r: Tensor, level: Level) -> Tensor:
     require_choice("level", level, WeightLevel)
     if level == "token":
         return r
-    per_sequence = batch.sums(r) if level == "sequence" else batch.means(r)
+    batch = batch.by_turn(level)
+    per_sequence = batch.sums(r) if level in ("sequence", "turn") else batch.means(r)
     return batch.spread(per_sequence.float())
 
 

@@ -84,6 +84,9 @@ class Completion:
     row_digests: list[int] = field(default_factory=list)
     """Digest of each token's row of log-probabilities, [R] or empty (`ops/row_digests.py`)."""
 
+    likeliest: list[bytes] = field(default_factory=list)
+    """The engine's likeliest tokens at each token, [R] or empty (`ops/told_tokens.py`)."""
+
     spans: tuple[Span, ...] = ()
     """Pushes that its tokens come from, in order and without gaps, as the engine reports them; empty if
     it does not. Example: (Span(version='2', start=0, end=8), Span(version='3', start=8, end=11))"""
@@ -119,6 +122,7 @@ class Completion:
             routed_experts=None if experts is None else experts[: len(experts) - cut],
             kept_tokens=self.kept_tokens[:count],
             row_digests=self.row_digests[:count],
+            likeliest=self.likeliest[:count],
             spans=tuple(spans),
         )
 
@@ -238,6 +242,9 @@ class Trajectory:
     row_digests: list[int] = field(default_factory=list)
     """Digest of each sampled token's row, [R] or empty, as in `Completion`; 0 where none was given."""
 
+    likeliest: KeptSets = field(default_factory=list)
+    """The engine's likeliest tokens at each sampled token, [R] or empty, as in `Completion`."""
+
     grammars: tuple[GrammarSpan, ...] = ()
     """Spans of tokens that were sampled under grammars, in order; some may count as given since."""
 
@@ -269,9 +276,10 @@ class Trajectory:
         length, count = len(self.token_ids), self._num_sampled(None)
         if len(self.sampled) != length or self.sampled[:1] == [True]:
             raise ValueError(f"sampled={self.sampled!s:.60}: must be {length}, the first given")
-        for name in ("rollout_log_probs", "temperatures", "kept_tokens", "row_digests"):
+        told = ("kept_tokens", "row_digests", "likeliest")
+        for name in ("rollout_log_probs", "temperatures", *told):
             found = len(getattr(self, name))
-            if found != count and (found or name in ("rollout_log_probs", "temperatures")):
+            if found != count and (found or name not in told):
                 raise ValueError(f"sampled tokens are {count} and {name} {found}: a token has one")
         for span in self.spans:
             if not span.start <= span.end <= count:
@@ -311,6 +319,7 @@ class Trajectory:
             routed_experts=self._experts_with(answer.routed_experts),
             kept_tokens=self._with(answer, "kept_tokens", b""),
             row_digests=self._with(answer, "row_digests", 0),
+            likeliest=self._with(answer, "likeliest", b""),
             grammars=grammars,
             finish_reason=answer.finish_reason,
             weight_version=answer.weight_version,
@@ -345,6 +354,7 @@ class Trajectory:
             routed_experts=None if experts is None else experts[: length - 1],
             kept_tokens=self.kept_tokens[:count],
             row_digests=self.row_digests[:count],
+            likeliest=self.likeliest[:count],
             grammars=tuple(
                 replace(g, end=min(g.end, length)) for g in self.grammars if g.start < length
             ),
@@ -371,6 +381,7 @@ class Trajectory:
             temperatures=self.temperatures[count:],
             kept_tokens=self.kept_tokens[count:],
             row_digests=self.row_digests[count:],
+            likeliest=self.likeliest[count:],
             spans=tuple(
                 replace(s, start=max(s.start - count, 0), end=s.end - count)
                 for s in self.spans

@@ -87,6 +87,9 @@ class SamplingParams:
     grammar: Grammar | None = None
     """Grammar of the response; it is applied before all other filters."""
 
+    num_likeliest: int = 0
+    """Number of the likeliest tokens that the engine tells with each sampled one."""
+
     @property
     def is_cut(self) -> bool:
         """Return whether tokens are drawn from a part of the vocabulary; greedy sampling is no cut."""

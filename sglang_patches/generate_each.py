@@ -8,7 +8,8 @@ a chunk for every token.
 Here the body is `{"requests": [...]}`, each as for /generate. The answer is lines of JSON, each a
 list of [index, HTTP status, answer] of requests that finished at about the same time. Tokens are
 little-endian numbers in base64, in an answer and in a request: `input_ids` and `output_ids` int32, and
-`output_token_logprobs` the values, float32 as they were computed, and their tokens, int32. A request
+`output_token_logprobs` the values, float32 as they were computed, and their tokens, int32. So are
+`output_top_logprobs`, the k of every token after each other, where `top_logprobs_num` asks. A request
 that this process refuses before it begins refuses the whole call.
 
 Public reports: sgl-project/sglang #6553 and #29367 (this process limits many short requests) and
@@ -89,6 +90,7 @@ def _batch_of(body: bytes) -> Any:
             sampling_params=[each["sampling_params"] for each in asked],
             return_logprob=True,
             return_routed_experts=any(each.get("return_routed_experts") for each in asked),
+            top_logprobs_num=[int(each.get("top_logprobs_num", 0)) for each in asked],
         )
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise ValueError(
@@ -120,9 +122,15 @@ def _packed(answer: dict[str, Any]) -> dict[str, Any]:
     """Return an answer of /generate with its tokens, as far as scored, as bytes."""
     meta = answer["meta_info"]
     pairs = [p for p in meta.get("output_token_logprobs") or () if p[0] is not None]
-    numbers = _base64("<f4", [p[0] for p in pairs]), _base64("<i4", [p[1] for p in pairs])
-    meta = {**meta, "output_token_logprobs": numbers}
+    meta = {**meta, "output_token_logprobs": _numbers(pairs)}
+    if told := meta.get("output_top_logprobs"):
+        meta["output_top_logprobs"] = _numbers([pair for row in told for pair in row or ()])
     return {**answer, "output_ids": _base64("<i4", answer["output_ids"]), "meta_info": meta}
+
+
+def _numbers(pairs: list[Any]) -> tuple[str, str]:
+    """Return the log-probabilities and the tokens of SGLang's triples (log-probability, token, text)."""
+    return _base64("<f4", [p[0] for p in pairs]), _base64("<i4", [p[1] for p in pairs])
 
 
 def _tokens(encoded: str) -> list[int]:

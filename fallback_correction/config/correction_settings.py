@@ -26,11 +26,11 @@ from fallback_correction.ranges import (
     require_ranges,
 )
 
-WeightLevel = Literal["token", "sequence", "geometric"]
-Level = Literal["none", "token", "sequence", "geometric"]
-Mode = Literal["truncate", "clip", "mask"]
-Statistic = Literal["ratio", "k1", "k2", "k3"]
-Aggregation = Literal["token", "sum", "mean", "max"]
+WeightLevel = Literal["token", "sequence", "geometric", "turn", "turn-geometric"]
+Level = Literal["none", "token", "sequence", "geometric", "turn", "turn-geometric"]
+Mode = Literal["truncate", "clip", "mask", "taper"]
+Statistic = Literal["ratio", "k1", "k2", "k3", "binary_kl"]
+Aggregation = Literal["token", "sum", "mean", "max", "turn-sum", "turn-mean"]
 Nonfinite = Literal["error", "reject"]
 VetoBy = Literal["ratio", "rollout_probability"]
 Clamp = Annotated[float | None, above(0)]
@@ -41,12 +41,12 @@ class CorrectionConfig:
     """Importance weights, rejection and normalisation of one optimizer step's global batch."""
 
     level: Level = "none"
-    """Weight of a token: rho (token), the product over its sequence (sequence), the geometric mean over
-    it (geometric), or no weights (none)."""
+    """Weight of a token: rho (token), the product over its sequence (sequence) or turn (turn), the
+    geometric mean over it (geometric, turn-geometric), or no weights (none)."""
 
     mode: Mode = "truncate"
     """Use of the bounds. truncate: min(w, upper); clip: into [lower, upper]; mask: reject weights
-    outside."""
+    outside; taper: min(w, upper) for a negative advantage, else 1 (TOPR)."""
 
     lower: Annotated[float, at_least(0)] = 0.0
     upper: Annotated[float, MAY_BE_INFINITE] = 2.0
@@ -90,7 +90,7 @@ class CorrectionConfig:
     def looks_at_sequences(self) -> bool:
         """Return whether a token's rejection or weight depends on the other tokens of its sequence."""
         return (
-            self.level in ("sequence", "geometric")
+            self.level not in ("none", "token")
             or self.veto is not None
             or any(rule.aggregation != "token" for rule in self.rules)
         )
@@ -101,15 +101,16 @@ class RejectionRule:
     """A rule that keeps values within [lower, upper], both ends included."""
 
     statistic: Statistic = "ratio"
-    """Statistic of a token: ratio rho; k1 = -r, k2 = r^2 / 2, k3 = exp(r) - r - 1 (Schulman, 2020).
+    """Statistic of a token: ratio rho; k1 = -r, k2 = r^2 / 2, k3 = exp(r) - r - 1 (Schulman, 2020);
+    binary_kl, the larger of both KLs between this token and all others (KPop).
 
-    The bounds of ratio and k1 bound rho; the bounds of k2 and k3, which grow on both sides of rho = 1,
+    The bounds of ratio and k1 bound rho; those of the others, which grow on both sides of rho = 1,
     bound the statistic itself.
     """
 
     aggregation: Aggregation = "token"
     """Aggregation over a sequence. token: each token by itself; sum, mean, max: one value for a
-    sequence, which is kept or rejected whole.
+    sequence, which is kept or rejected whole; turn-sum, turn-mean: one for each of its turns.
 
     Sums and means of ratios are taken of r, so that they are products and geometric means. The largest
     k1 of a sequence belongs to its smallest rho.
@@ -156,7 +157,7 @@ EITHER = ReadBy(
 )
 LOWER_BOUND = ReadBy(
     "{tis_mode} clip or mask, or {use_rs}",
-    lambda it: it.use_rs or (it.use_tis and it.tis_mode != "truncate"),
+    lambda it: it.use_rs or (it.use_tis and it.tis_mode in ("clip", "mask")),
 )
 
 APPLIED = CorrectionConfig()
@@ -176,15 +177,16 @@ class CorrectionSettings:
 
     tis_level: Annotated[WeightLevel, WEIGHTS] = "token"
     """Ratio that weighs a token: its own (token), the product over its sequence (sequence), or the
-    geometric mean over it (geometric)."""
+    geometric mean over it (geometric). turn and turn-geometric are over its turn of the policy."""
 
     rs_level: Annotated[WeightLevel, REJECTION] = "token"
     """Ratio that rejects: a token's own (token), the product over a sequence (sequence), or the
-    geometric mean over it (geometric)."""
+    geometric mean over it (geometric); over a turn of the policy (turn, turn-geometric)."""
 
     tis_mode: Annotated[Mode, WEIGHTS] = APPLIED.mode
     """What the bounds do: `truncate` cuts weights at the upper bound, `clip` at both bounds, `mask`
-    leaves tokens outside of the bounds out."""
+    leaves tokens outside of the bounds out. `taper` truncates the weights of tokens with a negative
+    advantage, and leaves the others at 1 (TOPR, whose upper bound is 1)."""
 
     tis_lower_bound: Annotated[
         float | None, at_least(0), NotAbove("tis_upper_bound"), LOWER_BOUND
@@ -269,6 +271,8 @@ class CorrectionSettings:
 
 AGGREGATIONS: dict[WeightLevel, Aggregation] = {
     "token": "token",
+    "turn": "turn-sum",
+    "turn-geometric": "turn-mean",
     "sequence": "sum",
     "geometric": "mean",
 }
@@ -282,7 +286,7 @@ METRICS: dict[str, tuple[Statistic, Aggregation]] = {
     "token_k1": ("k1", "token"), "token_k2": ("k2", "token"), "token_k3": ("k3", "token"),
     "seq_sum_k1": ("k1", "sum"), "seq_sum_k2": ("k2", "sum"), "seq_sum_k3": ("k3", "sum"),
     "seq_mean_k1": ("k1", "mean"), "seq_mean_k2": ("k2", "mean"), "seq_mean_k3": ("k3", "mean"),
-    "seq_max_k2": ("k2", "max"), "seq_max_k3": ("k3", "max"),
+    "seq_max_k2": ("k2", "max"), "seq_max_k3": ("k3", "max"), "token_binary_kl": ("binary_kl", "token"),
 }  # fmt: skip
 """Statistics of tokens or sequences, by their names in verl's `rollout_rs`."""
 
@@ -293,7 +297,7 @@ def rejection_rules(field: str, texts: Sequence[str]) -> tuple[RejectionRule, ..
     """Parse rules such as `seq_mean_k3=0.01` and `token_k1=0.5_2`.
 
     Bounds of k1 apply to rho = pi_train / pi_rollout (verl's apply to 1 / rho); a single number is the
-    upper bound, and 1 / upper the lower. k2 and k3 have only an upper bound. Raises FieldError for a
+    upper bound, and 1 / upper the lower. The others have only an upper bound. Raises FieldError for a
     text that is no rule, or that repeats a metric.
     """
     names = [text.partition("=")[0] for text in texts]

@@ -397,7 +397,7 @@ async def sample(branch: Turns, arguments: Mapping[str, Any]) -> Message:
     """Have the policy go on; return the answer, without what only training reads, to the worker."""
     answer = await branch.sample(**arguments)
     said: Message = {
-        "answer": replace(answer, kept_tokens=[], row_digests=[], read=str),
+        "answer": replace(answer, kept_tokens=[], row_digests=[], likeliest=[], read=str),
         "temperature": branch.trajectory.temperatures[-1] if answer.token_ids else 0.0,
         "text": None,
     }

@@ -14,14 +14,14 @@ from typing import Literal
 
 from fallback_correction.ranges import require_choice, require_choices
 
-Objective = Literal["ppo", "gspo", "cispo", "reinforce"]
+Objective = Literal["ppo", "gspo", "cispo", "reinforce", "centered"]
 Ratio = Literal["none", "token", "sequence"]
 Bound = Literal["none", "clip", "weight"]
 AdvantageEstimator = Literal[
     "grpo", "dr_grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
-    "gae",
+    "otb", "gae",
 ]  # fmt: skip
-Baseline = Literal["none", "mean", "others"]
+Baseline = Literal["none", "mean", "others", "token"]
 Scale = Literal["none", "group"]
 KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 LossAggregation = Literal[
@@ -90,6 +90,12 @@ OBJECTIVES: dict[Objective, ObjectiveEntry] = {
         ratio="none", bound="none",
         formula="-A log pi", source="Williams 1992", peers="verl gpg; bypass reinforce",
     ),
+    "centered": ObjectiveEntry(
+        ratio="none", bound="none",
+        formula="-A (log pi - E_mu[log pi]), each weighted, mu: the engine's policy",
+        source="arXiv 2609.20807, eq. 14",
+        peers="NeMo-RL score_centering; vime --use-score-centering",
+    ),
 }  # fmt: skip
 
 READ_BY_BOUND: dict[Bound, tuple[str, ...]] = {
@@ -127,6 +133,11 @@ ESTIMATORS: dict[AdvantageEstimator, EstimatorEntry] = {
         baseline="mean", whitens=True,
         formula="r - mean, whitened over tokens", source="arXiv 2501.03262",
         peers="verl, slime, Miles reinforce_plus_plus_baseline",
+    ),
+    "otb": EstimatorEntry(
+        baseline="token", returns=True,
+        formula="rewards from a token on, less their norm-weighted mean there",
+        source="arXiv 2602.07078", peers="verl tir_optimal_token_baseline",
     ),
     "gae": EstimatorEntry(
         baseline="none", compares=False, returns=True, whitens=True,

@@ -11,7 +11,7 @@ from onpolicy.config import groups, secrets
 from onpolicy.config.flags import SGLANG_ARGS, also, flag_values
 from onpolicy.config.kinds import Seed
 from onpolicy.config.plan import MODE, OnMismatch, RunPlan
-from onpolicy.config.rules import NO_RESULT, Together
+from onpolicy.config.rules import NO_RESULT, Against, Together
 from onpolicy.config.sglang_flags import tensor_parallel_size
 
 
@@ -28,7 +28,27 @@ NO_CHECKPOINT = Together(
 )
 
 
-@also(hf_checkpoint=[NO_CHECKPOINT], save_best_metric=[groups.NEVER_BEST])
+WITHOUT_WEIGHTS = [
+    Against(
+        lambda run: (
+            run.lr_schedule == "ess"
+            and not (run.use_tis or run.plan.weighs_lag or run.plan.is_governed)
+        ),
+        "there are no importance weights",
+        "Add --use-tis, or leave it out.",
+    ),
+    Against(
+        lambda run: run.lr_schedule == "ess" and run.custom_tis_function_path,
+        "the weights of --custom-tis-function-path={found} are not known",
+    ),
+]
+
+
+@also(
+    hf_checkpoint=[NO_CHECKPOINT],
+    save_best_metric=[groups.NEVER_BEST],
+    lr_schedule=WITHOUT_WEIGHTS,
+)
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(SglangArgs):
     """Train a language model by reinforcement learning, on-policy to the bit."""
@@ -98,6 +118,11 @@ class TrainConfig(SglangArgs):
         """Return the loss aggregation; by default from the objective's paper (GSPO: over sequences)."""
         own = OBJECTIVES[self.algorithm.policy_loss].aggregation
         return self.algorithm.loss_aggregation or own
+
+    @property
+    def num_likeliest(self) -> int:
+        """Return the number of the likeliest tokens that engines tell with each sampled one."""
+        return self.distillation.opd_top_k * (self.algorithm.policy_loss == "centered")
 
     @property
     def loads_reference(self) -> bool:

@@ -28,10 +28,11 @@ from onpolicy.models.lora.adapters import add_adapters, factors_of
 from onpolicy.ops import AttentionLayout, Operators, ScoreRule
 from onpolicy.ops.draws import Draws
 from onpolicy.ops.kept_tokens import WHOLE, Cut, KeptTokens
-from onpolicy.ops.log_probs import Head, Scores, VocabParallel, token_log_probs
+from onpolicy.ops.log_probs import Head, Scores, VocabParallel, square_sums, token_log_probs
 from onpolicy.ops.reverse_kl import TeacherRows, reverse_kl
 from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.ops.shared_rows import SharedRows
+from onpolicy.ops.told_tokens import ToldTokens, told_log_probs
 
 
 class PolicyModel(nn.Module):
@@ -66,7 +67,7 @@ class PolicyModel(nn.Module):
         """Return the decoder layers."""
         return decoder_layers(self.causal_lm)
 
-    def forward(self, batch: PackedTokens) -> Scores | HiddenScores | TaughtScores:
+    def forward(self, batch: PackedTokens) -> AnyScores:
         """Score the requested tokens."""
         return score_rows(self.hidden_states(batch), self.head(), batch)
 
@@ -185,8 +186,14 @@ class AskedTokens:
     wants_hidden: bool = False
     """Whether `HiddenScores` are requested"""
 
+    wants_squares: bool = False
+    """Whether `SquaredScores` are requested"""
+
     teacher: TeacherRows | None = None
     """The teacher's distributions at the R tokens; if given, `TaughtScores` are computed"""
+
+    told: ToldTokens | None = None
+    """The engine's likeliest tokens at the R tokens; if given, `ToldScores` are computed"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,17 +331,20 @@ def rows_asked(hidden: Tensor, asked: AskedTokens) -> Tensor:
     return hidden[asked.rows]
 
 
-def score_rows(
-    hidden: Tensor, head: Head, asked: AskedTokens
-) -> Scores | HiddenScores | TaughtScores:
+def score_rows(hidden: Tensor, head: Head, asked: AskedTokens) -> AnyScores:
     """Compute the requested scores of hidden states [R, H] under a head."""
     scores = token_log_probs(
         head, hidden, asked.targets, asked.temperature, asked.kept, asked.draws
     )
     if asked.wants_hidden:
         return HiddenScores(*scores, hidden.detach())
+    if asked.wants_squares:
+        return SquaredScores(*scores, square_sums(hidden, head, asked.temperature, asked.kept))
     if asked.teacher is not None:
         return TaughtScores(*scores, reverse_kl(hidden, head, asked.teacher))
+    if asked.told is not None:
+        asked_of = asked.told.tokens, asked.temperature, asked.kept
+        return ToldScores(*scores, told_log_probs(hidden, head, *asked_of))
     return scores
 
 
@@ -360,3 +370,30 @@ class TaughtScores(NamedTuple):
 
     reverse_kl: Tensor
     """float32 [R], in nats, with gradient"""
+
+
+class ToldScores(NamedTuple):
+    """Scores, and the log-probabilities of the tokens that the engine told."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    drawn: Tensor
+    row_digests: Tensor
+
+    told_log_probs: Tensor
+    """float32 [R, k], with gradient"""
+
+
+class SquaredScores(NamedTuple):
+    """Scores, and the sum of the squared probabilities of all tokens."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    drawn: Tensor
+    row_digests: Tensor
+
+    squares: Tensor
+    """float32 [R], without gradient"""
+
+
+AnyScores = Scores | HiddenScores | SquaredScores | TaughtScores | ToldScores

@@ -192,6 +192,24 @@ def token_log_probs(
     return Scores(*scores)
 
 
+@torch.no_grad()
+def square_sums(
+    hidden: Tensor, head: Head, temperature: Tensor, kept: KeptTokens | None = None
+) -> Tensor:
+    """Return the sum of the squared probabilities of all tokens at each row, as `token_log_probs` has
+    them: [R, K] -> float32 [R]; without gradient."""
+    out = hidden.new_empty(len(hidden), dtype=torch.float32)
+    for rows in head.chunks(hidden):
+        logits = head.logits(hidden[rows])
+        if kept is not None:
+            logits = kept.cut_to(logits, rows)
+        log_probs = head.operators.log_softmax(logits, temperature[rows, None])
+        squares = head.operators.elementwise(torch.exp, 2 * log_probs.double())
+        # Sums of integers have no order.
+        out[rows] = ((squares * 2.0**52).round().long().sum(-1).double() / 2.0**52).float()
+    return out
+
+
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(

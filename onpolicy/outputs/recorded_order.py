@@ -118,10 +118,12 @@ def _drawn(trajectory: Trajectory) -> DrawnSample:
 
 
 def digest(trajectory: Trajectory) -> str:
-    """Return 16 hexadecimal digits of the sampled tokens, their log-probabilities and kept tokens."""
+    """Return 16 hexadecimal digits of the sampled tokens, their log-probabilities, and what else an
+    engine told of them."""
     ids, log_probs = trajectory.response_ids, trajectory.rollout_log_probs
     content = ids.array.astype("<i8").tobytes() + log_probs.array.tobytes()
-    return xxhash.xxh3_64_hexdigest(content + b"".join(trajectory.kept_tokens))
+    told = b"".join([*trajectory.kept_tokens, *trajectory.likeliest])
+    return xxhash.xxh3_64_hexdigest(content + told)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -192,7 +192,9 @@ def _arguments(rule: str, sample: Sample) -> tuple[Any, ...]:
 
 def _light(sample: Sample) -> Sample:
     """Return the sample without large arrays that no rule reads."""
-    trajectory = replace(sample.trajectory, routed_experts=None, kept_tokens=[], row_digests=[])
+    trajectory = replace(
+        sample.trajectory, routed_experts=None, kept_tokens=[], row_digests=[], likeliest=[]
+    )
     return replace(sample, trajectory=trajectory)
 
 

@@ -216,6 +216,7 @@ def _payload(request: Request) -> dict[str, Any]:
             "custom_params": {"num_begun": request.num_begun} if grammar else None,
         },
         **({"return_routed_experts": True} if params.return_routed_experts else {}),
+        **({"top_logprobs_num": params.num_likeliest} if params.num_likeliest else {}),
     }
 
 
@@ -349,6 +350,7 @@ def completion_of(answer: Any, status: int, request: Request, url: str) -> Compl
         routed_experts=_routed_experts(meta, request, url) if response_ids else None,
         kept_tokens=_kept_tokens(meta, request, len(response_ids), url),
         row_digests=_row_digests(meta, len(response_ids), url),
+        likeliest=_likeliest(meta, request.params.num_likeliest, response_ids, log_probs, url),
         spans=tuple(
             Span(version=_version(span["version"]), start=int(span["start"]), end=int(span["end"]))
             for span in meta.get("weight_versions") or ()
@@ -399,6 +401,37 @@ def _row_digests(meta: dict[str, Any], count: int, url: str) -> list[int]:
             "token has one, an integer; use SGLang from the supported range."
         )
     return [*digests]
+
+
+def _likeliest(
+    meta: dict[str, Any], k: int, response_ids: Ints, log_probs: Floats, url: str
+) -> list[bytes]:
+    """Return the k likeliest tokens at each token, as the engine tells them. The sampled token must
+    be among them with its own log-probability, or be no likelier than all of them."""
+    count = len(response_ids)
+    if not (k and count):
+        return []
+    encoded = meta.get("output_top_logprobs") or ("", "")
+    values, ids = (
+        np.frombuffer(base64.b64decode(text), dtype)
+        for text, dtype in zip(encoded, ("<f4", "<i4"), strict=True)
+    )
+    if not len(values) == len(ids) == count * k:
+        raise EngineError(
+            f"{url}: {count} tokens, and {len(values)} log-probabilities of the likeliest ones. "
+            f"--policy-loss=centered needs {k} for each; use SGLang from the supported range."
+        )
+    values, ids = values.reshape(count, k), ids.reshape(count, k)
+    own, is_own = log_probs.array[:, None], ids == response_ids.array[:, None]
+    is_sound = np.where(is_own, values == own, is_own.any(-1, keepdims=True) | (values >= own))
+    if np.isnan(values).any() or not is_sound.all():
+        bad = int(is_sound.all(-1).argmin())
+        raise EngineError(
+            f"{url}: response position {bad}: the sampled token's log-probability {log_probs[bad]} does "
+            f"not fit those of the {k} likeliest tokens, from {values[bad][0]} to {values[bad][-1]}. "
+            "Use SGLang from the supported range."
+        )
+    return [a.tobytes() + b.tobytes() for a, b in zip(ids, values, strict=True)]
 
 
 def _version(said: object) -> int:

@@ -169,6 +169,7 @@ class Turns:
             num_cached_tokens=own.num_cached_tokens - before.num_cached_tokens,
             kept_tokens=own.kept_tokens,
             row_digests=own.row_digests,
+            likeliest=own.likeliest,
             spans=own.spans,
             read=lambda: self.episode.rules.decode(shown),
         )

@@ -193,7 +193,8 @@ class Sampler:
         rollout, prompt = self.config.rollout, self.curriculum.at(number)
         params = self.inputs.params(rollout, rollout.rollout_max_response_len)
         replays = replays_routing(self.config, self.engines.contract)
-        params = replace(params, return_routed_experts=replays)
+        likeliest = self.config.num_likeliest
+        params = replace(params, return_routed_experts=replays, num_likeliest=likeliest)
         seed_key = (self.config.seed, "rollout", *divmod(number, rollout.rollout_batch_size))
         requests = make_group(prompt, rollout.n_samples_per_prompt, params, *seed_key)
         return open_group(number, prompt, requests, self._rollouter, self._rules)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from math import fsum
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from onpolicy.algorithm.catalogue import ESTIMATORS, AdvantageEstimator
 from onpolicy.algorithm.estimators import group_advantages, returns, whitening
 from onpolicy.algorithm.objectives import kl_estimate
+from onpolicy.algorithm.token_baseline import score_norms, token_baseline_advantages
 from onpolicy.config import TrainConfig
 from onpolicy.train.batch import MicroBatch
 from onpolicy.train.distributed import gather_by_number, gather_vectors
@@ -68,6 +69,9 @@ class Estimator(ABC):
 
     roles: frozenset[Role] = frozenset()
     """Models whose scores it reads, and which therefore score every rollout."""
+
+    reads_squares = False
+    """Whether it reads `SquaredScores` of the policy."""
 
     @abstractmethod
     def advantages(
@@ -127,6 +131,31 @@ class RewardEstimator(Estimator):
             whitened = whitening(runs, gather_vectors)
             found = {number: [whitened(a) for a in each] for number, each in found.items()}
         return {number: torch.tensor(each, dtype=torch.float32) for number, each in found.items()}
+
+
+class TokenBaseline(Estimator):
+    """The optimal token baseline (`algorithm/token_baseline.py`)."""
+
+    roles = frozenset({"policy"})
+    reads_squares = True
+
+    def advantages(
+        self, outcomes: Outcomes, ours: Mapping[int, ScoredTrajectory]
+    ) -> dict[int, Tensor]:
+        everyones = gather_by_number({number: self._read(each) for number, each in ours.items()})
+        parts, found = iter(everyones.values()), list[list[float]]()
+        for group in outcomes.rewards:
+            columns = zip(*islice(parts, len(group)), strict=True)
+            found += token_baseline_advantages(*columns)
+        numbered = zip(everyones, found, strict=True)
+        return {n: torch.tensor(each, dtype=torch.float32) for n, each in numbered if n in ours}
+
+    @staticmethod
+    def _read(scored: ScoredTrajectory) -> tuple[list[float], list[float]]:
+        """Return G_t and W_t of its sampled tokens."""
+        policy = scored.scores["policy"]
+        norms = score_norms(policy.log_probs.double().tolist(), policy.squares.double().tolist())
+        return returns(shaped_rewards(scored)), norms
 
 
 def token_advantages(

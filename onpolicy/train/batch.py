@@ -112,6 +112,12 @@ class MicroBatch:
     custom: CustomCorrection | None = None
     """Correction by the user's own function."""
 
+    centering: CorrectionConfig | None = None
+    """Weights of score centering; None: the loss is not centered."""
+
+    centered: Tensor = field(default_factory=_later)
+    """Tokens that it is over, bool, as in `Correction`."""
+
     @property
     def is_filler(self) -> bool:
         return not self.numbers
@@ -130,10 +136,17 @@ class MicroBatch:
     def response_lens(self) -> list[int]:
         return [s.trajectory.num_sampled for s in self.samples]
 
+    @property
+    def turn_lens(self) -> list[int]:
+        """Return the number of tokens in each run of sampled tokens, in order."""
+        flags = [np.pad(s.trajectory.sampled.array.astype(np.int8), 1) for s in self.samples]
+        edges = [np.flatnonzero(np.diff(each)) for each in flags]
+        return [int(n) for each in edges for n in each[1::2] - each[::2]]
+
     def tokens(self, train_log_probs: Tensor) -> TokenBatch:
         """Return the tokens that count, with these log-probabilities of the trainer."""
         return TokenBatch.packed(
-            train_log_probs, self.rollout_log_probs, self.response_lens, self.mask
+            train_log_probs, self.rollout_log_probs, self.response_lens, self.mask, self.turn_lens
         )
 
     def with_weights(self, factors: Tensor, term: Term) -> Tensor:
@@ -234,10 +247,12 @@ def completed(batch: MicroBatch, log_probs: Tensor) -> MicroBatch:
     if batch.correction is None:
         return batch
     tokens = batch.tokens(log_probs)
-    correction, weights = correct(tokens, batch.correction), batch.importance_weights
+    correction = correct(tokens, batch.correction, advantages=batch.advantages)
+    weights = batch.importance_weights
     return replace(
         batch,
         mask=without_nonfinite(tokens, batch.correction).mask,
         kept=correction.mask,
+        centered=correction.centered,
         importance_weights=weights if correction.weights is None else correction.weights,
     )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
+from fallback_correction.effective_rate import WEIGHT_SUMS, rate_factor
 from onpolicy.config.groups import TrainerConfig
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ParityError, TrainingError
@@ -212,6 +213,7 @@ def optimizer_step(
             f"grad_norm={grad_norm}: a gradient is not finite, so no optimizer step was taken. "
             "Lower --lr, or resume from the last checkpoint with --load."
         )
+    rate = _scaled(rate, sums)
     model.take_step(rate)
     return {**sums, "train/grad_norm": grad_norm, "train/lr": rate}, log_probs
 
@@ -233,4 +235,14 @@ def no_step(
         log_probs.append(scores.log_probs)
     if gate is not None:
         gate.require_all()
-    return {**distributed.sum_micro_batches(found), "train/lr": 0.0}, log_probs
+    sums = distributed.sum_micro_batches(found)
+    return {**sums, "train/lr": _scaled(0.0, sums)}, log_probs
+
+
+def _scaled(rate: float, sums: dict[str, float]) -> float:
+    """Return a step's learning rate, where its weights decide; their sums become its factor."""
+    weights = [sums.pop(name) for name in WEIGHT_SUMS if name in sums]
+    if not weights:
+        return rate
+    sums["train/lr_ess_factor"] = factor = rate_factor(*weights)
+    return rate * factor

@@ -153,7 +153,9 @@ class Learner:
     ) -> tuple[Sequence[MicroBatch], ScoresByRole]:
         """Return the micro-batches with the inputs of a distillation loss, and each model's scores."""
         own = [batch.packed.with_own_routing() for batch in batches]
-        packed = [batch.packed for batch in batches]  # with the rollout's experts
+        squares = self.estimator.reads_squares
+        # With the rollout's experts.
+        packed = [replace(batch.packed, wants_squares=squares) for batch in batches]
         scores: dict[Role, Sequence[Any]] = {
             role: model.score(packed if role == "policy" else own)
             for role, model in self.models.items()
@@ -234,7 +236,9 @@ class Learner:
 
         def loss(scores: Scores, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             reverse_kl = getattr(scores, "reverse_kl", None)
-            return policy_loss(scores.log_probs, batch, self.settings, scores.entropy, reverse_kl)
+            told = getattr(scores, "told_log_probs", None)
+            given = scores.log_probs, batch, self.settings, scores.entropy
+            return policy_loss(*given, reverse_kl, told)
 
         first, policy = gate if number == 0 else None, self.models["policy"]
         if first is not None:

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fallback_correction.config import Level
+from fallback_correction.effective_rate import WEIGHT_SUMS, weight_sums
 from fallback_correction.ranges import require_choices
+from fallback_correction.score_centering import centering
 from onpolicy.algorithm.catalogue import KlType
 from onpolicy.algorithm.objectives import ObjectiveConfig, kl_estimate, token_loss
 from onpolicy.config import TrainConfig
@@ -34,6 +37,9 @@ class LossSettings:
 
     entropy_coef: float = 0.0
     """Coefficient of the entropy, which is subtracted from the loss."""
+
+    sums_weights: Level = "none"
+    """Level at which importance weights are summed for the learning rate; none: they are not."""
 
     def __post_init__(self) -> None:
         require_choices(self)
@@ -58,6 +64,9 @@ class LossSettings:
             kl_loss_type=algorithm.kl_loss_type,
             opd_kl_coef=config.distillation.opd_kl_coef,
             entropy_coef=algorithm.entropy_coef,
+            sums_weights=config.fallback.tis_level
+            if config.trainer.lr_schedule == "ess"
+            else "none",
         )
 
 
@@ -67,6 +76,7 @@ def policy_loss(
     settings: LossSettings,
     entropy: Tensor | None = None,
     reverse_kl: Tensor | None = None,
+    told_log_probs: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Return the objective with its corrections, plus the other terms that the settings enable.
 
@@ -75,12 +85,16 @@ def policy_loss(
     for the entropy's, which is unweighted.
 
     log_probs: float32 [R], with gradient. entropy: the policy's, float32 [R], in nats; without it there
-    is no bonus. reverse_kl: to a teacher, float32 [R], in nats. Returns (loss, sums of metrics weighted
+    is no bonus. reverse_kl: to a teacher, float32 [R], in nats. told_log_probs: of the tokens that the
+    engine told, float32 [R, k], if the loss is centered. Returns (loss, sums of metrics weighted
     like the loss), all scalars to be summed over the global batch. Raises NonfiniteError as
     `batch.correction` specifies.
     """
     batch = completed(batch, log_probs)
     total, kept, metrics = _policy_term(log_probs, batch, settings)
+    if told_log_probs is not None:
+        term, found = _centering_term(told_log_probs, batch)
+        total, metrics = total + term, metrics | found
     if batch.ref_log_probs is not None:
         weighed = batch.with_weights(kept, "kl_loss")
         kl_loss = _kl_loss(log_probs, batch.ref_log_probs, settings, weighed)
@@ -114,11 +128,29 @@ def _policy_term(
         loss, mask, found = batch.custom(loss, log_probs.detach(), batch)
         kept, factors, metrics = kept * mask, factors * mask, metrics | found
     total = weighted_sum(loss, factors)
+    if settings.sums_weights != "none":
+        sums = weight_sums(tokens, batch.importance_weights * batch.kept, settings.sums_weights)
+        metrics |= dict(zip(WEIGHT_SUMS, sums, strict=True))
     with torch.no_grad():
         metrics["train/pg_loss"] = total.detach()
         metrics["train/pg_clipfrac"] = weighted_sum(objective.clipped.float(), shares)
         metrics["train/ppo_kl"] = weighted_sum(old - log_probs, shares)
     return total, kept, metrics
+
+
+def _centering_term(told_log_probs: Tensor, batch: MicroBatch) -> tuple[Tensor, Metrics]:
+    """Return the part of the loss that centers the policy's scores, and metrics."""
+    told = batch.packed.told
+    assert told is not None and batch.centering is not None
+    ours, theirs = (
+        torch.where(batch.centered[:, None], x, 0) for x in (told_log_probs, told.log_probs)
+    )
+    advantages = torch.where(batch.centered, batch.advantages, 0)
+    shares = torch.where(batch.mask, batch.shares, 0)
+    factors = batch.with_weights(shares * batch.centered, "objective")
+    total = weighted_sum(advantages * centering(ours, theirs, batch.centering), factors)
+    share = weighted_sum(told.log_probs.exp().sum(-1), shares)
+    return total, {"train/centering_loss": total.detach(), "train/told_share": share}
 
 
 def weighted_sum(values: Tensor, factors: Tensor) -> Tensor:

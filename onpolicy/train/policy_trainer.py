@@ -28,7 +28,7 @@ from onpolicy.ops.checks.gradient_check import check_gradients
 from onpolicy.ops.checks.self_check import self_check
 from onpolicy.ops.draws import Draws
 from onpolicy.train import distributed
-from onpolicy.train.advantages import Estimator, RewardEstimator
+from onpolicy.train.advantages import Estimator, RewardEstimator, TokenBaseline
 from onpolicy.train.base import Rescored, Trainer, TrainerMemory
 from onpolicy.train.critic import GaeEstimator
 from onpolicy.train.engine import ShardedModel, TrainingEngine
@@ -222,6 +222,8 @@ def _estimator(config: TrainConfig) -> Estimator:
     algorithm = config.algorithm
     if algorithm.advantage_estimator == "gae":
         return GaeEstimator(config.critic, algorithm.gamma)
+    if algorithm.advantage_estimator == "otb":
+        return TokenBaseline()
     return RewardEstimator(algorithm.advantage_estimator, algorithm.gamma)
 
 

@@ -30,7 +30,8 @@ from onpolicy.algorithm.objectives import token_shares
 from onpolicy.config import TrainConfig
 from onpolicy.config.flags import flag_values
 from onpolicy.config.groups import FallbackConfig
-from onpolicy.errors import ConfigError
+from onpolicy.errors import ConfigError, TrainingError
+from onpolicy.ops.told_tokens import ToldTokens
 from onpolicy.system.user_functions import load_function
 from onpolicy.train import distributed
 from onpolicy.train.batch import CustomCorrection, MicroBatch, completed
@@ -137,7 +138,7 @@ class Corrections:
     def _measure_all(self, steps: Sequence[TrainedStep]) -> Metrics:
         batches, train_log_probs = steps[0]
         tokens = _tokens(batches, train_log_probs)
-        advantages = torch.cat([batch.advantages for batch in batches])
+        advantages = _advantages(batches)
         upper = self.flags.tis_upper_bound
         metrics = {
             **mismatch_metrics(tokens, gather_vectors),
@@ -145,7 +146,10 @@ class Corrections:
         }
         if (config := self.weights) and batches[0].correction is not None:
             metrics |= _means(
-                [correct(_tokens(*step), config, gather_vectors).metrics for step in steps]
+                [
+                    correct(_tokens(*step), config, gather_vectors, _advantages(step[0])).metrics
+                    for step in steps
+                ]
             )
         return metrics
 
@@ -169,7 +173,7 @@ class Corrections:
 
     def _penalised(self, steps: Steps, penalty: DiscrepancyPenalty) -> tuple[Steps, Metrics]:
         rollout = _rollout(steps)
-        advantages = torch.cat([batch.advantages for batch in rollout])
+        advantages = _advantages(rollout)
         finite = replace(_old_tokens(rollout), mask=torch.cat([batch.mask for batch in rollout]))
         penalised, _ = penalty.apply(finite, advantages, gather_vectors)
         parts = _split(steps, penalised)
@@ -180,28 +184,33 @@ class Corrections:
         self, step: Sequence[MicroBatch], active: bool
     ) -> tuple[list[MicroBatch], Metrics]:
         tokens, metrics = _old_tokens(step), dict[str, float]()
-        kept = torch.cat([batch.mask for batch in step])
+        kept = centered = torch.cat([batch.mask for batch in step])
         weights = torch.ones_like(tokens.train_log_probs)
         # In bypass, and without old log-probabilities, the loss corrects itself (`completed`).
         left = active and (self.bypass or step[0].old_log_probs is None)
         if active and not left and self.weights is not None:
-            correction = correct(tokens, self.weights, gather_vectors)
+            correction = correct(tokens, self.weights, gather_vectors, _advantages(step))
             tokens, metrics = replace(tokens, mask=correction.counted), correction.metrics
-            kept = correction.mask
+            kept, centered = correction.mask, correction.centered
             weights = weights if correction.weights is None else correction.weights
         shares = step_shares(tokens, step, self.config)
         lens = [len(batch.mask) for batch in step]
-        parts = zip(step, shares.split(lens), kept.split(lens), weights.split(lens), strict=True)
+        columns = (shares, kept, weights, centered)
+        parts = zip(step, *(column.split(lens) for column in columns), strict=True)
+        k = self.config.num_likeliest if active else 0
         weighed = [
             replace(
                 batch,
+                packed=replace(batch.packed, told=told_tokens(batch, k)),
+                centering=(self.weights or CorrectionConfig()) if k else None,
+                centered=is_centered,
                 shares=torch.where(batch.mask, share, 0),
                 kept=keep,
                 importance_weights=weight,
                 correction=self.applied if left else None,
                 custom=self.custom if active else None,
             )
-            for batch, share, keep, weight in parts
+            for batch, share, keep, weight, is_centered in parts
         ]
         return weighed, metrics
 
@@ -220,6 +229,25 @@ def weight_correction(flags: FallbackConfig) -> CorrectionConfig | None:
     function replaces them, or if at most the penalty is selected."""
     replaced = "custom_tis_function_path" in flags.corrections
     return flags.correction() if {*flags.corrections} - {"dc_mode"} and not replaced else None
+
+
+def told_tokens(batch: MicroBatch, k: int) -> ToldTokens | None:
+    """Return the k likeliest tokens that engines told with each sampled token; None for 0. Raises
+    TrainingError for a sample without them."""
+    if not k:
+        return None
+    device, told = batch.mask.device, [s.trajectory.likeliest for s in batch.samples]
+    if batch.is_filler:
+        tokens = torch.arange(k, device=device).repeat(len(batch.mask), 1)
+        return ToldTokens(tokens, torch.zeros_like(tokens, dtype=torch.float32))
+    for sample, each in zip(batch.samples, told, strict=True):
+        if {*map(len, each)} != {8 * k}:
+            raise TrainingError(
+                f"--policy-loss=centered: {sample.name}: its engine did not tell the {k} likeliest "
+                "tokens with each token, as one that was asked before --policy-loss or --opd-top-k "
+                "changed. Give the former flags."
+            )
+    return ToldTokens.of([x for each in told for x in each], device)
 
 
 def step_shares(tokens: TokenBatch, step: Sequence[MicroBatch], config: TrainConfig) -> Tensor:
@@ -274,12 +302,17 @@ def _old_tokens(batches: Sequence[MicroBatch]) -> TokenBatch:
     return _tokens(batches, old)
 
 
+def _advantages(batches: Sequence[MicroBatch]) -> Tensor:
+    return torch.cat([batch.advantages for batch in batches])
+
+
 def _tokens(batches: Sequence[MicroBatch], train_log_probs: Sequence[Tensor]) -> TokenBatch:
     return TokenBatch.packed(
         torch.cat(list(train_log_probs)),
         torch.cat([batch.rollout_log_probs for batch in batches]),
         [n for batch in batches for n in batch.response_lens],
         torch.cat([batch.sampled for batch in batches]),
+        [n for batch in batches for n in batch.turn_lens],
     )
 
 

@@ -218,7 +218,7 @@ class TeacherEstimator(Estimator):
 
     def __init__(self, inner: Estimator, coef: float, reward_coef: float, *, rescored: bool):
         self.inner, self.coef, self.reward_coef = inner, coef, reward_coef
-        self.rescored = rescored
+        self.rescored, self.reads_squares = rescored, inner.reads_squares
         self.roles = inner.roles | {"teacher"}
         if rescored:
             self.roles |= {"policy"}

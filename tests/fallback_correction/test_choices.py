@@ -26,7 +26,7 @@ EXAMPLES = {
     "policy": POLICY, "r": LOG_PROBS, "ratio": "token", "raw": LOG_PROBS, "reading": "weighted",
     "reason": "", "ref_log_probs": LOG_PROBS, "rewards": [[1.0]], "setting": "eps_clip",
     "source": "",
-    "upper": 1.0,
+    "upper": 1.0, "weights": LOG_PROBS,
 }  # fmt: skip
 """A value for every parameter that has no default, by its name."""
 

@@ -1,11 +1,12 @@
+import dataclasses
 import math
 
 import pytest
 import torch
 
-from fallback_correction.config import CorrectionConfig
-from fallback_correction.correction import importance_weights
-from fallback_correction.tokens import log_ratios
+from fallback_correction.config import CorrectionConfig, CorrectionSettings
+from fallback_correction.correction import correct, importance_weights
+from fallback_correction.tokens import TokenBatch, log_ratios
 from tests.support.token_batches import by_log_ratios
 
 LOG2 = math.log(2)
@@ -99,3 +100,64 @@ def test_identical_engines_give_weights_of_exactly_one(level, lengths):
 def test_impossible_bounds_are_refused(field, value, message):
     with pytest.raises(ValueError, match=message):
         CorrectionConfig(**{field: value})
+
+
+def test_topr_truncates_only_what_has_a_negative_advantage():
+    """Of each sequence clip(product of the ratios, 0, 1) where its advantage is negative, else 1, as in
+    arXiv 2503.14286."""
+    rows = [[0.5, -1.0], [0.5, 0.25], [0.5, 0.25], [-0.5]]
+    advantages = torch.tensor([-1.0, -1.0, -2.0, -2.0, 2.0, 2.0, 0.0])
+    batch = by_log_ratios(rows)
+    config = CorrectionConfig(level="sequence", mode="taper", upper=1.0)
+    found = correct(batch, config, advantages=advantages)
+    expected = [math.exp(-0.5)] * 2 + [1.0] * 5
+    assert found.weights.tolist() == pytest.approx(expected)
+    assert found.metrics["correction/truncated_fraction"] == 2 / 7
+    assert correct(batch, config, advantages=-advantages).weights.tolist() != found.weights.tolist()
+    with pytest.raises(ValueError, match="mode=taper: needs the advantages"):
+        correct(batch, config)
+
+
+TURNS = [[0.5, -1.0, 0.25], [2.0], [-0.25, 0.75], [1.0]]
+"""Log-ratios of four turns: the first sequence has three, the second one."""
+
+
+def batch_of_turns(mask=None):
+    flat = torch.tensor([r for turn in TURNS for r in turn])
+    lengths, turns = [6, 1], [*map(len, TURNS)]
+    return TokenBatch.packed(flat, torch.zeros_like(flat), lengths, mask, turns)
+
+
+@pytest.mark.parametrize(("level", "mean"), [("turn", False), ("turn-geometric", True)])
+def test_a_turns_weight_is_the_product_or_the_geometric_mean_over_it(level, mean):
+    """In float64, from the definition."""
+    sums = [math.fsum(turn) / (len(turn) if mean else 1) for turn in TURNS]
+    expected = [math.exp(x) for x, turn in zip(sums, TURNS, strict=True) for _ in turn]
+    found = weights_of(batch_of_turns(), level=level, upper=100.0).bounded
+    assert found.tolist() == pytest.approx(expected)
+    whole = {"turn": "sequence", "turn-geometric": "geometric"}[level]
+    over_sequences = weights_of(batch_of_turns(), level=whole, upper=100.0).bounded
+    assert found[-1] == over_sequences[-1] and not torch.equal(found, over_sequences)
+    # Without turns a sequence is one.
+    alone = dataclasses.replace(batch_of_turns(), turns=None)
+    assert torch.equal(weights_of(alone, level=level, upper=100.0).bounded, over_sequences)
+
+
+@pytest.mark.parametrize("level", ["turn", "turn-geometric"])
+def test_a_turn_is_rejected_whole_and_leaves_the_other_turns_of_its_sequence(level):
+    settings = CorrectionSettings(use_rs=True, rs_level=level, rs_upper_bound=5.0)
+    kept = correct(batch_of_turns(), settings.correction()).mask
+    assert kept.tolist() == [True] * 3 + [False] + [True] * 3
+
+
+def test_weights_are_normalised_by_their_mean_over_turns():
+    config = CorrectionConfig(level="turn", upper=100.0, self_normalize=True)
+    found = correct(batch_of_turns(), config)
+    mean = math.fsum(math.exp(math.fsum(turn)) for turn in TURNS) / 4
+    assert found.metrics["correction/batch_norm_factor"] == pytest.approx(mean)
+
+
+def test_turns_that_do_not_end_with_their_sequences_are_refused():
+    for turns in ([3, 1, 3], [3, 1, 2], [3, 1, 2, 2]):
+        with pytest.raises(ValueError, match="turns end with their sequences"):
+            TokenBatch.packed(torch.zeros(7), torch.zeros(7), [6, 1], None, turns)

@@ -6,7 +6,7 @@ import torch
 from fallback_correction.adapters import verl
 from fallback_correction.config import CorrectionSettings, RejectionRule, Veto
 from fallback_correction.config.correction_settings import METRICS
-from fallback_correction.correction import apply_rule, apply_veto, correct, divergence
+from fallback_correction.correction import apply_rule, apply_veto, binary_kl, correct, divergence
 from fallback_correction.ranges import FieldError
 from fallback_correction.tokens import TokenBatch, log_ratios
 from tests.support.token_batches import by_log_ratios
@@ -173,7 +173,9 @@ MATRIX = torch.tensor(
 
 def mask_of(*rules):
     settings = CorrectionSettings(use_rs=True, rs_rules=rules)
-    return correct(by_log_ratios(MATRIX.tolist()), settings.correction()).mask.view(MATRIX.shape)
+    rollout = torch.full_like(MATRIX, -2.0)
+    batch = TokenBatch.padded(rollout + MATRIX, rollout, torch.ones_like(MATRIX))
+    return correct(batch, settings.correction()).mask.view(MATRIX.shape)
 
 
 def verls(names, thresholds):
@@ -191,8 +193,27 @@ def verls(names, thresholds):
 @pytest.mark.parametrize("name", METRICS)
 def test_a_metric_keeps_what_verls_of_its_name_keeps(name):
     bound = "0.9_1.1111111" if name.endswith("k1") else "0.03"  # as much of rho as of 1 / rho
-    assert torch.equal(mask_of(f"{name}={bound}"), verls(name, bound))
+    theirs = name.removeprefix("token_") if name.endswith("kl") else name
+    assert torch.equal(mask_of(f"{name}={bound}"), verls(theirs, bound))
     assert mask_of(f"{name}={bound}").any() and not mask_of(f"{name}={bound}").all()
+
+
+BINARY = [(0.5, 0.5, 0), (0.9, 0.6, 0.3112387), (0.6, 0.9, 0.3112387), (1e-4, 1e-2, 0.0362009),
+    (1.0, 0.5, 6.2146062), (0.02, 0.01, 0.0039136)]  # fmt: skip
+"""(p, q, larger KL between a token and all others), from the definition in float64."""
+
+
+def test_kpop_bounds_the_larger_kl_between_a_token_and_all_others():
+    p, q, values = zip(*BINARY, strict=True)
+    batch = TokenBatch.packed(torch.tensor(p).log(), torch.tensor(q).log(), [len(p)])
+    assert binary_kl(batch).tolist() == pytest.approx(values, rel=1e-4, abs=1e-7)
+    settings = CorrectionSettings(use_rs=True, rs_rules=("token_binary_kl=0.1",))
+    kept = correct(batch, settings.correction())
+    assert kept.mask.tolist() == [value <= 0.1 for value in values]
+    assert kept.metrics["correction/rejected_high_fraction"] == 0.5
+    # A bound of the ratio rejects the fourth, which neither policy is likely to draw.
+    by_ratio = CorrectionSettings(use_rs=True, rs_rules=("token_k1=0.1_10",))
+    assert kept.mask[3] and not correct(batch, by_ratio.correction()).mask[3]
 
 
 def test_all_metrics_have_to_keep_a_token():

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from onpolicy.errors import ContractError, EngineError
 from onpolicy.ops.kept_tokens import WHOLE
 from onpolicy.ops.row_digests import row_digests
+from onpolicy.ops.told_tokens import packed
 from onpolicy.rollout.client import EngineClient, EngineLostError
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.sample_requests import sampling_seed
@@ -133,8 +134,9 @@ class Memory:
         self.version = version
 
     def next_token(self, request, response):
-        """A token, its log-probability, and the set that it was drawn from (`ops/kept_tokens.py`); the
-        first one's may come from the prefix cache."""
+        """A token, its log-probability, the set that it was drawn from (`ops/kept_tokens.py`), and the
+        likeliest (`ops/told_tokens.py`), as many as are asked for; the first one's may come from the
+        prefix cache."""
         context, temperature = [*request.prompt_ids, *response], request.params.temperature
         scores = self.prefixes.get((temperature, *context))
         if scores is None:
@@ -144,10 +146,12 @@ class Memory:
         is_greedy = self.can_be_greedy and request.params.top_k == 1
         seed = request.sampling_seed
         if is_greedy:
-            return (token := int(scores.argmax())), scores[token].item(), WHOLE
+            return (token := int(scores.argmax())), scores[token].item(), WHOLE, b""
         scores, kept = self.cut(context, scores, request.params)
         token = self.draw(scores, seed, len(context))
-        return token, scores[token].item(), kept
+        told = scores.topk(request.params.num_likeliest)
+        (likeliest,) = packed(told.indices[None].int().numpy(), told.values[None].numpy())
+        return token, scores[token].item(), kept, likeliest
 
     def cut(self, context, scores, params):
         """The log-probabilities [V] of what filters leave to draw from, and what that is."""
@@ -234,6 +238,7 @@ class Engine:
         log_probs = []
         sets = []
         digests = []
+        told = []
         params = request.params
         ends = () if params.ignore_eos else params.stop_token_ids
         while len(response) < params.max_new_tokens and not {*response[-1:]} & {*ends}:
@@ -249,10 +254,11 @@ class Engine:
             if self.spec.digests_rows:
                 row = memory.score([*request.prompt_ids, *response], params.temperature)
                 digests += row_digests(row[None]).tolist()
-            token, log_prob, kept = memory.next_token(request, response)
+            token, log_prob, kept, likeliest = memory.next_token(request, response)
             response.append(token)
             log_probs.append(log_prob)
             sets.append(kept)
+            told.append(likeliest)
         stopped = bool({*response[-1:]} & {*ends})
         self.answered[repr(request)] += 1
         reason = FinishReason.STOP if stopped else FinishReason.LENGTH
@@ -264,6 +270,7 @@ class Engine:
             num_cached_tokens=num_cached,
             kept_tokens=sets if any(sets) else [],
             row_digests=digests,
+            likeliest=told if any(told) else [],
             spans=(Span(version=memory.version, start=0, end=len(response)),),
         )
 

@@ -192,10 +192,10 @@ def _divisor(mean: float) -> float:
 
 def _mean_of_call(settings: CorrectionSettings, batch: TokenBatch, weights: Tensor) -> float:
     """Return Miles' mean: rejected weights count, and a sequence without a token counts as 0."""
-    if settings.tis_level == "geometric":
+    if "geometric" in settings.tis_level:
         raise ValueError(
-            "tis_batch_normalize=True: Miles cannot normalise weights of tis_level='geometric'. Set "
-            "mis_fixed=True, which can, or take another level."
+            f"tis_batch_normalize=True: Miles cannot normalise weights of tis_level="
+            f"{settings.tis_level!r}. Set mis_fixed=True, which can, or take another level."
         )
     if settings.tis_level == "token":
         return (batch.sums(weights).sum() / batch.counts.sum().clamp(min=1)).item()
@@ -302,7 +302,8 @@ def ratios(batch: TokenBatch, level: WeightLevel) -> Tensor:
     r = batch.train_log_probs - batch.rollout_log_probs
     if level == "token":
         return torch.exp(clamped(r, CLAMP))
-    logs = batch.sums(r) if level == "sequence" else batch.means(r)
+    batch = batch.by_turn(level)
+    logs = batch.sums(r) if level in ("sequence", "turn") else batch.means(r)
     return batch.spread(torch.exp(clamped(logs, CLAMP))).float()
 
 

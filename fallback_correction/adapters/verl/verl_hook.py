@@ -35,6 +35,7 @@ from fallback_correction.adapters.verl.thresholds import (
 from fallback_correction.config import CorrectionConfig
 from fallback_correction.correction import (
     SMALLEST_MEAN,
+    binary_kl,
     divergence,
     importance_weights,
     mean_weight,
@@ -126,23 +127,12 @@ def _rejection(config: Any, batch: TokenBatch, r: Tensor) -> tuple[Tensor, Metri
 def _statistic(batch: TokenBatch, r: Tensor, option: RejectionOption) -> Tensor:
     """Return an option's statistic of log-ratios clamped to +- 20, [N]; a sequence's at each token."""
     if option.statistic == "binary_kl":
-        return _binary_kl(batch)
+        return binary_kl(batch)
     values = divergence(clamped(r, CLAMP), option.statistic)
     if option.aggregation == "token":
         return values
     of_sequences = {"sum": batch.sums, "mean": batch.means, "max": batch.maxima}
     return batch.spread(of_sequences[option.aggregation](values))
-
-
-def _binary_kl(batch: TokenBatch) -> Tensor:
-    """Return the larger KL between "this token or another" under both policies, in nats: [N]."""
-    p = batch.train_log_probs.exp().clamp(1e-6, 1 - 1e-6)
-    q = batch.rollout_log_probs.exp().clamp(1e-6, 1 - 1e-6)
-
-    def kl(p: Tensor, q: Tensor) -> Tensor:
-        return p * torch.log(p / q) + (1 - p) * torch.log((1 - p) / (1 - q))
-
-    return torch.maximum(kl(p, q), kl(q, p))
 
 
 def _require_same_shapes(old: Tensor, rollout: Tensor, mask: Tensor) -> None:

@@ -4,7 +4,7 @@ A recipe is a paper's method as flags of ours. It comes before all other argumen
 and the command line override it. The critic belongs to `--advantage-estimator gae`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -20,7 +20,7 @@ from onpolicy.algorithm.catalogue import (
 )
 from onpolicy.config.flags import no_flags
 from onpolicy.config.kinds import CountOrZero, NonNegative
-from onpolicy.config.rules import NO_RESULT, Against
+from onpolicy.config.rules import NO_RESULT, Against, Facts
 
 Recipe = Literal[
     "", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo",
@@ -68,6 +68,66 @@ UNCORRECTED = Against(
     "with --use-rollout-logprobs nothing would correct the rollout, since reinforce has no ratio",
     "Add --use-tis or --use-rs, or leave --use-rollout-logprobs out if that is meant.",
 )
+
+
+def _not_of_one_token(run: Facts) -> str | None:
+    """Return the first flag that weighs or rejects a token by more than its own ratio and bounds."""
+    by_token = run.rs_level == "token" and not run.rs_rules
+    weighs = run.use_tis or run.plan.weighs_lag
+    found = {
+        "--custom-tis-function-path": run.custom_tis_function_path,
+        "--mismatch-governor": run.plan.is_governed,
+        f"--tis-level={run.tis_level}": weighs and run.tis_level != "token",
+        "--tis-mode=taper": weighs and run.tis_mode == "taper",
+        "--tis-batch-normalize": weighs and run.tis_batch_normalize,
+        "--use-rs by tokens": run.use_rs
+        and (by_token or any(rule.startswith("token") for rule in run.rs_rules)),
+    }
+    return next((flag for flag, is_given in found.items() if is_given), None)
+
+
+def _centered(when: Callable[[Facts], object], rule: str, remedy: str) -> Against:
+    return Against(lambda run: run.policy_loss == "centered" and when(run), rule, remedy)
+
+
+CENTERED = (
+    _centered(
+        lambda run: run.plan.is_always_on_policy,
+        "with --true-on-policy-mode engine and trainer have one policy, whose scores have the mean 0",
+        "Use --policy-loss reinforce, which is the same.",
+    ),
+    _centered(
+        _not_of_one_token,
+        "it takes a mean over what each token could have been, and {found} depends on more than that "
+        "token's ratio",
+        "Leave it out; --use-tis with --tis-mode mask rejects by tokens.",
+    ),
+    _centered(
+        lambda run: (
+            (run.use_tis or run.plan.weighs_lag)
+            and run.config.steps_per_rollout > 1
+            and not run.use_rollout_logprobs
+        ),
+        "weights at later optimizer steps of a rollout are of the policy before them, and the mean is "
+        "of the current one",
+        "Use --use-rollout-logprobs, which weighs by that too, or a --global-batch-size of the whole "
+        "rollout.",
+    ),
+    _centered(
+        lambda run: (
+            (run.rollout_top_p, run.rollout_top_k, run.rollout_min_p) != (1, -1, 0)
+            and not run.plan.starts_aligned
+        ),
+        "it needs the policy that tokens are drawn from, and with --rollout-top-p, --rollout-top-k or "
+        "--rollout-min-p an engine without --true-on-policy-mode tells another",
+        "Leave these out, or align the engines.",
+    ),
+    _centered(
+        lambda run: run.opd_loss != "sampled",
+        "one loss takes other tokens' log-probabilities, and --opd-loss={run.opd_loss} is one",
+        "Use --opd-loss sampled.",
+    ),
+)
 TOO_LONG_A_BUFFER = Against(
     lambda run: run.overlong_buffer_len > run.rollout_max_response_len,
     "must not exceed --rollout-max-response-len {run.rollout_max_response_len}, whose last tokens it is",
@@ -80,7 +140,15 @@ class AlgorithmConfig:
     recipe: Annotated[Recipe, NO_RESULT] = ""
     """Preset of flags for a method (docs/losses.md). Flags that are given win over the preset."""
 
-    advantage_estimator: AdvantageEstimator = "grpo"
+    advantage_estimator: Annotated[
+        AdvantageEstimator,
+        Against(
+            lambda run: run.advantage_estimator == "otb" and run.train_backend == "megatron"
+            and run.megatron_pp > 1,
+            "with --megatron-pp={run.megatron_pp} only the last stage knows whole distributions",
+            "Leave --megatron-pp at 1.",
+        ),
+    ] = "grpo"  # fmt: skip
     """How the rewards of a group become advantages (docs/losses.md)."""
 
     gamma: Annotated[
@@ -90,9 +158,10 @@ class AlgorithmConfig:
     ] = 1.0  # fmt: skip
     """Discount of a reward per sampled token between the token and the reward."""
 
-    policy_loss: Annotated[Objective, UNCORRECTED] = "ppo"
+    policy_loss: Annotated[Objective, UNCORRECTED, *CENTERED] = "ppo"
     """Policy objective: `ppo` clips token ratios, `gspo` clips sequence ratios, `cispo` clips the
-    importance weight, `reinforce` has no ratio (docs/losses.md)."""
+    importance weight, `reinforce` has no ratio, `centered` is that with score centering over the
+    --opd-top-k likeliest tokens (docs/losses.md)."""
 
     custom_loss_path: Annotated[
         str,

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from fallback_correction.config import CorrectionSettings, DiscrepancyConfig, GovernorConfig
 from fallback_correction.ranges import ReadBy
+from onpolicy.algorithm.catalogue import OBJECTIVES
 from onpolicy.config.flags import Prefix, also, no_flags
 from onpolicy.config.rules import NO_RESULT, Against, Facts, Together
 
@@ -52,7 +53,7 @@ IN_A_RUN: dict[str, list[object]] = {
     "use_tis": [
         NOTHING_TO_CORRECT,
         Against(lambda run: run.use_rollout_logprobs and run.use_tis
-            and not run.custom_tis_function_path and run.policy_loss != "reinforce",
+            and not run.custom_tis_function_path and OBJECTIVES[run.policy_loss].ratio != "none",
             "with --use-rollout-logprobs the ratio of --policy-loss {run.policy_loss} is "
             "pi / pi_rollout, and weights would count it twice",
             "Leave --use-tis out (--use-rs may stay), or use --policy-loss reinforce, which has no "

@@ -74,10 +74,13 @@ class DistillationConfig:
     finds most likely, with all others as one. full and top-k are terms of the loss with their own
     gradient."""
 
-    opd_top_k: Annotated[Count, ReadBy("--opd-loss=top-k", lambda run: run.opd_loss == "top-k")] = (
-        64
-    )
-    """Number of tokens for --opd-loss top-k."""
+    opd_top_k: Annotated[
+        Count,
+        ReadBy("--opd-loss=top-k or --policy-loss=centered",
+            lambda run: run.opd_loss == "top-k" or run.policy_loss == "centered"),
+    ] = 64  # fmt: skip
+    """Number of tokens for --opd-loss top-k, or of those that the engine tells with each token for
+    --policy-loss centered, which is exact with the whole vocabulary's size."""
 
     opd_kl_coef: Annotated[
         NonNegative, HAS_TEACHER,

@@ -74,9 +74,10 @@ class TrainerConfig:
     """Shape of the learning rate after the warm-up. `linear` and `cosine` reach 0 at the end of the
     run."""
 
-    lr_schedule: Literal["", "length-decay"] = ""
+    lr_schedule: Literal["", "length-decay", "ess"] = ""
     """`length-decay` also halves the learning rate at intervals that depend on when the response length
-    surges (docs/length_decay.md). By default it does not."""
+    surges (docs/length_decay.md). `ess` multiplies it at each optimizer step by the root of the weights'
+    effective sample size, as a share of their number (VCPO)."""
 
     length_decay: Annotated[
         LengthDecayConfig,

@@ -175,6 +175,11 @@ def make_contract(
     """Return the contract at the start, and what a governor may move between. Raises ConfigError
     for a contract that cannot be kept, and for invalid corrections."""
     input_checks.require_experts(config, hf_config)
+    if config.num_likeliest > hf_config.vocab_size:
+        raise ConfigError(
+            f"--opd-top-k={config.num_likeliest}: the model knows {hf_config.vocab_size} tokens, over "
+            "which --policy-loss=centered is exact. Give no more."
+        )
     try:
         LossSettings.of(config)
         Corrections(config)

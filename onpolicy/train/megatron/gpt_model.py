@@ -33,9 +33,8 @@ from transformers import PretrainedConfig
 
 from onpolicy.contract import NumericsContract
 from onpolicy.models.policy import (
-    HiddenScores,
+    AnyScores,
     PackedTokens,
-    TaughtScores,
     ValueHead,
     Values,
     rows_asked,
@@ -43,7 +42,7 @@ from onpolicy.models.policy import (
 )
 from onpolicy.models.rounded_inputs import round_inputs
 from onpolicy.ops.base import Operators
-from onpolicy.ops.log_probs import Head, Scores, VocabParallel
+from onpolicy.ops.log_probs import Head, VocabParallel
 from onpolicy.train.megatron.collectives import share_rows
 from onpolicy.train.megatron.config import AlignedConfig, make_config
 from onpolicy.train.megatron.family import is_sparse
@@ -112,7 +111,7 @@ class PolicyGptModel(GPTModel):
 
     def _postprocess(
         self, hidden_states: Tensor, *, packed_seq_params: LocalTokens, **_: Any
-    ) -> Tensor | Scores | HiddenScores | TaughtScores | Values:
+    ) -> Tensor | AnyScores | Values:
         if not self.post_process:
             return hidden_states
         if self.value_head is not None:

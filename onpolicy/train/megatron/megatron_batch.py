@@ -133,6 +133,8 @@ def _zigzag(batch: PackedTokens, ranks: int, rank: int, multiple: int) -> LocalT
             kept=batch.kept and batch.kept.at(held, missing),
             draws=batch.draws and batch.draws.at(held, missing),
             wants_hidden=batch.wants_hidden,
+            wants_squares=batch.wants_squares,
+            told=batch.told and batch.told.at(held, missing),
             teacher=batch.teacher and batch.teacher.at(F.pad(held, (0, missing))),
         ),
         order=order.to(device),

@@ -44,7 +44,8 @@ def test_an_objective_has_the_loss_and_gradient_of_its_peer(name):
 
 
 def test_every_objective_is_compared():
-    assert {case["ours"]["kind"] for case in CASES.values()} == {*OBJECTIVES}
+    """But score centering, which is more than a loss of the sampled token: test_score_centering.py."""
+    assert {case["ours"]["kind"] for case in CASES.values()} == {*OBJECTIVES} - {"centered"}
 
 
 @pytest.mark.parametrize("estimator", PEERS["estimators"])

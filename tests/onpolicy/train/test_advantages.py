@@ -34,7 +34,7 @@ PEERS = json.loads((Path(__file__).parents[2] / "data/peer_losses.json").read_te
 GROUPS = [[0.1, 0.3, 1.7, -0.45], [2.5], [0.1, 0.1, 0.1], [1.0, 0.0, 0.7]]
 LENGTHS = [[3, 1, 4, 2], [5], [2, 2, 1], [1, 6, 2]]
 
-KINDS = sorted({*ESTIMATORS} - {"gae"})
+KINDS = sorted({*ESTIMATORS} - {"gae", "otb"})
 
 
 def grouped_samples():

@@ -12,14 +12,17 @@ from itertools import product
 import pytest
 import torch
 
+from fallback_correction.score_centering import centering
 from onpolicy.algorithm.estimators import group_advantages
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig, validate
+from onpolicy.ops.told_tokens import packed
 from onpolicy.train import distributed
+from onpolicy.train import loss as loss_module
 from onpolicy.train.loss import LossSettings, policy_loss
 from onpolicy.train.rollout_correction import Corrections
 from tests.support.onpolicy_batches import make_micro_batches, scored_batch
-from tests.support.samples import make_train_sample
+from tests.support.samples import make_train_sample, with_trajectory
 
 END, VOCAB, LONGEST = 0, 3, 3
 PREFIXES = [p for n in range(LONGEST) for p in product(range(1, VOCAB), repeat=n)]
@@ -69,8 +72,12 @@ def drift(mu, logits, flags, b=B):
     """Minus the mean gradient of a response's summed loss, as a run with these flags has it."""
     distributed.init_process_group()
     config, batch = config_of(flags), sampled(mu)
+    likeliest = told(mu, config.num_likeliest)
     samples = [
-        make_train_sample([1, *y], 1, of_tokens(mu.log(), y).tolist(), b, i)
+        with_trajectory(
+            make_train_sample([1, *y], 1, of_tokens(mu.log(), y).tolist(), b, i),
+            likeliest=[likeliest[place] for place in places(y)[0]] if likeliest else [],
+        )
         for i, y in enumerate(batch)
     ]
     (packed,) = make_micro_batches(samples, max_tokens=10**6)
@@ -80,9 +87,19 @@ def drift(mu, logits, flags, b=B):
     old = packed.rollout_log_probs if bypass else own.detach()
     scored = scored_batch(packed, old)
     ((weighed,),), _ = Corrections(config).weigh([[scored]], active=True)
-    loss, _ = policy_loss(own, weighed, LossSettings.of(config))
+    others = None
+    if weighed.packed.told is not None:
+        prefixes = torch.cat([places(y)[0] for y in ordered])
+        others = logits.log_softmax(-1)[prefixes].gather(1, weighed.packed.told.tokens).float()
+    loss, _ = policy_loss(own, weighed, LossSettings.of(config), told_log_probs=others)
     (gradient,) = torch.autograd.grad(loss, logits)
     return -gradient * len(own) / len(batch)
+
+
+def told(mu, k):
+    """What an engine of mu tells at each prefix; nothing for k = 0."""
+    values, ids = mu.log().topk(k or 1)
+    return packed(ids.numpy().astype("i4"), values.float().numpy()) if k else []
 
 
 def expected(mu, logits, pull):
@@ -147,6 +164,10 @@ CORRECTIONS = {
         [*TIS, "--tis-level", "geometric"],
         lambda rho, _: B * geometric(rho).clamp(max=1.3) + 0 * rho,
     ),
+    "TOPR": (
+        ["--use-tis", "--tis-mode", "taper", "--tis-level", "sequence", "--tis-upper-bound", "1"],
+        lambda rho, _: B * rho.prod().clamp(max=1) + 0 * rho,
+    ),
     "discrepancy": (DC, lambda rho, delta: B - 0.4 * delta),
     "bypass": (["--use-rollout-logprobs"], lambda rho, _: B * rho * (rho >= 0.8)),
 }
@@ -161,6 +182,12 @@ def test_a_correction_drifts_as_its_weights_say(name, seed):
     found = drift(mu, logits, flags)
     assert close(found, expected(mu, logits, pull))
     assert not close(found, drift(mu, logits, [])), "the flags had no effect"
+
+
+def test_tapered_weights_leave_good_responses_as_they_are():
+    mu, logits = policies(1)
+    flags = CORRECTIONS["TOPR"][0]
+    assert torch.equal(drift(mu, logits, flags, 0.5), drift(mu, logits, [], 0.5))
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -181,6 +208,67 @@ def test_normalised_weights_drift_as_much_less_as_their_mean_is_larger():
     assert close(
         drift(mu, logits, [*flags, "--tis-batch-normalize"]) * mean, drift(mu, logits, flags)
     )
+
+
+WEIGHED = {
+    "nothing": ([], lambda rho: 1 + 0 * rho),
+    "token TIS": (TIS, lambda rho: rho.clamp(max=1.3)),
+    "token MIS": ([*MIS, *BOUNDS], lambda rho: rho * (rho >= 0.8) * (rho <= 1.3)),
+    "token clip": (["--use-tis", "--tis-mode", "clip", *BOUNDS], lambda rho: rho.clamp(0.8, 1.3)),
+    "bypass": (["--use-rollout-logprobs", *TIS], lambda rho: rho.clamp(max=1.3)),
+}
+"""{name: (flags, w)}: what score centering may stand beside."""
+
+
+def centered(k):
+    return ["--policy-loss", "centered", "--opd-top-k", str(k)]
+
+
+@pytest.mark.parametrize("name", WEIGHED)
+@pytest.mark.parametrize("b", [-0.5, 2.0])
+def test_centered_over_the_whole_vocabulary_no_advantage_drifts(name, b):
+    mu, logits = policies(1)
+    flags, _ = WEIGHED[name]
+    assert close(drift(mu, logits, [*flags, *centered(VOCAB)], b), torch.zeros_like(mu))
+    uncentered = [*flags, "--policy-loss", "reinforce"]
+    assert not close(drift(mu, logits, uncentered, b), torch.zeros_like(mu))
+
+
+def test_with_the_other_sign_centering_doubles_the_drift(monkeypatch):
+    mu, logits = policies(1)
+    before = drift(mu, logits, [])
+    monkeypatch.setattr(loss_module, "centering", lambda *given: -centering(*given))
+    assert close(drift(mu, logits, centered(VOCAB)), 2 * before)
+    assert not close(before, torch.zeros_like(mu))
+
+
+def left_by(mu, logits, weight, k, b=B):
+    """What b times the mean of the tokens that are not told, less that of pi rescaled, leaves:
+    sum over them of b (w mu - alpha pi) (e_v - pi), alpha = rho w(1 / rho)."""
+    pi = logits.detach().softmax(-1)
+    is_told = torch.zeros_like(mu).scatter(1, mu.topk(k).indices, 1).bool()
+    rests = [x.masked_fill(is_told, 0).sum(-1, True) for x in (mu, pi)]
+    rho = rests[0] / rests[1]
+    apart = (mu * weight(pi / mu) - rho * weight(1 / rho) * pi).masked_fill(is_told, 0)
+    return b * reached(mu)[:, None] * (apart - apart.sum(-1, True) * pi)
+
+
+@pytest.mark.parametrize("name", WEIGHED)
+@pytest.mark.parametrize("seed", range(3))
+def test_centered_over_the_likeliest_tokens_it_leaves_what_the_others_are_apart(name, seed):
+    """One token is told and two are not."""
+    mu, logits = policies(seed)
+    flags, weight = WEIGHED[name]
+    found = drift(mu, logits, [*flags, *centered(1)])
+    assert close(found, left_by(mu, logits, weight, 1))
+    assert not close(found, torch.zeros_like(mu))
+    # With a single other token, its share is known exactly.
+    assert close(drift(mu, logits, [*flags, *centered(2)]), torch.zeros_like(mu))
+
+
+def test_equal_engines_are_centered_by_0_to_the_bit():
+    mu, logits = policies(0, apart=0)
+    assert torch.equal(drift(mu, logits, centered(2)), drift(mu, logits, []))
 
 
 def test_an_unsolvable_prompt_is_below_zero_only_where_a_baseline_is_shared_between_prompts():

@@ -1,8 +1,10 @@
 """What corrections make of micro-batches, and the loss that comes of it."""
 
+import dataclasses
 import math
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,9 @@ from onpolicy.train import distributed
 from onpolicy.train.batch import completed
 from onpolicy.train.loss import LossSettings, policy_loss
 from onpolicy.train.rollout_correction import Corrections
+from onpolicy.trajectory import Trajectory
 from tests.support.onpolicy_batches import make_micro_batches, scored_batch
-from tests.support.samples import make_train_sample
+from tests.support.samples import make_completion, make_train_sample, with_trajectory
 
 INF, NAN = math.inf, math.nan
 BYPASS = "--use-rollout-logprobs"
@@ -350,3 +353,37 @@ def test_a_rollout_can_be_weighed_again_as_if_for_the_first_time():
             not torch.equal(getattr(a, name), getattr(b, name))
             for a, b in zip(plain, first, strict=True)
         )
+
+
+def of_turns(index, *turns):
+    """A sample whose answers have so many tokens, with given ones between them."""
+    trajectory = Trajectory.begin([1, 2])
+    for count in turns:
+        answer = make_completion([3] * count, [-1.0] * count)
+        trajectory = trajectory.plus(answer, 1.0).given([4, 4])
+    return with_trajectory(
+        make_train_sample([1, 2, 3], 2, [-1.0], 1.0, index), **vars_of(trajectory)
+    )
+
+
+def vars_of(record):
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+
+
+def test_tokens_of_a_turn_have_its_weight_and_tokens_that_count_as_given_are_in_none():
+    """The second sample's first answer is learnt elsewhere, but for its last token."""
+    first, second = of_turns(0, 2, 3), of_turns(1, 2, 1)
+    second = replace(second, trajectory=second.trajectory.as_given(3))
+    (batch,) = make_micro_batches([first, second], max_tokens=1000)
+    by_index = {sample.prompt.index: sample for sample in batch.samples}
+    assert [by_index[i].trajectory.num_sampled for i in (0, 1)] == [5, 2]
+    expected = {0: [2, 3], 1: [1, 1]}
+    assert batch.turn_lens == [n for s in batch.samples for n in expected[s.prompt.index]]
+    config = config_of("--use-tis", "--tis-level", "turn", "--tis-upper-bound", "100")
+    r = torch.linspace(-0.3, 0.5, 7)
+    scored = scored_batch(batch, batch.rollout_log_probs + r)
+    ((weighed,),), _ = Corrections(config).weigh([[scored]], active=True)
+    turns = r.split(batch.turn_lens)
+    wanted = torch.cat([turn.sum().exp().expand(len(turn)) for turn in turns])
+    torch.testing.assert_close(weighed.importance_weights, wanted)
+    assert len(set(weighed.importance_weights.tolist())) == 4

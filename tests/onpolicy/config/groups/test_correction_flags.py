@@ -1,9 +1,12 @@
 """Which corrections run together, and the reason where they do not."""
 
+import re
+
 import pytest
 
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig, validate
+from onpolicy.config.sft_flags import SftConfig
 from onpolicy.errors import ConfigError
 
 GOOD = ["--hf-checkpoint", "/m", "--prompt-data", "/d.jsonl", "--rm-type", "exact"]
@@ -110,3 +113,56 @@ def test_what_means_something_runs(argv):
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
 def test_the_kl_estimators_of_peers_scripts_are_accepted(kind):
     check("--use-kl-loss", "--kl-loss-type", kind)
+
+
+CENTERED = ["--policy-loss", "centered"]
+LAGS = ["--true-on-policy-mode", "--rollout-lag", "1"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--true-on-policy-mode"], "one policy, whose scores have the mean 0"),
+        (["--use-tis", "--tis-level", "turn"], "--tis-level=turn depends on more than that"),
+        (["--use-tis", "--tis-mode", "taper"], "--tis-mode=taper depends on more"),
+        (["--use-tis", "--tis-batch-normalize"], "--tis-batch-normalize depends on more"),
+        (["--use-rs"], "--use-rs by tokens depends on more"),
+        (["--use-rs", "--rs-rules", "token_binary_kl=0.1"], "--use-rs by tokens depends on more"),
+        (["--mismatch-governor"], "--mismatch-governor depends on more"),
+        (["--custom-tis-function-path", "a.b"], "--custom-tis-function-path depends on more"),
+        (["--use-tis", "--global-batch-size", "8"], "weights at later optimizer steps"),
+        ([*LAGS, "--global-batch-size", "8"], "weights at later optimizer steps"),
+        (["--rollout-top-p", "0.9"], "an engine without --true-on-policy-mode tells another"),
+    ],
+)
+def test_what_centering_cannot_take_the_mean_of_is_refused(argv, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check(*[*CENTERED, *argv])
+    check(*["--policy-loss", "reinforce", *argv])
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["--use-tis", "--tis-mode", "mask"],
+        ["--use-rs", "--rs-rules", "seq_mean_k3=0.1"],
+        ["--global-batch-size", "8"],
+        [*BYPASS, "--use-tis", "--global-batch-size", "8"],
+        [*LAGS, "--rollout-top-p", "0.9"],
+    ],
+)
+def test_centering_stands_beside_the_rest(argv):
+    check(*[*CENTERED, *argv, "--opd-top-k", "8"])
+
+
+def test_a_rate_by_the_weights_needs_weights():
+    ess = ["--lr-schedule", "ess"]
+    for argv in ([], LAGS, ["--use-rs"]):
+        with pytest.raises(ConfigError, match="--lr-schedule=ess: there are no importance weights"):
+            check(*[*ess, *argv])
+    for argv in (["--use-tis"], [*LAGS, "--policy-loss", "reinforce"], ["--mismatch-governor"]):
+        check(*[*ess, *argv])
+    sft = parse(SftConfig, [*GOOD[:4], "--save", "/s", *ess], "onpolicy sft")
+    with pytest.raises(ConfigError, match="only `onpolicy train` reads it"):
+        validate(sft)

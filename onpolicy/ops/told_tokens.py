@@ -1,0 +1,129 @@
+"""The tokens that an engine told with each sampled token, the k likeliest, and a model's
+log-probabilities of them without a [R, V] tensor.
+
+They travel as bytes for each sampled token: k ids, little-endian int32, then their k log-probabilities,
+float32, the likeliest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from onpolicy.ops.kept_tokens import KeptTokens
+from onpolicy.ops.log_probs import Head
+
+_UNITS = 2.0**44
+"""Integer that stands for a row's largest number: integer sums do not depend on the order."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToldTokens:
+    """The told tokens of the R sampled tokens of a micro-batch."""
+
+    tokens: Tensor
+    """int64 [R, k]"""
+
+    log_probs: Tensor
+    """float32 [R, k], of the engine"""
+
+    @staticmethod
+    def of(told: Sequence[bytes], device: torch.device | str = "cpu") -> ToldTokens:
+        """Return what these bytes say. Raises ValueError if not as much for each sampled token."""
+        if not told or len({*map(len, told)}) != 1 or not told[0]:
+            raise ValueError(f"told={sorted({*map(len, told)})} bytes: equally many for each token")
+        ids, values = unpacked(b"".join(told), len(told))
+        return ToldTokens(
+            torch.from_numpy(ids.astype(np.int64)).to(device),
+            torch.from_numpy(values.copy()).to(device),
+        )
+
+    def at(self, rows: Tensor, missing: int = 0) -> ToldTokens:
+        """Return those of int64 [M] sampled tokens, and of `missing` more, whatever they are."""
+        return ToldTokens(
+            *(F.pad(x[rows], (0, 0, 0, missing)) for x in (self.tokens, self.log_probs))
+        )
+
+
+def packed(ids: NDArray[np.int32], values: NDArray[np.float32]) -> list[bytes]:
+    """Return the bytes of each of R sampled tokens from [R, k] each."""
+    pairs = zip(ids.astype("<i4"), values.astype("<f4"), strict=True)
+    return [of_ids.tobytes() + of_values.tobytes() for of_ids, of_values in pairs]
+
+
+def unpacked(told: bytes, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Return ids and log-probabilities [count, k] of the bytes of `count` sampled tokens."""
+    words = np.frombuffer(told, "<i4").reshape(count, -1)
+    k = words.shape[1] // 2
+    return words[:, :k], np.ascontiguousarray(words[:, k:]).view("<f4")
+
+
+def told_log_probs(
+    hidden: Tensor, head: Head, tokens: Tensor, temperature: Tensor, kept: KeptTokens | None = None
+) -> Tensor:
+    """Return a model's log-probabilities of the told tokens, as of the sampled ones: float32 [R, k].
+
+    hidden: [R, K]; tokens: int64 [R, k], different ones in a row; temperature: float32 [R]; kept: as
+    for `token_log_probs`. Gradients flow to `hidden` and the head; logits are computed a chunk of rows
+    at a time, and again in the backward pass.
+    """
+    found: Tensor = _ToldLogProbs.apply(hidden, head, tokens, temperature, kept, *head.tensors)
+    return found
+
+
+class _ToldLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        hidden: Tensor,
+        head: Head,
+        tokens: Tensor,
+        temperature: Tensor,
+        kept: KeptTokens | None,
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        head = head.holding(tensors)
+        out = hidden.new_empty(tokens.shape, dtype=torch.float32)
+        for rows in head.chunks(hidden):
+            logits = head.logits(hidden[rows])
+            if kept is not None:
+                logits = kept.cut_to(logits, rows)
+            log_probs = head.operators.log_softmax(logits, temperature[rows, None])
+            out[rows] = log_probs.gather(1, tokens[rows])
+        ctx.head, ctx.kept = head, kept  # type: ignore[attr-defined]
+        ctx.save_for_backward(hidden, tokens, temperature, *tensors)  # type: ignore[arg-type]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, tokens, temperature, *tensors = ctx.saved_tensors  # type: ignore[attr-defined]
+        head: Head = ctx.head.holding(tensors)  # type: ignore[attr-defined]
+        kept: KeptTokens | None = ctx.kept  # type: ignore[attr-defined]
+        totals = _row_sums(grad)
+
+        def grad_logits(logits: Tensor, rows: slice) -> Tensor:
+            if kept is not None:
+                logits = kept.cut_to(logits, rows)
+            operators, scale = head.operators, temperature[rows, None]
+            log_probs = operators.log_softmax(logits, scale)
+            found = operators.elementwise(torch.exp, log_probs).mul_(-totals[rows, None])
+            found.scatter_add_(1, tokens[rows], grad[rows])
+            return found.div_(scale).to(logits.dtype)
+
+        of_hidden, *of_tensors = head.gradients(hidden, grad_logits)
+        return of_hidden, None, None, None, None, *of_tensors
+
+
+def _row_sums(x: Tensor) -> Tensor:
+    """Sum float32 [M, k] -> [M] independently of order; NaN where a number is."""
+    largest = x.abs().amax(-1, keepdim=True).double().clamp(min=torch.finfo(torch.float32).tiny)
+    counted = (x.double() / largest * _UNITS).round().long().sum(-1)
+    return (counted.double() / _UNITS * largest[:, 0]).float()
