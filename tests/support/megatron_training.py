@@ -148,7 +148,9 @@ def leave_the_device(trainer):
     policy = trainer.policy
     state = [*policy.optimizer_tensors(), *policy.gradient_buffers()]
     own = [*policy.module.parameters()]
-    own = [x.to_local() if hasattr(x, "to_local") else x for x in own]
+    state, own = (
+        [x.to_local() if hasattr(x, "to_local") else x for x in tensors] for tensors in (state, own)
+    )
     trainer.release_memory("state")
     assert state and not any(x.untyped_storage().nbytes() for x in state)
     assert all(x.untyped_storage().nbytes() for x in own)
