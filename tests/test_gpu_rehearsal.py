@@ -20,7 +20,7 @@ from onpolicy.rollout.engine_args import EngineSpec, engine_environment, engine_
 from tests.examples.test_launchers import EXAMPLES, write_problems
 from tests.gpu import engines
 from tests.support.forked_commands import forked_commands
-from tests.support.forked_processes import forked_in, forked_processes
+from tests.support.forked_processes import forked_in
 from tests.support.gpu.fake_gpus import seeing_gpus
 from tests.support.tiny import make_checkpoint
 from tests.support.train_runs import ROOT, onpolicy
@@ -223,20 +223,30 @@ sys.argv[1:] = flags
 """
 
 
-@pytest.mark.parametrize("kind", ["hopper", "deterministic"])
-def test_sglang_captures_the_steps_that_are_measured_in_process(checkpoints, kind):
+def resolved(directory, code, argv, variables):
+    """What the code prints of SGLang's settings."""
+    (directory / "resolve.py").write_text(code)
+    path = f"{variables['PYTHONPATH']}:{ROOT}"
     done = subprocess.run(
-        [sys.executable, "-c", STEPS + RESOLVE, kind, str(checkpoints["qwen3"])],
-        env=seeing_gpus(1), cwd=ROOT, capture_output=True, text=True, timeout=300,
+        [sys.executable, str(directory / "resolve.py"), *argv],
+        env={**variables, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESOLVED")]
     assert lines, done.stderr[-3000:]
-    resolved = json.loads(lines[0].removeprefix("RESOLVED"))
-    assert resolved["decode"] == [1, 8] and resolved["enable_deterministic_inference"]
+    return json.loads(lines[0].removeprefix("RESOLVED"))
 
 
-def resolved_by_sglang(checkpoints, *sglang_args):
-    """What SGLang makes of our flags and these, on 8 GPUs."""
+@pytest.mark.parametrize("kind", ["hopper", "deterministic"])
+def test_sglang_captures_the_steps_that_are_measured_in_process(
+    tmp_path, checkpoints, forked, kind
+):
+    argv = [kind, str(checkpoints["qwen3"])]
+    found = resolved(tmp_path, STEPS + RESOLVE, argv, seeing_gpus(1))
+    assert found["decode"] == [1, 8] and found["enable_deterministic_inference"]
+
+
+def test_sglang_makes_of_our_flags_what_the_docs_say(tmp_path, checkpoints, forked):
+    """Pages of a token, the radix cache and the overlap schedule on, decoding in graphs up to 256."""
     kind = AttentionShape(heads=2, kv_heads=1, head_dim=128, value_dim=128)
     shapes = OperatorShapes(linear=(), attention=(kind,), norm=(256,), vocab_size=512)
     contract = NumericsContract(
@@ -244,24 +254,13 @@ def resolved_by_sglang(checkpoints, *sglang_args):
     )
     spec = EngineSpec(
         hf_checkpoint=str(checkpoints["qwen3"]), contract=contract, host="127.0.0.1", api_key="",
-        seed=0, num_threads=1, first_gpu=4, trust_remote_code=False, sglang_args=sglang_args,
+        seed=0, num_threads=1, first_gpu=4, trust_remote_code=False, sglang_args=("--tp-size", "2"),
     )  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", RESOLVE, *engine_flags(spec, 30000)],
-        env={**seeing_gpus(8), **engine_environment(spec)},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESOLVED")]
-    assert lines, done.stderr[-3000:]
-    return json.loads(lines[0].removeprefix("RESOLVED"))
-
-
-def test_sglang_makes_of_our_flags_what_the_docs_say(checkpoints):
-    """Pages of a token, the radix cache and the overlap schedule on, decoding in graphs up to 256."""
-    resolved = resolved_by_sglang(checkpoints, "--tp-size", "2")
-    graphs = resolved.pop("decode")
+    variables = {**seeing_gpus(8), **engine_environment(spec)}
+    found = resolved(tmp_path, RESOLVE, engine_flags(spec, 30000), variables)
+    graphs = found.pop("decode")
     assert graphs[0] == 1 and graphs[-1] == 256
-    assert resolved == {
+    assert found == {
         "attention_backend": "fa3", "page_size": 1, "sampling_backend": "pytorch",
         "disable_radix_cache": False, "base_gpu_id": 4, "disable_overlap_schedule": False,
         "disable_custom_all_reduce": True, "enable_deterministic_inference": True,
@@ -269,13 +268,12 @@ def test_sglang_makes_of_our_flags_what_the_docs_say(checkpoints):
     }  # fmt: skip
 
 
-def test_verify_on_one_gpu_goes_as_far_as_the_engines_scheduler(tmp_path, checkpoints):
+def test_verify_on_one_gpu_goes_as_far_as_the_engines_scheduler(tmp_path, checkpoints, forked):
     """Places both sides on the GPU, starts the server, and says that it cannot compute; none is left."""
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     argv = ["--hf-checkpoint", str(checkpoints["qwen3"]), "--colocate", "--operators", "triton"]
     seeing = {"env": seeing_gpus(1), "cwd": tmp_path}
-    with forked_processes(False):
-        said = onpolicy("verify", *argv, "--max-prompt-len", "64", code=1, **seeing).stderr
+    said = onpolicy("verify", *argv, "--max-prompt-len", "64", code=1, **seeing).stderr
     steps = [
         "aligned operators: triton, bfloat16",
         "memory of trainer rank",

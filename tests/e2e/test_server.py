@@ -252,7 +252,8 @@ def test_it_refuses_to_serve_with(name, spec, tmp_path):
     sabotage, message = SABOTAGE[name]
     script = tmp_path / "serve.py"
     script.write_text(
-        textwrap.dedent(sabotage)
+        "from tests.support import sglang_ahead\nsglang_ahead.bring_back()\n"
+        + textwrap.dedent(sabotage)
         + "\nimport sys\nfrom sglang_patches.server_process import main\n"
         + "if __name__ == '__main__':\n    main(sys.argv[1:])\n"
     )

@@ -84,7 +84,7 @@ def _adopting():
 
 
 def main(channel, modules, environment, changed):
-    """Import `modules`, serve, and become what is asked for.
+    """Import `modules`, of "module:function" call the function too, serve, and become what is asked for.
 
     `changed`: variables that other imports have set.
     """
@@ -92,8 +92,11 @@ def main(channel, modules, environment, changed):
     os.environ.update(environment)
     before = dict(os.environ)
     gc.disable()
-    for module in modules:
-        importlib.import_module(module)
+    for name in modules:
+        module, _, function = name.partition(":")
+        imported = importlib.import_module(module)
+        if function:
+            getattr(imported, function)()
     gc.freeze()  # so that looking for garbage copies no page of what is shared with children
     gc.enable()
     changed = changed | {k: v for k, v in os.environ.items() if before.get(k) != v}

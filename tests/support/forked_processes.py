@@ -14,6 +14,7 @@ import threading
 from importlib.util import find_spec
 from pathlib import Path
 
+from tests.support import sglang_ahead
 from tests.support.fork_server import ForkServer
 from tests.support.forked_workers import is_raylet, with_forked_workers
 
@@ -38,10 +39,12 @@ LIBRARIES = (
 )  # fmt: skip
 """Most of what SGLang and Ray import besides. Ray itself reads its worker's variables when it is."""
 
-QUICK = ("tests.support.quick_server",)
-ENGINE = ("sglang.launch_server", "sglang.srt.models.registry", *QUICK)
 ENGINE_VARIABLES = ("SGLANG_PLATFORM", "TORCHDYNAMO_DISABLE", "SGLANG_DISABLED_MODEL_ARCHS")
 """What SGLang and PyTorch read when an engine imports them."""
+
+HIDE, BRING_BACK = "tests.support.sglang_ahead:hide", "tests.support.sglang_ahead:bring_back"
+PLAIN = "plain"
+"""The key of the server that has imported nothing of SGLang; a forked process may have none."""
 
 _ENVIRONMENT = dict(os.environ)
 """The session's: what a test sets for its own processes, as a `sitecustomize`, is not for others'."""
@@ -51,6 +54,8 @@ _servers = {}
 
 _one_at_a_time = threading.Lock()
 _is_active = False
+_HIDES = True
+"""Whether the server of None has SGLang hidden (sglang_ahead.py)."""
 _execute_anew = subprocess.Popen._execute_child
 _PARAMETERS = inspect.signature(_execute_anew)
 _UNUSUAL = ("preexec_fn", "pass_fds", "executable", "shell", "process_group")
@@ -70,9 +75,9 @@ def forked_processes(active=True):
 @contextlib.contextmanager
 def forked_in(environment):
     """Inside, processes are forked from servers of their own, whose imports have read `environment`."""
-    global _ENVIRONMENT
+    global _ENVIRONMENT, _HIDES
     before, others = _ENVIRONMENT, dict(_servers)
-    _ENVIRONMENT = environment
+    _ENVIRONMENT, _HIDES = environment, False
     _servers.clear()
     try:
         with forked_processes():
@@ -80,14 +85,16 @@ def forked_in(environment):
     finally:
         _servers.clear()  # they end with their channels
         _servers.update(others)
-        _ENVIRONMENT = before
+        _ENVIRONMENT, _HIDES = before, True
 
 
 def use(server):
     """Fork all from this server, in a process that was forked itself."""
-    global _is_active
-    _is_active = True
+    global _is_active, _HIDES
+    _is_active, _HIDES = True, sglang_ahead.is_hidden()
     _servers[None] = server
+    if not _HIDES:
+        _servers[PLAIN] = server
     subprocess.Popen._execute_child = _execute
 
 
@@ -101,9 +108,11 @@ def _execute(*args):
     popen, streams = given["self"], [given["p2cread"], given["c2pwrite"], given["errwrite"]]
     environment = dict(os.environ if given["env"] is None else given["env"])
     is_engine = program[0] == "-m" and program[1] in SGLANG
-    if environment.get("TORCHDYNAMO_DISABLE") == "1":  # it is aligned
+    if environment.get("TORCHDYNAMO_DISABLE") == "1" or "FAKE_GPUS" in environment:
         environment |= _without_other_models()
-    popen.pid = _server_for(environment if is_engine else None).fork(
+    if is_engine and _is_only_hidden(environment):
+        return _execute_anew(*args)
+    popen.pid = _server_for(environment if is_engine else None, program).fork(
         [own if fd == -1 else fd for own, fd in enumerate(streams)],
         program=program,
         environment=environment,
@@ -130,21 +139,58 @@ def _program(command):
     return program if is_ours else None
 
 
-def _server_for(environment):
+def _server_for(environment, program):
     """For an engine with these variables, or for everything else: None."""
-    given = None if environment is None else tuple(map(environment.get, ENGINE_VARIABLES))
+    given = None if environment is None else _read_by_engines(environment)
     with _one_at_a_time:
         if None not in _servers:
-            _servers[None] = ForkServer.start((*RUN, *LIBRARIES), _ENVIRONMENT)
+            _servers[PLAIN] = ForkServer.start((*RUN, *LIBRARIES), _ENVIRONMENT)
+            hidden = _servers[PLAIN].start_another([HIDE], _ahead()) if _HIDES else _servers[PLAIN]
+            _servers[None] = hidden
+        if given is None and PLAIN in _servers and _has_stock_engines({*program}):
+            given = PLAIN
         if given not in _servers:
-            read = {n: v for n, v in zip(ENGINE_VARIABLES, given, strict=True) if v is not None}
-            _servers[given] = _servers[None].start_another(ENGINE, read)
+            base, modules = (
+                (None, [BRING_BACK]) if _is_ahead(environment) else (PLAIN, sglang_ahead.ENGINE)
+            )
+            read = dict(zip(ENGINE_VARIABLES, given, strict=True))
+            read = {name: value for name, value in read.items() if value is not None}
+            _servers[given] = _servers[base].start_another(modules, read)
         return _servers[given]
+
+
+def _read_by_engines(environment):
+    return tuple(map(environment.get, ENGINE_VARIABLES))
+
+
+def _ahead():
+    """The variables under which SGLang is imported and hidden: those of an aligned engine."""
+    known = {"SGLANG_PLATFORM": "onpolicy_cpu", "TORCHDYNAMO_DISABLE": "1"}
+    return {**known, **_without_other_models()}
+
+
+def _is_ahead(environment):
+    return _HIDES and _read_by_engines(environment) == _read_by_engines(_ahead())
+
+
+def _has_stock_engines(arguments):
+    """Whether it looks like a command with engines for which SGLang is imported otherwise."""
+    if {"bench", "--no-true-on-policy-mode"} & arguments:
+        return True
+    return (
+        "train" in arguments and not {"--true-on-policy-mode", "--custom-config-path"} & arguments
+    )
+
+
+def _is_only_hidden(environment):
+    """Whether what this process could fork has SGLang, but not as this engine would import it."""
+    return None in _servers and PLAIN not in _servers and not _is_ahead(environment)
 
 
 @functools.cache
 def _without_other_models():
-    """SGLang imports its models of all architectures; an aligned engine runs one that runs them all."""
+    """SGLang imports its models of all architectures; an aligned engine runs one that runs them all, and
+    where GPUs are fakes none runs."""
     models = Path(find_spec("sglang").submodule_search_locations[0], "srt/models")
     others = {file.stem for file in models.glob("*.py")} - {"transformers"}
     return {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(others))}

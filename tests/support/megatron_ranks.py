@@ -27,7 +27,7 @@ from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.kept_tokens import packed
 from onpolicy.system.rendezvous import open_store
 from onpolicy.train.megatron.rank_layout import MegatronLayout
-from tests.support.forked_ranks import CONTEXT
+from tests.support.forked_ranks import CONTEXT, ranks_are_forked, require_imported
 from tests.support.processes import end_with_parent
 
 TEMPERATURE = 0.7
@@ -43,7 +43,8 @@ class Ranks:
         for rank in range(count):
             ours, theirs = CONTEXT.Pipe()
             process = CONTEXT.Process(target=_serve, args=(rank, count, port, theirs))
-            process.start()
+            with ranks_are_forked():
+                process.start()
             theirs.close()  # so that a rank that dies ends our wait for it
             self._pipes.append(ours)
             self._processes.append(process)
@@ -66,6 +67,7 @@ class Ranks:
 
 def _serve(rank, count, port, pipe):
     end_with_parent()  # also when the tests are killed while a rank waits for another
+    require_imported()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port)

@@ -62,7 +62,9 @@ def test_what_one_tests_processes_start_with_others_do_not(tmp_path, monkeypatch
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "sitecustomize.py").write_text(SETS)
     (tmp_path / "is_set.py").write_text(IS_SET)
-    for name, value in (("_servers", {}), ("RUN", ("torch",)), ("LIBRARIES", ())):
+    for name, value in (
+        ("_servers", {}), ("RUN", ("torch",)), ("LIBRARIES", ()), ("_HIDES", False),
+    ):  # fmt: skip
         monkeypatch.setattr(forked_processes_module, name, value)
     printed = []
     for path in (tmp_path / "one", "nowhere"):
@@ -97,3 +99,51 @@ def test_a_worker_of_rays_has_imported_what_it_was_forked_from_and_shows_what_it
                 [sys.executable, str(tmp_path / "works.py")], stdout=subprocess.PIPE, text=True
             )
         assert done.stdout == f"({is_forked}, 'ray::Actor.look')\n"
+
+
+OF_SGLANG = """
+import sys
+from types import FunctionType, ModuleType
+from tests.support import sglang_ahead
+
+def is_sglangs(name):
+    return str(name).split(".")[0] == "sglang"
+
+def shown():
+    found = {*filter(is_sglangs, sys.modules)}
+    for module in list(sys.modules.values()):
+        if issubclass(type(module), ModuleType) and not is_sglangs(module.__name__):
+            for _, name, value in sglang_ahead.variables_of(module):
+                if type(value) is FunctionType and is_sglangs(value.__module__):
+                    found.add(name)
+    return found
+
+found = shown()
+sglang_ahead.bring_back()
+print(found, {"sglang.srt", "standardize_rope_params", "process_image"} <= shown())
+"""
+
+
+def test_nothing_shows_of_the_sglang_that_is_hidden_until_it_is_brought_back(tmp_path):
+    """Neither its modules nor its functions, which it puts into other libraries'."""
+    assert printed_by(OF_SGLANG, tmp_path) == "set() True\n"
+
+
+IMPORTS = """
+from tests.support import sglang_ahead
+from sglang.srt.function_call.function_call_parser import FunctionCallParser
+print(FunctionCallParser.__name__, sglang_ahead.is_hidden())
+"""
+
+
+def test_a_process_may_import_sglang_for_itself(tmp_path):
+    """As a gateway does for the calls of tools."""
+    assert printed_by(IMPORTS, tmp_path) == "FunctionCallParser True\n"
+
+
+def printed_by(code, directory):
+    (directory / "script.py").write_text(code)
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    with forked_processes():
+        command = [sys.executable, str(directory / "script.py")]
+        return subprocess.check_output(command, text=True, env=environment)

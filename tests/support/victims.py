@@ -83,7 +83,7 @@ def of_kind(victim, controller, others):
     if victim == "rank":
         return [p for p in others if "TrainerRank" in command_line(p)]
     if victim == "reward":
-        return [p for p in others if "multiprocessing.forkserver" in command_line(p)]
+        return [p for p in others if "onpolicy.rewards.scoring_worker" in command_line(p)]
     if victim == "worker":
         return [p for p in others if "onpolicy.agents.worker_process" in command_line(p)]
     own = {"raylet": "raylet", "gcs_server": "gcs_server", "agent": "sh"}
