@@ -26,7 +26,7 @@ error = RefusedError.as_anthropic
 
 def read(fields: Fields) -> Call:
     """Return the call in a request. Raises RefusedError."""
-    fields.ignore(*"cache_control")
+    fields.ignore("cache_control")
     fields.refuse(
         "thinking", {"type": "disabled"}, because=SET_FOR_ALL.format('"enable_thinking": true')
     )

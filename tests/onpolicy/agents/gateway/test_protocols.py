@@ -424,6 +424,17 @@ def test_reasoning_is_packed_for_clients_that_give_nothing_else_of_it_back():
     assert len(episode.trajectories) == 1
 
 
+def test_a_mark_of_what_to_cache_on_the_whole_request_changes_nothing():
+    """As doublewordai/control-layer#1239 had to let it through before an upstream refused it."""
+
+    async def act(ours, theirs, opened):
+        asked = {"messages": HI, "max_tokens": 5, **MODEL}
+        return await theirs.messages.create(cache_control={"type": "ephemeral"}, **asked)
+
+    _, answer = through(act, ["one"])
+    assert answer.content[0].text == "one"
+
+
 def test_tokens_are_counted_and_what_is_not_served_is_refused_in_json():
     async def act(ours, theirs, opened):
         counted = await theirs.messages.count_tokens(messages=HI, system="be", **MODEL)
