@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
@@ -106,7 +106,7 @@ class Phases:
             disable=not console.is_terminal,
         )
         self._has_bar, self._spoken = console.is_terminal, elapsed()
-        self._what, self._total = "", 0
+        self._what, self._total, self._task = "", 0, TaskID(0)
         self._bar.start()
 
     def begin(self, what: str, total: int = 0) -> None:
