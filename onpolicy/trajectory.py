@@ -85,7 +85,7 @@ class Completion:
     """Digest of each token's row of log-probabilities, [R] or empty (`ops/row_digests.py`)."""
 
     likeliest: list[bytes] = field(default_factory=list)
-    """The engine's likeliest tokens at each token, [R] or empty (`ops/told_tokens.py`)."""
+    """The engine's likeliest tokens at each token, [R] or empty (`ops/likeliest_tokens.py`)."""
 
     spans: tuple[Span, ...] = ()
     """Pushes that its tokens come from, in order and without gaps, as the engine reports them; empty if
@@ -276,10 +276,10 @@ class Trajectory:
         length, count = len(self.token_ids), self._num_sampled(None)
         if len(self.sampled) != length or self.sampled[:1] == [True]:
             raise ValueError(f"sampled={self.sampled!s:.60}: must be {length}, the first given")
-        told = ("kept_tokens", "row_digests", "likeliest")
-        for name in ("rollout_log_probs", "temperatures", *told):
+        optional = ("kept_tokens", "row_digests", "likeliest")
+        for name in ("rollout_log_probs", "temperatures", *optional):
             found = len(getattr(self, name))
-            if found != count and (found or name not in told):
+            if found != count and (found or name not in optional):
                 raise ValueError(f"sampled tokens are {count} and {name} {found}: a token has one")
         for span in self.spans:
             if not span.start <= span.end <= count:
@@ -398,7 +398,7 @@ class Trajectory:
         return np.concatenate([known, more[len(known) :]])
 
     def _with(self, answer: Completion, name: str, none: Any) -> list[Any]:
-        """Return what is told of each sampled token under that name, with `none` where nothing is."""
+        """Return the values of each sampled token under that name, with `none` where there is none."""
         before, more = getattr(self, name), getattr(answer, name)
         if not (before or more):
             return []

@@ -121,7 +121,7 @@ class TrainConfig(SglangArgs):
 
     @property
     def num_likeliest(self) -> int:
-        """Return the number of the likeliest tokens that engines tell with each sampled one."""
+        """Return the number of likeliest tokens that engines return with each sampled one."""
         return self.distillation.opd_top_k * (self.algorithm.policy_loss == "centered")
 
     @property

@@ -28,11 +28,11 @@ from onpolicy.models.lora.adapters import add_adapters, factors_of
 from onpolicy.ops import AttentionLayout, Operators, ScoreRule
 from onpolicy.ops.draws import Draws
 from onpolicy.ops.kept_tokens import WHOLE, Cut, KeptTokens
+from onpolicy.ops.likeliest_tokens import LikeliestTokens, likeliest_log_probs
 from onpolicy.ops.log_probs import Head, Scores, VocabParallel, square_sums, token_log_probs
 from onpolicy.ops.reverse_kl import TeacherRows, reverse_kl
 from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.ops.shared_rows import SharedRows
-from onpolicy.ops.told_tokens import ToldTokens, told_log_probs
 
 
 class PolicyModel(nn.Module):
@@ -192,8 +192,8 @@ class AskedTokens:
     teacher: TeacherRows | None = None
     """The teacher's distributions at the R tokens; if given, `TaughtScores` are computed"""
 
-    told: ToldTokens | None = None
-    """The engine's likeliest tokens at the R tokens; if given, `ToldScores` are computed"""
+    likeliest: LikeliestTokens | None = None
+    """The engine's likeliest tokens at the R tokens; if given, `LikeliestScores` are computed"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,9 +342,9 @@ def score_rows(hidden: Tensor, head: Head, asked: AskedTokens) -> AnyScores:
         return SquaredScores(*scores, square_sums(hidden, head, asked.temperature, asked.kept))
     if asked.teacher is not None:
         return TaughtScores(*scores, reverse_kl(hidden, head, asked.teacher))
-    if asked.told is not None:
-        asked_of = asked.told.tokens, asked.temperature, asked.kept
-        return ToldScores(*scores, told_log_probs(hidden, head, *asked_of))
+    if asked.likeliest is not None:
+        asked_of = asked.likeliest.tokens, asked.temperature, asked.kept
+        return LikeliestScores(*scores, likeliest_log_probs(hidden, head, *asked_of))
     return scores
 
 
@@ -372,15 +372,15 @@ class TaughtScores(NamedTuple):
     """float32 [R], in nats, with gradient"""
 
 
-class ToldScores(NamedTuple):
-    """Scores, and the log-probabilities of the tokens that the engine told."""
+class LikeliestScores(NamedTuple):
+    """Scores, and the log-probabilities of the engine's likeliest tokens."""
 
     log_probs: Tensor
     entropy: Tensor
     drawn: Tensor
     row_digests: Tensor
 
-    told_log_probs: Tensor
+    likeliest_log_probs: Tensor
     """float32 [R, k], with gradient"""
 
 
@@ -396,4 +396,4 @@ class SquaredScores(NamedTuple):
     """float32 [R], without gradient"""
 
 
-AnyScores = Scores | HiddenScores | SquaredScores | TaughtScores | ToldScores
+AnyScores = Scores | HiddenScores | SquaredScores | TaughtScores | LikeliestScores

@@ -131,7 +131,7 @@ MEANINGS = {
     "train/loss": "loss of the optimizer steps, on average",
     "train/pg_loss": "its policy-gradient term",
     "train/centering_loss": "the term that centers the scores (--policy-loss centered)",
-    "train/told_share": "mean probability, by the engine, of the tokens that it told with each",
+    "train/likeliest_share": "mean probability, by the engine, of the likeliest tokens that it returned",
     "train/pg_clipfrac": "share of tokens whose ratio was clipped",
     "train/ppo_kl": "mean old - new log-probability",
     "train/kl_in_reward": "KL towards the reference model that tokens pay, mean of the samples' means",

@@ -236,9 +236,9 @@ class Learner:
 
         def loss(scores: Scores, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             reverse_kl = getattr(scores, "reverse_kl", None)
-            told = getattr(scores, "told_log_probs", None)
+            likeliest = getattr(scores, "likeliest_log_probs", None)
             given = scores.log_probs, batch, self.settings, scores.entropy
-            return policy_loss(*given, reverse_kl, told)
+            return policy_loss(*given, reverse_kl, likeliest)
 
         first, policy = gate if number == 0 else None, self.models["policy"]
         if first is not None:

@@ -76,7 +76,7 @@ def policy_loss(
     settings: LossSettings,
     entropy: Tensor | None = None,
     reverse_kl: Tensor | None = None,
-    told_log_probs: Tensor | None = None,
+    likeliest_log_probs: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Return the objective with its corrections, plus the other terms that the settings enable.
 
@@ -85,15 +85,15 @@ def policy_loss(
     for the entropy's, which is unweighted.
 
     log_probs: float32 [R], with gradient. entropy: the policy's, float32 [R], in nats; without it there
-    is no bonus. reverse_kl: to a teacher, float32 [R], in nats. told_log_probs: of the tokens that the
-    engine told, float32 [R, k], if the loss is centered. Returns (loss, sums of metrics weighted
+    is no bonus. reverse_kl: to a teacher, float32 [R], in nats. likeliest_log_probs: of the engine's
+    likeliest tokens, float32 [R, k], if the loss is centered. Returns (loss, sums of metrics weighted
     like the loss), all scalars to be summed over the global batch. Raises NonfiniteError as
     `batch.correction` specifies.
     """
     batch = completed(batch, log_probs)
     total, kept, metrics = _policy_term(log_probs, batch, settings)
-    if told_log_probs is not None:
-        term, found = _centering_term(told_log_probs, batch)
+    if likeliest_log_probs is not None:
+        term, found = _centering_term(likeliest_log_probs, batch)
         total, metrics = total + term, metrics | found
     if batch.ref_log_probs is not None:
         weighed = batch.with_weights(kept, "kl_loss")
@@ -138,19 +138,20 @@ def _policy_term(
     return total, kept, metrics
 
 
-def _centering_term(told_log_probs: Tensor, batch: MicroBatch) -> tuple[Tensor, Metrics]:
+def _centering_term(likeliest_log_probs: Tensor, batch: MicroBatch) -> tuple[Tensor, Metrics]:
     """Return the part of the loss that centers the policy's scores, and metrics."""
-    told = batch.packed.told
-    assert told is not None and batch.centering is not None
+    likeliest = batch.packed.likeliest
+    assert likeliest is not None and batch.centering is not None
     ours, theirs = (
-        torch.where(batch.centered[:, None], x, 0) for x in (told_log_probs, told.log_probs)
+        torch.where(batch.centered[:, None], x, 0)
+        for x in (likeliest_log_probs, likeliest.log_probs)
     )
     advantages = torch.where(batch.centered, batch.advantages, 0)
     shares = torch.where(batch.mask, batch.shares, 0)
     factors = batch.with_weights(shares * batch.centered, "objective")
     total = weighted_sum(advantages * centering(ours, theirs, batch.centering), factors)
-    share = weighted_sum(told.log_probs.exp().sum(-1), shares)
-    return total, {"train/centering_loss": total.detach(), "train/told_share": share}
+    share = weighted_sum(likeliest.log_probs.exp().sum(-1), shares)
+    return total, {"train/centering_loss": total.detach(), "train/likeliest_share": share}
 
 
 def weighted_sum(values: Tensor, factors: Tensor) -> Tensor:

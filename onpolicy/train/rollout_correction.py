@@ -31,7 +31,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.flags import flag_values
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.errors import ConfigError, TrainingError
-from onpolicy.ops.told_tokens import ToldTokens
+from onpolicy.ops.likeliest_tokens import LikeliestTokens
 from onpolicy.system.user_functions import load_function
 from onpolicy.train import distributed
 from onpolicy.train.batch import CustomCorrection, MicroBatch, completed
@@ -201,7 +201,7 @@ class Corrections:
         weighed = [
             replace(
                 batch,
-                packed=replace(batch.packed, told=told_tokens(batch, k)),
+                packed=replace(batch.packed, likeliest=likeliest_tokens(batch, k)),
                 centering=(self.weights or CorrectionConfig()) if k else None,
                 centered=is_centered,
                 shares=torch.where(batch.mask, share, 0),
@@ -231,23 +231,23 @@ def weight_correction(flags: FallbackConfig) -> CorrectionConfig | None:
     return flags.correction() if {*flags.corrections} - {"dc_mode"} and not replaced else None
 
 
-def told_tokens(batch: MicroBatch, k: int) -> ToldTokens | None:
-    """Return the k likeliest tokens that engines told with each sampled token; None for 0. Raises
+def likeliest_tokens(batch: MicroBatch, k: int) -> LikeliestTokens | None:
+    """Return the k likeliest tokens that engines returned with each sampled token; None for 0. Raises
     TrainingError for a sample without them."""
     if not k:
         return None
-    device, told = batch.mask.device, [s.trajectory.likeliest for s in batch.samples]
+    device, rows = batch.mask.device, [s.trajectory.likeliest for s in batch.samples]
     if batch.is_filler:
         tokens = torch.arange(k, device=device).repeat(len(batch.mask), 1)
-        return ToldTokens(tokens, torch.zeros_like(tokens, dtype=torch.float32))
-    for sample, each in zip(batch.samples, told, strict=True):
+        return LikeliestTokens(tokens, torch.zeros_like(tokens, dtype=torch.float32))
+    for sample, each in zip(batch.samples, rows, strict=True):
         if {*map(len, each)} != {8 * k}:
             raise TrainingError(
-                f"--policy-loss=centered: {sample.name}: its engine did not tell the {k} likeliest "
+                f"--policy-loss=centered: {sample.name}: its engine did not return the {k} likeliest "
                 "tokens with each token, as one that was asked before --policy-loss or --opd-top-k "
                 "changed. Give the former flags."
             )
-    return ToldTokens.of([x for each in told for x in each], device)
+    return LikeliestTokens.of([x for each in rows for x in each], device)
 
 
 def step_shares(tokens: TokenBatch, step: Sequence[MicroBatch], config: TrainConfig) -> Tensor:

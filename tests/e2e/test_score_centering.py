@@ -9,7 +9,7 @@ import torch
 from onpolicy.config import groups
 from onpolicy.errors import EngineError
 from onpolicy.models.policy import PackedTokens
-from onpolicy.ops.told_tokens import ToldTokens
+from onpolicy.ops.likeliest_tokens import LikeliestTokens
 from onpolicy.rollout.client import _likeliest
 from onpolicy.rollout.sample_requests import trajectories_of
 from onpolicy.system.number_arrays import Floats, Ints
@@ -19,7 +19,7 @@ from tests.support.train_runs import finish, metrics_of
 
 pytestmark = pytest.mark.engine
 
-TOLD, LOSS = "train/told_share", "train/centering_loss"
+TOLD, LOSS = "train/likeliest_share", "train/centering_loss"
 K = 8
 
 
@@ -42,15 +42,15 @@ def answered(pair, k, **filters):
 
 
 def compared(pair, trajectories):
-    """(log-probabilities that engines told, the trainer's of the same tokens) of each trajectory."""
+    """(log-probabilities that engines returned, the trainer's of the same tokens) of each trajectory."""
     for each in trajectories:
-        told = ToldTokens.of(each.likeliest)
+        likeliest = LikeliestTokens.of(each.likeliest)
         packed = PackedTokens.pack(
             [each.token_ids], [each.sampled], [each.temperatures], kept_tokens=[each.kept_tokens]
         )
         with torch.no_grad():
-            scores = pair.trainer.policy.module(dataclasses.replace(packed, told=told))
-        yield told.log_probs, scores.told_log_probs
+            scores = pair.trainer.policy.module(dataclasses.replace(packed, likeliest=likeliest))
+        yield likeliest.log_probs, scores.likeliest_log_probs
 
 
 @pytest.mark.parametrize("filters", [{}, FILTERS], ids=["whole", "filtered"])
@@ -87,7 +87,7 @@ def learnt(pair, trajectories, k):
     return pair.trainer.train(samples_of(trajectories), 0, [0.0]).metrics
 
 
-def test_a_stock_engines_told_tokens_center_the_loss(stock):
+def test_a_stock_engines_likeliest_tokens_center_the_loss(stock):
     requests = make_requests(6, seed=31, max_new_tokens=10)
     found = {}
     for k in (1, K, VOCABULARY):
@@ -124,10 +124,10 @@ def encoded(values, ids):
         (encoded([-1, -2, float("nan"), -2], [7, 3, 6, 4]), "position 1"),
     ],
 )  # fmt: skip
-def test_told_tokens_that_do_not_fit_the_sampled_ones_are_refused(told, says):
+def test_likeliest_tokens_that_do_not_fit_the_sampled_ones_are_refused(told, says):
     given = told, 2, Ints([7, 5]), Floats([-1.0, -1.0]), "http://e"
     if says is None:
-        found = ToldTokens.of(_likeliest(*given))
+        found = LikeliestTokens.of(_likeliest(*given))
         assert found.tokens.shape == (2, 2)
         assert np.isfinite(found.log_probs).all()
     else:

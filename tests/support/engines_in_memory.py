@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 
 from onpolicy.errors import ContractError, EngineError
 from onpolicy.ops.kept_tokens import WHOLE
+from onpolicy.ops.likeliest_tokens import packed
 from onpolicy.ops.row_digests import row_digests
-from onpolicy.ops.told_tokens import packed
 from onpolicy.rollout.client import EngineClient, EngineLostError
 from onpolicy.rollout.engine_args import EngineSpec
 from onpolicy.rollout.sample_requests import sampling_seed
@@ -135,8 +135,8 @@ class Memory:
 
     def next_token(self, request, response):
         """A token, its log-probability, the set that it was drawn from (`ops/kept_tokens.py`), and the
-        likeliest (`ops/told_tokens.py`), as many as are asked for; the first one's may come from the
-        prefix cache."""
+        likeliest (`ops/likeliest_tokens.py`), as many as are asked for; the first may be of the prefix
+        cache."""
         context, temperature = [*request.prompt_ids, *response], request.params.temperature
         scores = self.prefixes.get((temperature, *context))
         if scores is None:

@@ -119,7 +119,7 @@ CENTERED = (
             and not run.plan.starts_aligned
         ),
         "it needs the policy that tokens are drawn from, and with --rollout-top-p, --rollout-top-k or "
-        "--rollout-min-p an engine without --true-on-policy-mode tells another",
+        "--rollout-min-p an engine without --true-on-policy-mode returns another",
         "Leave these out, or align the engines.",
     ),
     _centered(

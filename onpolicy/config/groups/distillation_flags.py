@@ -79,7 +79,7 @@ class DistillationConfig:
         ReadBy("--opd-loss=top-k or --policy-loss=centered",
             lambda run: run.opd_loss == "top-k" or run.policy_loss == "centered"),
     ] = 64  # fmt: skip
-    """Number of tokens for --opd-loss top-k, or of those that the engine tells with each token for
+    """Number of tokens for --opd-loss top-k, or of those that the engine returns with each token for
     --policy-loss centered, which is exact with the whole vocabulary's size."""
 
     opd_kl_coef: Annotated[

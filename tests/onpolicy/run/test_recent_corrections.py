@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("one_process")
 
 STOCK = {"true_on_policy_mode": False}
 LAG = {"rollout_lag": 1, "num_rollout": 3}
-TOLD, LOSS = "train/told_share", "train/centering_loss"
+TOLD, LOSS = "train/likeliest_share", "train/centering_loss"
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +44,9 @@ def test_an_engine_that_tells_the_whole_vocabulary_leaves_no_rest(base, tmp_path
 
 
 def test_a_sample_that_was_told_another_number_of_tokens_ends_the_run(base, tmp_path, monkeypatch):
-    told_tokens = rollout_correction.told_tokens
+    likeliest_tokens = rollout_correction.likeliest_tokens
     monkeypatch.setattr(
-        rollout_correction, "told_tokens", lambda batch, k: told_tokens(batch, k + 1)
+        rollout_correction, "likeliest_tokens", lambda batch, k: likeliest_tokens(batch, k + 1)
     )
     with pytest.raises(TrainingError, match="did not tell the 9 likeliest tokens"):
         last_of(base, tmp_path, policy_loss="centered", opd_top_k=8, **STOCK)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from onpolicy.ops.told_tokens import ToldTokens, packed
+from onpolicy.ops.likeliest_tokens import LikeliestTokens, packed
 from onpolicy.trajectory import Span
 from tests.support.branched import branched_samples
 from tests.support.megatron_ranks import Ranks
@@ -16,7 +16,7 @@ from tests.support.samples import with_trajectory
 from tests.support.tiny import make_checkpoint
 
 K = 6
-TOLD, LOSS = "train/told_share", "train/centering_loss"
+TOLD, LOSS = "train/likeliest_share", "train/centering_loss"
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +102,11 @@ def with_own(trainer, sample, change):
     from onpolicy.models.policy import PackedTokens
 
     trajectory = sample.trajectory
-    asked = ToldTokens.of(trajectory.likeliest)
+    asked = LikeliestTokens.of(trajectory.likeliest)
     batch = PackedTokens.pack(
         [trajectory.token_ids], [trajectory.sampled], [trajectory.temperatures]
     )
     with torch.no_grad():
-        found = trainer.policy.module(replace(batch, told=asked)).told_log_probs
+        found = trainer.policy.module(replace(batch, likeliest=asked)).likeliest_log_probs
     values = change(found).numpy()
     return with_trajectory(sample, likeliest=packed(asked.tokens.int().numpy(), values))

@@ -16,7 +16,7 @@ from fallback_correction.score_centering import centering
 from onpolicy.algorithm.estimators import group_advantages
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig, validate
-from onpolicy.ops.told_tokens import packed
+from onpolicy.ops.likeliest_tokens import packed
 from onpolicy.train import distributed
 from onpolicy.train import loss as loss_module
 from onpolicy.train.loss import LossSettings, policy_loss
@@ -88,10 +88,10 @@ def drift(mu, logits, flags, b=B):
     scored = scored_batch(packed, old)
     ((weighed,),), _ = Corrections(config).weigh([[scored]], active=True)
     others = None
-    if weighed.packed.told is not None:
+    if weighed.packed.likeliest is not None:
         prefixes = torch.cat([places(y)[0] for y in ordered])
-        others = logits.log_softmax(-1)[prefixes].gather(1, weighed.packed.told.tokens).float()
-    loss, _ = policy_loss(own, weighed, LossSettings.of(config), told_log_probs=others)
+        others = logits.log_softmax(-1)[prefixes].gather(1, weighed.packed.likeliest.tokens).float()
+    loss, _ = policy_loss(own, weighed, LossSettings.of(config), likeliest_log_probs=others)
     (gradient,) = torch.autograd.grad(loss, logits)
     return -gradient * len(own) / len(batch)
 

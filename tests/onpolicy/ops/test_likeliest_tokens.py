@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from onpolicy.ops.kept_tokens import KeptTokens, packed, unpacked
+from onpolicy.ops.likeliest_tokens import LikeliestTokens, likeliest_log_probs
+from onpolicy.ops.likeliest_tokens import packed as packed_likeliest
 from onpolicy.ops.log_probs import square_sums, token_log_probs
-from onpolicy.ops.told_tokens import ToldTokens, told_log_probs
-from onpolicy.ops.told_tokens import packed as packed_told
 from tests.onpolicy.ops.test_reverse_kl import OPERATORS, ROWS, VOCABULARY, make
 
 K = 7
@@ -27,7 +27,7 @@ def test_they_and_their_gradients_are_float64s(monkeypatch, has_bias, k):
     hidden, head = make(24, has_bias=has_bias)
     tokens, temperature = told_of(k)
     leaves = [x.requires_grad_() for x in (hidden, head.weight, head.bias) if x is not None]
-    got = told_log_probs(hidden, head, tokens, temperature)
+    got = likeliest_log_probs(hidden, head, tokens, temperature)
     bias = None if head.bias is None else head.bias.double()
     logits = torch.nn.functional.linear(hidden.double(), head.weight.double(), bias)
     want = (head.finish(logits) / temperature[:, None]).log_softmax(-1).gather(1, tokens)
@@ -45,11 +45,11 @@ def test_they_and_their_gradients_are_float64s(monkeypatch, has_bias, k):
 def test_a_sampled_token_among_them_has_its_bits_and_another_temperature_has_others():
     hidden, head = make(24)
     tokens, temperature = told_of()
-    told = told_log_probs(hidden, head, tokens, temperature)
+    told = likeliest_log_probs(hidden, head, tokens, temperature)
     for place in (0, K - 1):
         own = token_log_probs(OPERATORS, hidden, head.weight, None, tokens[:, place], temperature)
         assert torch.equal(told[:, place], own.log_probs)
-    assert not torch.equal(told, told_log_probs(hidden, head, tokens, temperature + 0.1))
+    assert not torch.equal(told, likeliest_log_probs(hidden, head, tokens, temperature + 0.1))
 
 
 def test_they_are_normalised_over_the_tokens_that_could_be_drawn():
@@ -59,10 +59,10 @@ def test_they_are_normalised_over_the_tokens_that_could_be_drawn():
     sets = torch.rand(ROWS, VOCABULARY) < 0.2
     sets[:, 0] = True
     kept = KeptTokens(tuple(packed(sets)))
-    told = told_log_probs(hidden, head, tokens, temperature, kept).exp()
+    told = likeliest_log_probs(hidden, head, tokens, temperature, kept).exp()
     assert torch.equal(told != 0, sets.gather(1, tokens))
     torch.testing.assert_close(told.sum(-1), torch.ones(ROWS))
-    whole = told_log_probs(hidden, head, tokens, temperature)
+    whole = likeliest_log_probs(hidden, head, tokens, temperature)
     assert torch.equal(unpacked(kept.sets, VOCABULARY), sets)
     assert not torch.equal(told, whole.exp())
 
@@ -72,11 +72,11 @@ def test_a_row_has_the_same_bits_and_gradient_whatever_rows_are_beside_it():
     tokens, temperature = told_of()
     grad = torch.randn(ROWS, K)
     hidden.requires_grad_()
-    whole = told_log_probs(hidden, head, tokens, temperature)
+    whole = likeliest_log_probs(hidden, head, tokens, temperature)
     (of_whole,) = torch.autograd.grad(whole, hidden, grad)
     for row in (slice(7, 8), slice(3, 40)):
         part = hidden[row].detach().requires_grad_()
-        alone = told_log_probs(part, head, tokens[row], temperature[row])
+        alone = likeliest_log_probs(part, head, tokens[row], temperature[row])
         (of_part,) = torch.autograd.grad(alone, part, grad[row])
         assert torch.equal(alone, whole[row]) and torch.equal(of_part, of_whole[row])
 
@@ -86,13 +86,13 @@ def test_they_travel_as_bytes_and_rows_of_a_part_are_theirs():
         np.array([[5, 0], [2, 9]], np.int32),
         np.array([[-0.5, -1.5], [0, -9]], np.float32),
     )
-    told = ToldTokens.of(packed_told(ids, values))
+    told = LikeliestTokens.of(packed_likeliest(ids, values))
     assert told.tokens.tolist() == ids.tolist() and told.log_probs.tolist() == values.tolist()
     part = told.at(torch.tensor([1]), missing=1)
     assert part.tokens.tolist() == [[2, 9], [0, 0]] and part.log_probs.shape == (2, 2)
     for more in (b"", b"\0\0\0\0"):
         with pytest.raises(ValueError, match="equally many"):
-            ToldTokens.of([*packed_told(ids, values), more])
+            LikeliestTokens.of([*packed_likeliest(ids, values), more])
 
 
 def test_sums_of_squared_probabilities_are_float64s_and_of_a_row_alone():

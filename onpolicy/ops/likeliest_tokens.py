@@ -1,5 +1,5 @@
-"""The tokens that an engine told with each sampled token, the k likeliest, and a model's
-log-probabilities of them without a [R, V] tensor.
+"""The k likeliest tokens that an engine returns with each sampled token, and a model's log-probabilities
+of them without a [R, V] tensor.
 
 They travel as bytes for each sampled token: k ids, little-endian int32, then their k log-probabilities,
 float32, the likeliest first.
@@ -25,8 +25,8 @@ _UNITS = 2.0**44
 
 
 @dataclass(frozen=True, slots=True)
-class ToldTokens:
-    """The told tokens of the R sampled tokens of a micro-batch."""
+class LikeliestTokens:
+    """The engine's k likeliest tokens at each of the R sampled tokens of a micro-batch."""
 
     tokens: Tensor
     """int64 [R, k]"""
@@ -35,19 +35,21 @@ class ToldTokens:
     """float32 [R, k], of the engine"""
 
     @staticmethod
-    def of(told: Sequence[bytes], device: torch.device | str = "cpu") -> ToldTokens:
+    def of(rows: Sequence[bytes], device: torch.device | str = "cpu") -> LikeliestTokens:
         """Return what these bytes say. Raises ValueError if not as much for each sampled token."""
-        if not told or len({*map(len, told)}) != 1 or not told[0]:
-            raise ValueError(f"told={sorted({*map(len, told)})} bytes: equally many for each token")
-        ids, values = unpacked(b"".join(told), len(told))
-        return ToldTokens(
+        if not rows or len({*map(len, rows)}) != 1 or not rows[0]:
+            raise ValueError(
+                f"likeliest={sorted({*map(len, rows)})} bytes: each token needs equally many"
+            )
+        ids, values = unpacked(b"".join(rows), len(rows))
+        return LikeliestTokens(
             torch.from_numpy(ids.astype(np.int64)).to(device),
             torch.from_numpy(values.copy()).to(device),
         )
 
-    def at(self, rows: Tensor, missing: int = 0) -> ToldTokens:
+    def at(self, rows: Tensor, missing: int = 0) -> LikeliestTokens:
         """Return those of int64 [M] sampled tokens, and of `missing` more, whatever they are."""
-        return ToldTokens(
+        return LikeliestTokens(
             *(F.pad(x[rows], (0, 0, 0, missing)) for x in (self.tokens, self.log_probs))
         )
 
@@ -58,27 +60,27 @@ def packed(ids: NDArray[np.int32], values: NDArray[np.float32]) -> list[bytes]:
     return [of_ids.tobytes() + of_values.tobytes() for of_ids, of_values in pairs]
 
 
-def unpacked(told: bytes, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+def unpacked(rows: bytes, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """Return ids and log-probabilities [count, k] of the bytes of `count` sampled tokens."""
-    words = np.frombuffer(told, "<i4").reshape(count, -1)
+    words = np.frombuffer(rows, "<i4").reshape(count, -1)
     k = words.shape[1] // 2
     return words[:, :k], np.ascontiguousarray(words[:, k:]).view("<f4")
 
 
-def told_log_probs(
+def likeliest_log_probs(
     hidden: Tensor, head: Head, tokens: Tensor, temperature: Tensor, kept: KeptTokens | None = None
 ) -> Tensor:
-    """Return a model's log-probabilities of the told tokens, as of the sampled ones: float32 [R, k].
+    """Return a model's log-probabilities of these tokens, as of the sampled ones: float32 [R, k].
 
     hidden: [R, K]; tokens: int64 [R, k], different ones in a row; temperature: float32 [R]; kept: as
     for `token_log_probs`. Gradients flow to `hidden` and the head; logits are computed a chunk of rows
     at a time, and again in the backward pass.
     """
-    found: Tensor = _ToldLogProbs.apply(hidden, head, tokens, temperature, kept, *head.tensors)
+    found: Tensor = _LikeliestLogProbs.apply(hidden, head, tokens, temperature, kept, *head.tensors)
     return found
 
 
-class _ToldLogProbs(torch.autograd.Function):
+class _LikeliestLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: FunctionCtx,
