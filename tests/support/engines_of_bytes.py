@@ -15,7 +15,7 @@ from tests.support.train_runs import ROOT
 CODE = """
 import os
 from collections import deque
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
 from onpolicy.ops import backends
 
@@ -23,15 +23,17 @@ class Noted(deque):
     def append(self, call):
         Path({directory!r}, str(os.getpid())).touch()
 
-def make(threads):
-    from onpolicy.ops.hopper import gemm
-    from tests.support.bytes_on_cpu import BytesOnCpu, add_blocks
-    from tests.support.recorded_kernels import deep_gemm
-    module = deep_gemm("0.2.5", Noted())
-    gemm.loaded, gemm.add_blocks = lambda: module, add_blocks
-    return BytesOnCpu(threads)
+class OfBytes(type(backends.CPU)):
+    def make(self, threads):
+        from onpolicy.ops.hopper import gemm
+        from tests.support.bytes_on_cpu import BytesOnCpu, add_blocks
+        from tests.support.recorded_kernels import deep_gemm
+        module = deep_gemm("0.2.5", Noted())
+        gemm.loaded, gemm.add_blocks = lambda: module, add_blocks
+        return BytesOnCpu(threads)
 
-of_bytes = replace(backends.CPU, make=make, multiplies_bytes=True)
+known = {{each.name: getattr(backends.CPU, each.name) for each in fields(backends.CPU)}}
+of_bytes = OfBytes(**{{**known, "multiplies_bytes": True}})
 backends.BACKENDS = (of_bytes, *(x for x in backends.BACKENDS if x.name != "cpu"))
 """
 
