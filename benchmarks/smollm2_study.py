@@ -55,6 +55,7 @@ SIZE = (
     "--num-rollout", str(ROLLOUTS), "--rollout-batch-size", "8", "--n-samples-per-prompt", "4",
     "--rollout-max-response-len", "24", "--eval-interval", "20", "--no-shuffle",
     "--save-interval", str(SAVED), "--keep-checkpoints", "1",
+    "--rollout-health-timeout", "600",  # stock prefill of 64 chats took over a minute on a busy CPU
 )  # fmt: skip
 
 PRODUCT = r"What is {} * {}? Give the answer as \boxed{{number}}."
