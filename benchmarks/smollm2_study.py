@@ -55,7 +55,6 @@ SIZE = (
     "--num-rollout", str(ROLLOUTS), "--rollout-batch-size", "8", "--n-samples-per-prompt", "4",
     "--rollout-max-response-len", "24", "--eval-interval", "20", "--no-shuffle",
     "--save-interval", str(SAVED), "--keep-checkpoints", "1",
-    "--rollout-health-timeout", "600",  # stock prefill of 64 chats took over a minute on a busy CPU
 )  # fmt: skip
 
 PRODUCT = r"What is {} * {}? Give the answer as \boxed{{number}}."
@@ -135,10 +134,11 @@ def carry_out(run: Run) -> None:
     directory, checkpoints = WORK / run.name, WORK / "checkpoints" / run.name
     prompts, about = WORK / f"{run.task}.jsonl", surroundings(time.time())
     EXAMPLE["write_rows"](prompts, problems(run.task))
-    paths = ["--prompt-data", prompts, "--run-dir", directory]
-    paths += ["--save", checkpoints, "--load", checkpoints]
+    here = ["--prompt-data", prompts, "--run-dir", directory]
+    here += ["--save", checkpoints, "--load", checkpoints]
+    here += ["--rollout-health-timeout", 600]  # on a busy CPU, stock prefill of 64 chats took a minute
     subprocess.run(
-        ["examples/smollm2/run.sh", *run.flags, *map(str, paths)],
+        ["examples/smollm2/run.sh", *run.flags, *map(str, here)],
         cwd=ROOT,
         env={**os.environ, "WORK_DIR": str(WORK)},
         check=True,
