@@ -136,7 +136,8 @@ def carry_out(run: Run) -> None:
     EXAMPLE["write_rows"](prompts, problems(run.task))
     here = ["--prompt-data", prompts, "--run-dir", directory]
     here += ["--save", checkpoints, "--load", checkpoints]
-    here += ["--rollout-health-timeout", 600]  # on a busy CPU, stock prefill of 64 chats took a minute
+    # On a busy CPU stock operators took more than a minute to prefill 64 chats.
+    here += ["--rollout-health-timeout", 600]
     subprocess.run(
         ["examples/smollm2/run.sh", *run.flags, *map(str, here)],
         cwd=ROOT,
