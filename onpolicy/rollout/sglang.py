@@ -188,7 +188,8 @@ class SglangGroup(RolloutGroup):
             if loop.time() - started > self.config.rollout_health_timeout:
                 raise EngineLostError(
                     f"{client.url} failed its health checks for "
-                    f"{self.config.rollout_health_timeout:g} s."
+                    f"{self.config.rollout_health_timeout:g} s. If it was busy, as where a host without "
+                    "a GPU prefills many prompts, give a larger --rollout-health-timeout."
                 )
             await asyncio.sleep(_HEALTH_PAUSE)
 
