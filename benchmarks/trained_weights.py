@@ -117,7 +117,8 @@ def command(model: str, claim: str, work: Path) -> list[str]:
     data = ["--prompt-data", str(inputs / "data.jsonl"), *PROMPTS[model]]
     if "--environment" not in TRAIN[claim]:
         data += ["--rm-type", REWARD[model]]
-    return ["train", *common, *data, "--true-on-policy-mode", *SIZE_TRAIN, *of_train, *TRAIN[claim]]
+    mode = ["--true-on-policy-mode", "--operators", "onednn"]
+    return ["train", *common, *data, *mode, *SIZE_TRAIN, *of_train, *TRAIN[claim]]
 
 
 def run_row(model: str, claim: str) -> Row:

@@ -16,17 +16,13 @@ C: call `score` and `answer` in a process that can be killed.
 import logging
 import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import inf, log10
 from typing import Any
 
 from math_verify import parse, verify
 from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
 from sympy import Eq, Expr, N, UnevaluatedExpr, simplify, solve
-
-# math-verify logs at every call that its own time limit, which needs signals, is off. The scorer's
-# worker process has one that works.
-logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _NEARLY = 1e-4
 """The largest relative difference of two equal numbers. math-verify alone rounds to decimal places,
@@ -128,6 +124,7 @@ def _is_prose(text: str) -> bool:
 
 @lru_cache(maxsize=4)
 def _parse(text: str, targets: tuple[Any, ...] = _ALL_TARGETS) -> list[Any]:
+    _be_quiet()
     expressions: list[Any] = parse(text, targets, parsing_timeout=None)
     return expressions
 
@@ -147,6 +144,13 @@ def _is_equal_by_mistake(gold: Any, found: Any) -> bool:
         ratio = simplify((gold.lhs - gold.rhs) / (found.lhs - found.rhs))  # neither has a solution
         return not ratio.is_number or ratio.is_zero is True
     return False
+
+
+@cache
+def _be_quiet() -> None:
+    """Silence math-verify, which logs at every call that its own time limit is off. That limit
+    needs signals; the scorer's worker process has a time limit that works."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 _SPACE = r"(?:\\[,;:!> ]|[ ~\u00a0\u2009\u202f])"

@@ -65,6 +65,11 @@ class Gateway:
         self._starting = asyncio.Lock()
         self._told = set[str]()
 
+    @property
+    def num_sessions(self) -> int:
+        """Return the number of open sessions."""
+        return len(self._sessions)
+
     async def start(self) -> None:
         """Listen, unless it already does. Raises OSError where it cannot."""
         async with self._starting:
