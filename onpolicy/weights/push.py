@@ -40,9 +40,6 @@ def push_weights(
     digest = WeightDigest() if digest is None else digest
     num_bytes, started = 0, time.perf_counter()
 
-    def send(bucket: WeightBucket) -> None:
-        transport.send(to_send(bucket), engines, version)
-
     try:
         if transport.in_session:
             on_all(engines, _begin)
@@ -53,7 +50,7 @@ def push_weights(
             for bucket in buckets:  # hashed while it is being sent
                 if sent is not None:
                     sent.result()
-                sent = sender.submit(send, bucket)
+                sent = sender.submit(transport.send, to_send(bucket), engines, version)
                 for name, tensor in bucket:
                     digest.add(name, tensor)
                 num_bytes += size_of(bucket)

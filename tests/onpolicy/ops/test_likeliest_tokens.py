@@ -47,7 +47,7 @@ def test_a_sampled_token_among_them_has_its_bits_and_another_temperature_has_oth
     tokens, temperature = told_of()
     told = likeliest_log_probs(hidden, head, tokens, temperature)
     for place in (0, K - 1):
-        own = token_log_probs(OPERATORS, hidden, head.weight, None, tokens[:, place], temperature)
+        own = token_log_probs(head, hidden, tokens[:, place], temperature)
         assert torch.equal(told[:, place], own.log_probs)
     assert not torch.equal(told, likeliest_log_probs(hidden, head, tokens, temperature + 0.1))
 

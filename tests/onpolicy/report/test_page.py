@@ -201,7 +201,7 @@ def test_text_of_a_run_cannot_become_code(tmp_path):
         write_run(tmp_path / hostile_name, rewards(0), [{"step": 0, "reason": HOSTILE}], lr=1e-6),
         write_run(tmp_path / "b", [{"step": 0, "mismatch/ess" + HOSTILE: 1}], label_key=HOSTILE),
     ]
-    page = render(read_runs(paths))
+    page = render(read_runs(paths), {})
     assert "<img" not in page
     assert page.count("<script") == page.count("</script>") == 2
     text = re.search(r'id="data">(.*?)</script>', page, re.DOTALL).group(1)
@@ -209,7 +209,7 @@ def test_text_of_a_run_cannot_become_code(tmp_path):
 
 
 def test_the_page_loads_nothing(tmp_path):
-    page = render(read_runs([stock_run(tmp_path / "a", 1), aligned_run(tmp_path / "b", 2)]))
+    page = render(read_runs([stock_run(tmp_path / "a", 1), aligned_run(tmp_path / "b", 2)]), {})
     assert not re.search(r"\b(src|href|url|import|srcset|action)\s*[=(]", page)
     assert set(re.findall(r"https?://[^\s\"']+", page)) == {"http://www.w3.org/2000/svg"}
     assert "default-src 'none'" in page
