@@ -174,7 +174,7 @@ def test_what_tokens_pay_is_part_of_their_returns_as_in_verl(num_ranks):
     assert found != made_on(num_ranks, without, samples_of=peers_samples, paid=paid)
 
 
-@pytest.mark.parametrize("kind", sorted(ESTIMATORS))
+@pytest.mark.parametrize("kind", sorted({*ESTIMATORS} - {"otb"}))  # `TokenBaseline` makes those
 def test_what_tokens_pay_leaves_estimators_of_groups_the_rest_of_the_reward(kind):
     """As if rewards had been smaller by what a trajectory paid; none where every token pays nothing."""
     paid = {i: [0.01 * i] * n for i, n in enumerate(n for group in LENGTHS for n in group)}
