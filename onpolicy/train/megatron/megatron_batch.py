@@ -134,7 +134,7 @@ def _zigzag(batch: PackedTokens, ranks: int, rank: int, multiple: int) -> LocalT
             draws=batch.draws and batch.draws.at(held, missing),
             wants_hidden=batch.wants_hidden,
             wants_squares=batch.wants_squares,
-            told=batch.told and batch.told.at(held, missing),
+            likeliest=batch.likeliest and batch.likeliest.at(held, missing),
             teacher=batch.teacher and batch.teacher.at(F.pad(held, (0, missing))),
         ),
         order=order.to(device),
