@@ -48,7 +48,7 @@ def test_a_sample_that_was_told_another_number_of_tokens_ends_the_run(base, tmp_
     monkeypatch.setattr(
         rollout_correction, "likeliest_tokens", lambda batch, k: likeliest_tokens(batch, k + 1)
     )
-    with pytest.raises(TrainingError, match="did not tell the 9 likeliest tokens"):
+    with pytest.raises(TrainingError, match="did not return the 9 likeliest tokens"):
         last_of(base, tmp_path, policy_loss="centered", opd_top_k=8, **STOCK)
 
 

@@ -132,7 +132,7 @@ LAGS = ["--true-on-policy-mode", "--rollout-lag", "1"]
         (["--custom-tis-function-path", "a.b"], "--custom-tis-function-path depends on more"),
         (["--use-tis", "--global-batch-size", "8"], "weights at later optimizer steps"),
         ([*LAGS, "--global-batch-size", "8"], "weights at later optimizer steps"),
-        (["--rollout-top-p", "0.9"], "an engine without --true-on-policy-mode tells another"),
+        (["--rollout-top-p", "0.9"], "an engine without --true-on-policy-mode returns another"),
     ],
 )
 def test_what_centering_cannot_take_the_mean_of_is_refused(argv, message):
