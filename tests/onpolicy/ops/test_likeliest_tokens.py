@@ -9,7 +9,14 @@ from onpolicy.ops.kept_tokens import KeptTokens, packed, unpacked
 from onpolicy.ops.likeliest_tokens import LikeliestTokens, likeliest_log_probs
 from onpolicy.ops.likeliest_tokens import packed as packed_likeliest
 from onpolicy.ops.log_probs import square_sums, token_log_probs
-from tests.onpolicy.ops.test_reverse_kl import OPERATORS, ROWS, VOCABULARY, make
+from tests.onpolicy.ops.test_reverse_kl import (
+    OPERATORS,
+    ROWS,
+    VOCABULARY,
+    distribution,
+    make,
+    require_close_gradients,
+)
 
 K = 7
 
@@ -28,18 +35,9 @@ def test_they_and_their_gradients_are_float64s(monkeypatch, has_bias, k):
     tokens, temperature = told_of(k)
     leaves = [x.requires_grad_() for x in (hidden, head.weight, head.bias) if x is not None]
     got = likeliest_log_probs(hidden, head, tokens, temperature)
-    bias = None if head.bias is None else head.bias.double()
-    logits = torch.nn.functional.linear(hidden.double(), head.weight.double(), bias)
-    want = (head.finish(logits) / temperature[:, None]).log_softmax(-1).gather(1, tokens)
+    want = distribution(hidden, head, VOCABULARY, temperature[:, None]).gather(1, tokens)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
-    grad = torch.randn(ROWS, k)
-    pairs = zip(
-        torch.autograd.grad(got, leaves, grad),
-        torch.autograd.grad(want, leaves, grad.double()),
-        strict=True,
-    )
-    for ours, theirs in pairs:
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    require_close_gradients(got, want, leaves, torch.randn(ROWS, k), atol=1e-4)
 
 
 def test_a_sampled_token_among_them_has_its_bits_and_another_temperature_has_others():

@@ -29,10 +29,20 @@ def teacher_of(kind, hidden, head, vocabulary=VOCABULARY):
     return TopKTeacher.of(hidden, head, kind, vocabulary)
 
 
-def distribution(hidden, head, width):
+def distribution(hidden, head, width, temperature=1):
     bias = None if head.bias is None else head.bias.double()
     logits = torch.nn.functional.linear(hidden.double(), head.weight.double(), bias)
-    return torch.log_softmax(head.finish(logits)[:, :width], -1)
+    return torch.log_softmax(head.finish(logits)[:, :width] / temperature, -1)
+
+
+def require_close_gradients(got, want, leaves, grad, atol):
+    pairs = zip(
+        torch.autograd.grad(got, leaves, grad),
+        torch.autograd.grad(want, leaves, grad.double()),
+        strict=True,
+    )
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=atol)
 
 
 def reference(student, teacher, kind, width=VOCABULARY):
@@ -63,14 +73,7 @@ def test_it_and_its_gradients_are_float64s(monkeypatch, kind, has_bias, teachers
     want = reference((hidden, head), taught, kind, min(VOCABULARY, teachers))
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
     assert got.min() > 0.01
-    grad = torch.randn(ROWS)
-    pairs = zip(
-        torch.autograd.grad(got, leaves, grad),
-        torch.autograd.grad(want, leaves, grad.double()),
-        strict=True,
-    )
-    for ours, theirs in pairs:
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    require_close_gradients(got, want, leaves, torch.randn(ROWS), atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["full", 1, 5, VOCABULARY - 1])

@@ -6,51 +6,27 @@ from itertools import product
 import pytest
 import torch
 
-from onpolicy.config import TrainConfig, groups
 from onpolicy.errors import EngineError, WeightSyncError
 from onpolicy.weights.changes import PLACES, VALUES
-from tests.onpolicy.train.test_weight_outlet import FROZEN, TRAINED, Spread
-from tests.support.engines_in_memory import Host
-from tests.support.ranks import on_ranks
-from tests.support.tiny_policy import ALIGNED, STOCK
-from tests.support.trainer_in_memory import TrainerInMemory
+from tests.onpolicy.train import test_weight_outlet
+from tests.onpolicy.train.test_weight_outlet import FROZEN, TRAINED
+from tests.support.tiny_policy import STOCK
 from tests.support.weight_digests import digest_of
 
 CHANGES = [TRAINED + PLACES, TRAINED + VALUES]
 
 
-class Cluster:
+class Cluster(test_weight_outlet.Cluster):
     """Ranks of a trainer that push changes, and their engines."""
 
-    def __init__(self, directory, ranks=1, engines=1, way="disk", contract=ALIGNED, lag=0):
-        self.num_ranks, self.host = ranks, Host()
-        servers = groups.EngineConfig(rollout_num_engines=engines)
-        self.group = self.host.make_group(servers, contract)
-        self.group.launch()
-        config = TrainConfig(
-            engine=servers,
-            parity=groups.ParityConfig(true_on_policy_mode=True),
-            sync=groups.WeightSyncConfig(
-                weight_sync="tensor" if way == "spread" else way, sparse_weight_sync=True
-            ),
-            rollout=groups.RolloutConfig(rollout_lag=lag),
-            output=groups.OutputConfig(run_dir=str(directory)),
-        )
-        self.trainers = [TrainerInMemory(config, contract, directory) for _ in range(ranks)]
-        for trainer in self.trainers:
-            trainer.frozen = (FROZEN,)
-            if way == "spread":
-                trainer.transport = Spread()
+    def __init__(self, directory, ranks=1, engines=1, way="disk", **more):
+        super().__init__(directory, ranks, engines, way, sparse_weight_sync=True, **more)
 
     def push(self, version, verb="push"):
         """What each rank returned or raised, and what came to the last engine."""
         memory = self.host.engines[-1].memory
         memory.came.clear()
-        outcomes = on_ranks(
-            self.num_ranks,
-            lambda rank: getattr(self.trainers[rank], verb)(self.group.clients, version),
-        )
-        return outcomes, sorted(memory.came)
+        return super().push(version, verb), sorted(memory.came)
 
     def train(self):
         for trainer in self.trainers:

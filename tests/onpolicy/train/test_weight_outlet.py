@@ -126,18 +126,18 @@ class Spread(SharedMemoryTransport):
 class Cluster:
     """Ranks of a trainer, and the engines that they send to."""
 
-    def __init__(self, directory, ranks, engines, way="spread", lag=0):
+    def __init__(self, directory, ranks, engines, way="spread", contract=ALIGNED, lag=0, **sync):
         self.num_ranks, self.host = ranks, Host()
-        self.group = self.host.make_group(EngineConfig(rollout_num_engines=engines))
+        self.group = self.host.make_group(EngineConfig(rollout_num_engines=engines), contract)
         self.group.launch()
         config = TrainConfig(
             engine=EngineConfig(rollout_num_engines=engines),
             parity=groups.ParityConfig(true_on_policy_mode=True),
-            sync=groups.WeightSyncConfig(weight_sync="tensor" if way == "spread" else way),
+            sync=groups.WeightSyncConfig(weight_sync="tensor" if way == "spread" else way, **sync),
             rollout=groups.RolloutConfig(rollout_lag=lag),
             output=groups.OutputConfig(run_dir=str(directory)),
         )
-        self.trainers = [TrainerInMemory(config, ALIGNED, directory) for _ in range(ranks)]
+        self.trainers = [TrainerInMemory(config, contract, directory) for _ in range(ranks)]
         for trainer in self.trainers:
             trainer.frozen = (FROZEN,)
             if way == "spread":

@@ -29,7 +29,6 @@ from tests.onpolicy.train.test_rank_invariance import (
     run,
     same,
 )  # fmt: skip
-from tests.support.megatron_ranks import Ranks
 from tests.support.megatron_training import Job, equal, make, make_samples, train
 from tests.support.tiny import make_checkpoint
 
@@ -41,20 +40,6 @@ SHARDS = (4, 2, 1)
 
 SMALL = {"trainer": {"max_tokens_per_gpu": 12}}
 """Micro-batches: two or more for each of four ranks."""
-
-
-@pytest.fixture(scope="module")
-def four():
-    group = Ranks(RANKS)
-    yield group
-    group.stop()
-
-
-@pytest.fixture(scope="module")
-def one():
-    group = Ranks(1)
-    yield group
-    group.stop()
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +95,8 @@ def in_one_order(shards, size=5 * RANKS):
 
 
 @pytest.mark.parametrize("shards", SHARDS)
-def test_a_shard_is_the_sum_of_one_rank_down_to_the_sign_of_zeros(four, shards):
-    assert four.run(reduced, shards, OrderedReduceScatter) == in_one_order(shards)
+def test_a_shard_is_the_sum_of_one_rank_down_to_the_sign_of_zeros(four_ranks, shards):
+    assert four_ranks.run(reduced, shards, OrderedReduceScatter) == in_one_order(shards)
 
 
 def default_reduce_scatter(turn):
@@ -119,20 +104,20 @@ def default_reduce_scatter(turn):
 
 
 @pytest.mark.parametrize("shards", [4, 2])
-def test_a_sum_in_another_order_is_another(four, shards):
+def test_a_sum_in_another_order_is_another(four_ranks, shards):
     """So the test above would notice."""
-    assert four.run(reduced, shards, default_reduce_scatter) != in_one_order(shards)
+    assert four_ranks.run(reduced, shards, default_reduce_scatter) != in_one_order(shards)
 
 
 @pytest.mark.parametrize("shards", [2, 1])
-def test_the_zeros_of_what_is_no_contribution_would_change_a_sign(four, shards):
-    assert four.run(reduced, shards, OrderedReduceScatter, 0.0) != in_one_order(shards)
+def test_the_zeros_of_what_is_no_contribution_would_change_a_sign(four_ranks, shards):
+    assert four_ranks.run(reduced, shards, OrderedReduceScatter, 0.0) != in_one_order(shards)
 
 
 @pytest.mark.parametrize("shards", [2, 1])
-def test_replicas_may_have_unequal_parts_of_a_shard(four, shards):
+def test_replicas_may_have_unequal_parts_of_a_shard(four_ranks, shards):
     """Of 9 and of 18 elements."""
-    found = four.run(reduced, shards, OrderedReduceScatter, -0.0, 18)
+    found = four_ranks.run(reduced, shards, OrderedReduceScatter, -0.0, 18)
     assert found == in_one_order(shards, 18)
 
 
@@ -156,13 +141,13 @@ def exact_gradients(shards, in_order, forgets=False):
 
 @pytest.mark.parametrize("shards", [2, 1])
 @pytest.mark.parametrize("in_order", [True, False])
-def test_every_replica_learns_from_the_micro_batches_of_all(four, shards, in_order):
+def test_every_replica_learns_from_the_micro_batches_of_all(four_ranks, shards, in_order):
     """verl-project/verl#7493: replicas of one rank each did not exchange gradients; pytorch#125484: of
     several micro-batches only the last was exchanged."""
     expected = (1 + 2 + 3 + 4) * 11.0
-    assert four.run(exact_gradients, shards, in_order) == [[expected]] * RANKS
+    assert four_ranks.run(exact_gradients, shards, in_order) == [[expected]] * RANKS
     if not (in_order and shards > 1):  # which needs no hook
-        assert four.run(exact_gradients, shards, in_order, True) != [[expected]] * RANKS
+        assert four_ranks.run(exact_gradients, shards, in_order, True) != [[expected]] * RANKS
 
 
 def wait_for(shards):
@@ -173,8 +158,8 @@ def wait_for(shards):
     return {limit.total_seconds() / 3600 for limit in found}
 
 
-def test_a_rank_waits_for_others_that_push_as_long_as_in_the_group_of_all(four):
-    assert four.run(wait_for, 2) == [{2.0}] * RANKS
+def test_a_rank_waits_for_others_that_push_as_long_as_in_the_group_of_all(four_ranks):
+    assert four_ranks.run(wait_for, 2) == [{2.0}] * RANKS
 
 
 def differing(shards, wrong):
@@ -193,11 +178,11 @@ def differing(shards, wrong):
 
 
 @pytest.mark.parametrize("shards", [2, 1])
-def test_a_wrong_bit_in_the_gradient_of_one_replica_is_named_on_every_rank(four, shards):
-    messages = four.run(differing, shards, 3)
+def test_a_wrong_bit_in_the_gradient_of_one_replica_is_named_on_every_rank(four_ranks, shards):
+    messages = four_ranks.run(differing, shards, 3)
     assert len({*messages}) == 1 and messages[0].startswith("ranks=[3]: their gradients differ")
     assert "no optimizer step was taken" in messages[0] and "resume" in messages[0]
-    assert four.run(differing, shards, None) == [""] * RANKS
+    assert four_ranks.run(differing, shards, None) == [""] * RANKS
 
 
 # Whole trainers.
@@ -214,26 +199,28 @@ def test_a_wrong_bit_in_the_gradient_of_one_replica_is_named_on_every_rank(four,
     ],
     ids=["many micro-batches", "experts, clipped", "rounded weights", "adapters", "of experts"],
 )
-def test_every_split_of_ranks_has_the_bits_of_one(four, one, request, model, updates, settings):
+def test_every_split_of_ranks_has_the_bits_of_one(
+    four_ranks, one_rank, request, model, updates, settings
+):
     """NVIDIA-NeMo/Automodel#3135: the experts alone were not exchanged."""
     path = request.getfixturevalue(model)
-    alone = run(one, Job(path=path, backend="fsdp", **settings), updates=updates)
+    alone = run(one_rank, Job(path=path, backend="fsdp", **settings), updates=updates)
     assert all(step["train/grad_norm"] > 0.1 for step in alone[1])
     for shards in SHARDS:
-        assert same(run(four, on(shards, path, **settings), updates=updates), alone), shards
+        assert same(run(four_ranks, on(shards, path, **settings), updates=updates), alone), shards
 
 
-def test_the_engines_own_sums_have_other_bits(four, one, checkpoint):
+def test_the_engines_own_sums_have_other_bits(four_ranks, one_rank, checkpoint):
     """So the test above would notice."""
     job = Job(path=checkpoint, backend="fsdp", changes=NO_MODE)
-    alone = run(one, job)
-    assert not any(same(run(four, on(s, checkpoint, NO_MODE)), alone) for s in (2, 1))
+    alone = run(one_rank, job)
+    assert not any(same(run(four_ranks, on(s, checkpoint, NO_MODE)), alone) for s in (2, 1))
 
 
-def test_a_critic_has_the_bits_of_one_rank(four, one, checkpoint):
+def test_a_critic_has_the_bits_of_one_rank(four_ranks, one_rank, checkpoint):
     job = job_of(checkpoint, "fsdp")
-    (metrics, alone, values), *_ = one.run(learn, job)
-    for found, policy, others in four.run(learn, on(2, checkpoint, job.changes))[:1]:
+    (metrics, alone, values), *_ = one_rank.run(learn, job)
+    for found, policy, others in four_ranks.run(learn, on(2, checkpoint, job.changes))[:1]:
         assert found == metrics and equal(policy, alone) and torch.equal(others, values)
 
 
@@ -259,10 +246,10 @@ def steps_with_a_wrong_replica(job, bit):
     return error, all(map(torch.equal, before, after))
 
 
-def test_no_step_is_taken_where_a_replica_has_another_gradient(four, checkpoint):
-    for error, is_unchanged in four.run(steps_with_a_wrong_replica, on(2, checkpoint), 1):
+def test_no_step_is_taken_where_a_replica_has_another_gradient(four_ranks, checkpoint):
+    for error, is_unchanged in four_ranks.run(steps_with_a_wrong_replica, on(2, checkpoint), 1):
         assert error.startswith("ranks=[3]:") and is_unchanged
-    for error, is_unchanged in four.run(steps_with_a_wrong_replica, on(2, checkpoint), 0):
+    for error, is_unchanged in four_ranks.run(steps_with_a_wrong_replica, on(2, checkpoint), 0):
         assert not error and not is_unchanged
 
 
@@ -282,10 +269,10 @@ def norms_over_all_ranks(job):
 
 
 @pytest.mark.parametrize("shards", [2, 1])
-def test_the_norm_of_a_gradient_counts_one_replica(four, one, checkpoint, shards):
+def test_the_norm_of_a_gradient_counts_one_replica(four_ranks, one_rank, checkpoint, shards):
     """ByteDance-Seed/VeOmni#184: it was the root of the number of replicas too large."""
-    norm, _ = one.run(norms_over_all_ranks, Job(path=checkpoint, backend="fsdp"))[0]
-    for found, of_all in four.run(norms_over_all_ranks, on(shards, checkpoint)):
+    norm, _ = one_rank.run(norms_over_all_ranks, Job(path=checkpoint, backend="fsdp"))[0]
+    for found, of_all in four_ranks.run(norms_over_all_ranks, on(shards, checkpoint)):
         assert found == norm and of_all > 1.4 * norm
 
 
@@ -300,33 +287,35 @@ def held(job):
     return size, {name: tensor for bucket in everywhere for name, tensor in bucket}
 
 
-def test_a_rank_holds_its_replicas_part_and_gathers_all_of_it(four, one, checkpoint):
-    ((whole, alone),) = one.run(held, Job(path=checkpoint, backend="fsdp"))
+def test_a_rank_holds_its_replicas_part_and_gathers_all_of_it(four_ranks, one_rank, checkpoint):
+    ((whole, alone),) = one_rank.run(held, Job(path=checkpoint, backend="fsdp"))
     for shards in SHARDS:
-        sizes, weights = zip(*four.run(held, on(shards, checkpoint)), strict=True)
+        sizes, weights = zip(*four_ranks.run(held, on(shards, checkpoint)), strict=True)
         assert 1 <= sum(sizes) * shards / whole / RANKS < 1.05
         assert all(equal(each, alone) for each in weights)
 
 
-def test_memory_that_leaves_the_device_comes_back(four, checkpoint):
+def test_memory_that_leaves_the_device_comes_back(four_ranks, checkpoint):
     stays, leaves = (
-        four.run(train, on(2, checkpoint), 3, None, None, 1, x)[0] for x in (False, True)
+        four_ranks.run(train, on(2, checkpoint), 3, None, None, 1, x)[0] for x in (False, True)
     )
     assert stays[0] == leaves[0] and equal(stays[2], leaves[2])
 
 
 @pytest.mark.parametrize("settings", [{}, ADAPTED], ids=["whole", "adapters"])
-def test_a_run_goes_on_under_any_other_split(four, one, checkpoint, tmp_path, settings):
+def test_a_run_goes_on_under_any_other_split(four_ranks, one_rank, checkpoint, tmp_path, settings):
     """pytorch#145978: weights that were loaded differed from those that were saved."""
     saved = {shards: tmp_path / str(shards) for shards in (0, 2)}
     for directory in saved.values():
         directory.mkdir()
-    log_probs, metrics, weights = run(four, on(2, checkpoint, **settings), save=saved[2])
-    run(four, on(0, checkpoint, **settings), save=saved[0])
+    log_probs, metrics, weights = run(four_ranks, on(2, checkpoint, **settings), save=saved[2])
+    run(four_ranks, on(0, checkpoint, **settings), save=saved[0])
     expected = log_probs[1:], metrics[1:], weights
     plain = Job(path=checkpoint, backend="fsdp", **settings)
-    assert same(run(one, plain, load=saved[2]), expected)
+    assert same(run(one_rank, plain, load=saved[2]), expected)
     for shards, directory in ((4, saved[2]), (2, saved[0]), (1, saved[2])):
-        assert same(run(four, on(shards, checkpoint, **settings), load=directory), expected), shards
+        assert same(
+            run(four_ranks, on(shards, checkpoint, **settings), load=directory), expected
+        ), shards
     sizes = [sum(f.stat().st_size for f in d.rglob("*.distcp")) for d in saved.values()]
     assert sizes[1] < 1.5 * sizes[0]  # a replica writes nothing again

@@ -1,26 +1,8 @@
-"""Groups of ranks, started once for all tests of a file."""
+"""Checkpoints of architectures, made once."""
 
 import pytest
 
-from tests.support.megatron_ranks import Ranks
 from tests.support.tiny import make_checkpoint
-
-
-def _ranks(count):
-    ranks = Ranks(count)
-    yield ranks
-    ranks.stop()
-
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    yield from _ranks(2)
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    yield from _ranks(4)
-
 
 CHANGES = {
     # Layers with and without experts.

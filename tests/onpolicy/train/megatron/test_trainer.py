@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.support.crafted_checkpoints import ATTACKS, in_the_common_state
-from tests.support.megatron_ranks import Ranks
 from tests.support.megatron_training import (
     Job,
     equal,
@@ -42,20 +41,6 @@ FALLS_BACK = {"parity": {"parity_policy": "fallback"}, "fallback": MIS}
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    group = Ranks(2)
-    yield group
-    group.stop()
-
-
-@pytest.fixture(scope="module")
-def alone():
-    group = Ranks(1)
-    yield group
-    group.stop()
-
-
-@pytest.fixture(scope="module")
 def job(checkpoint):
     return Job(path=checkpoint)
 
@@ -67,8 +52,8 @@ def reference(checkpoint):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_alone_its_first_step_is_the_other_engines(alone, checkpoint, dtype):
-    [(log_probs, metrics, weights)] = alone.run(train, Job(path=checkpoint, dtype=dtype), 1)
+def test_alone_its_first_step_is_the_other_engines(one_rank, checkpoint, dtype):
+    [(log_probs, metrics, weights)] = one_rank.run(train, Job(path=checkpoint, dtype=dtype), 1)
     theirs = train(Job(path=checkpoint, backend="fsdp", dtype=dtype), 1)
     assert log_probs == theirs[0]
     assert metrics[0]["parity/num_mismatched_tokens"] == 0
@@ -79,16 +64,16 @@ def test_alone_its_first_step_is_the_other_engines(alone, checkpoint, dtype):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_in_every_layout_it_trains_as_the_other_engine(ranks, job, reference, layout):
-    results = ranks.run(train, job.under(LAYOUTS[layout], **SMOOTH))
+def test_in_every_layout_it_trains_as_the_other_engine(two_ranks, job, reference, layout):
+    results = two_ranks.run(train, job.under(LAYOUTS[layout], **SMOOTH))
     assert results[1][0] == results[0][0]  # on all ranks alike
     require_same_steps(results[0], reference)
 
 
 @pytest.mark.parametrize("architecture", ["smollm3", "olmo2", "mixtral", "qwen2-moe", "glm4-moe"])
-def test_of_every_family_it_trains_as_the_other_engine(alone, model_of, architecture):
+def test_of_every_family_it_trains_as_the_other_engine(one_rank, model_of, architecture):
     job = Job(path=model_of(architecture), changes=SMOOTH)
-    [results] = alone.run(train, job)
+    [results] = one_rank.run(train, job)
     require_same_steps(results, train(replace(job, backend="fsdp")))
 
 
@@ -107,8 +92,8 @@ def require_same_steps(results, reference):
 
 
 @pytest.mark.parametrize("layout", ["data", "context", "pipeline"])
-def test_one_wrong_log_prob_stops_before_the_backward_pass(ranks, job, layout):
-    results = ranks.run(train_on_a_wrong_one, job.under(LAYOUTS[layout]))
+def test_one_wrong_log_prob_stops_before_the_backward_pass(two_ranks, job, layout):
+    results = two_ranks.run(train_on_a_wrong_one, job.under(LAYOUTS[layout]))
     for error, *_ in results:
         assert "1 of" in error and "step=7, prompt 0, sample 0, response position=0" in error
     _, _, before, after = results[0]
@@ -117,13 +102,15 @@ def test_one_wrong_log_prob_stops_before_the_backward_pass(ranks, job, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_every_layout_tokens_are_drawn_again_and_an_engine_that_draws_otherwise_is_found(
-    ranks, job, checkpoint, layout
+    two_ranks, job, checkpoint, layout
 ):
     """The rows of log-probabilities have the digests of one rank of FSDP."""
     full = {"parity": {"parity_check": "full"}}
     *_, expected = train_on_drawn(Job(path=checkpoint, backend="fsdp", changes=full))
     assert all(all(each) for each in expected)
-    for metrics, error, digests in ranks.run(train_on_drawn, job.under(LAYOUTS[layout], **full)):
+    for metrics, error, digests in two_ranks.run(
+        train_on_drawn, job.under(LAYOUTS[layout], **full)
+    ):
         assert digests == expected
         assert metrics["parity/num_compared_rows"] == 15
         assert metrics["parity/num_mismatched_rows"] == 0
@@ -136,8 +123,8 @@ def test_in_every_layout_tokens_are_drawn_again_and_an_engine_that_draws_otherwi
 
 
 @pytest.mark.parametrize("layout", ["context", "pipeline"])
-def test_a_sequence_level_correction_is_that_of_one_rank(ranks, job, checkpoint, layout):
-    error, metrics, before, after = ranks.run(
+def test_a_sequence_level_correction_is_that_of_one_rank(two_ranks, job, checkpoint, layout):
+    error, metrics, before, after = two_ranks.run(
         train_on_a_wrong_one, job.under(LAYOUTS[layout], **FALLS_BACK)
     )[0]
     alone = Job(path=checkpoint, backend="fsdp", changes=FALLS_BACK)
@@ -151,65 +138,67 @@ def test_a_sequence_level_correction_is_that_of_one_rank(ranks, job, checkpoint,
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_behind_a_tied_embedding_that_stages_share_each_weight_is_read_in_its_place(
-    ranks, model_of, tmp_path, dtype
+    two_ranks, model_of, tmp_path, dtype
 ):
     """The embedding has a bucket of its own, with padding."""
     job = Job(path=model_of("qwen3-tied"), dtype=dtype).under(LAYOUTS["pipeline"])
-    _, _, weights = ranks.run(train, job, 2, tmp_path)[0]
-    _, _, loaded = ranks.run(train, job, 2, None, tmp_path)[0]
+    _, _, weights = two_ranks.run(train, job, 2, tmp_path)[0]
+    _, _, loaded = two_ranks.run(train, job, 2, None, tmp_path)[0]
     assert equal(loaded, weights)
 
 
-def test_a_checkpoint_may_be_loaded_in_another_layout(ranks, job, tmp_path):
-    log_probs, _, _ = ranks.run(train, job.under(LAYOUTS["tensor"]), 2, tmp_path)[0]
-    resumed, metrics, _ = ranks.run(train, job.under(LAYOUTS["pipeline"]), 2, None, tmp_path)[0]
+def test_a_checkpoint_may_be_loaded_in_another_layout(two_ranks, job, tmp_path):
+    log_probs, _, _ = two_ranks.run(train, job.under(LAYOUTS["tensor"]), 2, tmp_path)[0]
+    resumed, metrics, _ = two_ranks.run(train, job.under(LAYOUTS["pipeline"]), 2, None, tmp_path)[0]
     assert resumed[0] == log_probs[1]
     assert metrics[0]["parity/num_mismatched_tokens"] == 0
 
 
-def test_a_save_leaves_no_process(alone, job, tmp_path):
+def test_a_save_leaves_no_process(one_rank, job, tmp_path):
     """As one that keeps Megatron's queue would: with PyTorch, beside each rank."""
-    assert alone.run(left_after_saving, job, tmp_path) == [[]]
+    assert one_rank.run(left_after_saving, job, tmp_path) == [[]]
 
 
-def test_two_runs_give_the_same_weights(ranks, job):
+def test_two_runs_give_the_same_weights(two_ranks, job):
     job = job.under(LAYOUTS["tensor and sequence"])
-    first, second = (ranks.run(train, job)[0][2] for _ in range(2))
+    first, second = (two_ranks.run(train, job)[0][2] for _ in range(2))
     assert first and equal(first, second)
 
 
 @pytest.mark.parametrize("size", [50, 20_000, 500_000])
-def test_a_full_disk_is_an_error(alone, job, tmp_path, size):
+def test_a_full_disk_is_an_error(one_rank, job, tmp_path, size):
     """In a checkpoint's common state, index, or tensors."""
-    assert all(alone.run(save_on_a_full_disk, job, tmp_path, size))
+    assert all(one_rank.run(save_on_a_full_disk, job, tmp_path, size))
 
 
 CRAFTED = {**ATTACKS, in_the_common_state: r"\(common.pt holds more than data\)"}
 
 
 @pytest.mark.parametrize("attack", CRAFTED, ids=lambda attack: attack.__name__)
-def test_code_hidden_in_a_checkpoint_is_not_run(alone, checkpoint, tmp_path, attack):
-    [(error, ran)] = alone.run(load_crafted, Job(path=checkpoint), tmp_path, attack)
+def test_code_hidden_in_a_checkpoint_is_not_run(one_rank, checkpoint, tmp_path, attack):
+    [(error, ran)] = one_rank.run(load_crafted, Job(path=checkpoint), tmp_path, attack)
     assert re.match(rf"CheckpointError: .*{CRAFTED[attack]}", error)
     assert not ran
 
 
 @pytest.mark.parametrize("attack", CRAFTED, ids=lambda attack: attack.__name__)
 def test_code_hidden_in_a_checkpoint_is_run_by_megatrons_readers(
-    alone, checkpoint, tmp_path, attack
+    one_rank, checkpoint, tmp_path, attack
 ):
     """So the test above would notice."""
     job = Job(path=checkpoint)
-    [(_, ran)] = alone.run(load_crafted_with_megatrons_readers, job, tmp_path, attack)
+    [(_, ran)] = one_rank.run(load_crafted_with_megatrons_readers, job, tmp_path, attack)
     assert ran
 
 
 @pytest.mark.runs
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", ["data", "tensor"])
-def test_a_trainer_that_left_its_device_learns_the_same_bits(ranks, checkpoint, layout, dtype):
+def test_a_trainer_that_left_its_device_learns_the_same_bits(two_ranks, checkpoint, layout, dtype):
     job = Job(path=checkpoint, dtype=dtype).under(LAYOUTS[layout])
-    (stays, *_), (leaves, *_) = (ranks.run(train, job, 3, None, None, 1, x) for x in (False, True))
+    (stays, *_), (leaves, *_) = (
+        two_ranks.run(train, job, 3, None, None, 1, x) for x in (False, True)
+    )
     assert leaves[0] == stays[0]
     for ours, theirs in zip(leaves[1], stays[1], strict=True):
         assert ours["train/loss"] == theirs["train/loss"]
@@ -230,11 +219,11 @@ def frozen_reference(checkpoint):
 @pytest.mark.runs
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_every_layout_only_what_is_trained_moves_and_as_in_the_other_engine(
-    ranks, job, frozen_reference, layout
+    two_ranks, job, frozen_reference, layout
 ):
     under = job.under(LAYOUTS[layout], **SMOOTH)
-    before = ranks.run(train, under, 0)[0][2]
-    results = ranks.run(train_with_frozen, under)
+    before = two_ranks.run(train, under, 0)[0][2]
+    results = two_ranks.run(train_with_frozen, under)
     require_same_steps(results[0][:3], frozen_reference[:3])
     after = results[0][2]
     assert any(map(is_frozen, before)) and before.keys() == after.keys()
@@ -246,10 +235,10 @@ def test_in_every_layout_only_what_is_trained_moves_and_as_in_the_other_engine(
 
 @pytest.mark.runs
 def test_it_goes_on_with_the_same_bits_where_a_weight_is_frozen_in_some_layers_only(
-    ranks, job, tmp_path
+    two_ranks, job, tmp_path
 ):
     under = job.under(LAYOUTS["pipeline"], **SMOOTH)
-    whole = ranks.run(partial(train_with_frozen, save=tmp_path), under)[0]
-    resumed = ranks.run(partial(train_with_frozen, load=tmp_path), under)[0]
+    whole = two_ranks.run(partial(train_with_frozen, save=tmp_path), under)[0]
+    resumed = two_ranks.run(partial(train_with_frozen, load=tmp_path), under)[0]
     assert resumed[0] == whole[0][1:]
     assert equal(resumed[2], whole[2])
