@@ -88,7 +88,7 @@ class SamplingParams:
     """Grammar of the response; it is applied before all other filters."""
 
     num_likeliest: int = 0
-    """Number of the likeliest tokens that the engine tells with each sampled one."""
+    """Number of likeliest tokens that the engine returns with each sampled one."""
 
     @property
     def is_cut(self) -> bool:

@@ -123,8 +123,8 @@ def _packed(answer: dict[str, Any]) -> dict[str, Any]:
     meta = answer["meta_info"]
     pairs = [p for p in meta.get("output_token_logprobs") or () if p[0] is not None]
     meta = {**meta, "output_token_logprobs": _numbers(pairs)}
-    if told := meta.get("output_top_logprobs"):
-        meta["output_top_logprobs"] = _numbers([pair for row in told for pair in row or ()])
+    if rows := meta.get("output_top_logprobs"):
+        meta["output_top_logprobs"] = _numbers([pair for row in rows for pair in row or ()])
     return {**answer, "output_ids": _base64("<i4", answer["output_ids"]), "meta_info": meta}
 
 

@@ -128,7 +128,7 @@ unlike infinity it makes no NaN of 0 x log 0."""
 ALL = 1 << 30
 """Top-k that cuts nothing, as in SGLang."""
 
-_UNITS = 2.0**52
+ONE = 2.0**52
 """Integer that stands for a probability of 1; a row's sum stays far below 2**63."""
 
 _NUMBERS = 1 << 22
@@ -171,6 +171,11 @@ class Cut(NamedTuple):
         return torch.cat(parts)
 
 
+def counted(probabilities: Tensor) -> Tensor:
+    """Return float64 probabilities as int64 multiples of 1 / ONE, whose sums have no order."""
+    return (probabilities * ONE).round().long()
+
+
 def _kept(
     operators: Operators, log_probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
@@ -179,9 +184,9 @@ def _kept(
     probabilities = operators.elementwise(torch.exp, ordered.double())
     # Top-k, then top-p by the probability before each token, then min-p.
     is_kept = torch.arange(log_probs.shape[1], device=ids.device) < top_k
-    counted = (probabilities * _UNITS).round().long() * is_kept
-    sums = counted.cumsum(-1)
-    is_kept = is_kept & ((sums - counted < top_p * sums[:, -1:].double()) | (top_p >= 1))
+    counts = counted(probabilities) * is_kept
+    sums = counts.cumsum(-1)
+    is_kept = is_kept & ((sums - counts < top_p * sums[:, -1:].double()) | (top_p >= 1))
     is_kept &= probabilities >= min_p * probabilities[:, :1]
     return torch.zeros_like(is_kept).scatter_(1, ids, is_kept)
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
@@ -41,10 +40,12 @@ class LikeliestTokens:
             raise ValueError(
                 f"likeliest={sorted({*map(len, rows)})} bytes: each token needs equally many"
             )
-        ids, values = unpacked(b"".join(rows), len(rows))
+        ids, values = np.split(
+            np.frombuffer(b"".join(rows), "<i4").reshape(len(rows), -1), 2, axis=1
+        )
         return LikeliestTokens(
             torch.from_numpy(ids.astype(np.int64)).to(device),
-            torch.from_numpy(values.copy()).to(device),
+            torch.from_numpy(values.copy().view("<f4")).to(device),
         )
 
     def at(self, rows: Tensor, missing: int = 0) -> LikeliestTokens:
@@ -52,19 +53,6 @@ class LikeliestTokens:
         return LikeliestTokens(
             *(F.pad(x[rows], (0, 0, 0, missing)) for x in (self.tokens, self.log_probs))
         )
-
-
-def packed(ids: NDArray[np.int32], values: NDArray[np.float32]) -> list[bytes]:
-    """Return the bytes of each of R sampled tokens from [R, k] each."""
-    pairs = zip(ids.astype("<i4"), values.astype("<f4"), strict=True)
-    return [of_ids.tobytes() + of_values.tobytes() for of_ids, of_values in pairs]
-
-
-def unpacked(rows: bytes, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Return ids and log-probabilities [count, k] of the bytes of `count` sampled tokens."""
-    words = np.frombuffer(rows, "<i4").reshape(count, -1)
-    k = words.shape[1] // 2
-    return words[:, :k], np.ascontiguousarray(words[:, k:]).view("<f4")
 
 
 def likeliest_log_probs(

@@ -15,7 +15,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.ops.base import Operators
 from onpolicy.ops.draws import Draws
-from onpolicy.ops.kept_tokens import KeptTokens, within
+from onpolicy.ops.kept_tokens import ONE, KeptTokens, counted, within
 from onpolicy.ops.linears import Factors, add_low_rank
 from onpolicy.ops.row_digests import NO_DIGEST
 
@@ -205,8 +205,7 @@ def square_sums(
             logits = kept.cut_to(logits, rows)
         log_probs = head.operators.log_softmax(logits, temperature[rows, None])
         squares = head.operators.elementwise(torch.exp, 2 * log_probs.double())
-        # Sums of integers have no order.
-        out[rows] = ((squares * 2.0**52).round().long().sum(-1).double() / 2.0**52).float()
+        out[rows] = (counted(squares).sum(-1).double() / ONE).float()
     return out
 
 

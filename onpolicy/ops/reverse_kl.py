@@ -22,13 +22,11 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.ops.base import Operators
+from onpolicy.ops.kept_tokens import ONE, counted
 from onpolicy.ops.log_probs import Head
 
 _UNITS = 2.0**44
 """Integer that stands for one nat: integer sums do not depend on the order, and 2**19 nats fit."""
-
-_SHARES = 2.0**52
-"""Integer that stands for a probability of 1."""
 
 
 class TeacherRows(ABC):
@@ -184,22 +182,21 @@ def _log_softmax(operators: Operators, logits: Tensor, width: int) -> Tensor:
 
 def _log_rest(operators: Operators, log_probs: Tensor, tokens: Tensor) -> Tensor:
     """Return the log-probability of all tokens but `tokens`, at least log(2**-52)."""
-    counted = _counted(operators, log_probs).scatter_(1, tokens, 0)
-    return _log_of(operators, counted.sum(-1))
+    counts = _counted(operators, log_probs).scatter_(1, tokens, 0)
+    return _log_of(operators, counts.sum(-1))
 
 
 def _log_left(operators: Operators, log_probs: Tensor) -> Tensor:
     """Return the log of 1 minus the total probability, at least log(2**-52): [M, k] -> [M]."""
-    return _log_of(operators, int(_SHARES) - _counted(operators, log_probs).sum(-1))
+    return _log_of(operators, int(ONE) - _counted(operators, log_probs).sum(-1))
 
 
 def _counted(operators: Operators, log_probs: Tensor) -> Tensor:
-    """Return probabilities as int64 multiples of 1 / _SHARES, whose sums have no order."""
-    return (operators.elementwise(torch.exp, log_probs.double()) * _SHARES).round().long()
+    return counted(operators.elementwise(torch.exp, log_probs.double()))
 
 
-def _log_of(operators: Operators, counted: Tensor) -> Tensor:
-    return operators.elementwise(torch.log, counted.clamp_(min=1).double() / _SHARES).float()
+def _log_of(operators: Operators, counts: Tensor) -> Tensor:
+    return operators.elementwise(torch.log, counts.clamp_(min=1).double() / ONE).float()
 
 
 def reverse_kl(hidden: Tensor, head: Head, teacher: TeacherRows) -> Tensor:
@@ -255,6 +252,6 @@ def _terms(
 
 def _row_sums(terms: Tensor) -> Tensor:
     """Sum float32 [M, V] -> [M] independently of order; NaN where a term is not finite."""
-    counted = (terms.double() * _UNITS).round().long().sum(-1)
-    sums = (counted.double() / _UNITS).float()
+    counts = (terms.double() * _UNITS).round().long().sum(-1)
+    sums = (counts.double() / _UNITS).float()
     return sums.masked_fill(~terms.isfinite().all(-1), torch.nan)

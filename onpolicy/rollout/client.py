@@ -406,7 +406,7 @@ def _row_digests(meta: dict[str, Any], count: int, url: str) -> list[int]:
 def _likeliest(
     meta: dict[str, Any], k: int, response_ids: Ints, log_probs: Floats, url: str
 ) -> list[bytes]:
-    """Return the k likeliest tokens at each token, as the engine tells them. The sampled token must
+    """Return the k likeliest tokens at each token (`ops/likeliest_tokens.py`). The sampled token must
     be among them with its own log-probability, or be no likelier than all of them."""
     count = len(response_ids)
     if not (k and count):

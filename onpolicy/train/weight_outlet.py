@@ -32,7 +32,7 @@ from onpolicy.train.base import TrainerMemory
 from onpolicy.train.engine import ShardedModel
 from onpolicy.weights.changes import LastPush
 from onpolicy.weights.digest import WeightBucket, WeightDigest, WeightPart
-from onpolicy.weights.push import Engine, push_weights, share_out
+from onpolicy.weights.push import Engine, as_it_is, push_weights, share_out
 from onpolicy.weights.rounding import format_of_push, rounded
 from onpolicy.weights.transports import make_transport, shares_gpus
 from onpolicy.weights.transports.disk import KeptWeights
@@ -110,11 +110,11 @@ class WeightOutlet:
         """Begin a push; return what turns a bucket into what is sent of it. Engines that do not prove
         what they hold get all weights."""
         if self._last is None:
-            return lambda bucket: bucket
+            return as_it_is
         self._last.begin(is_known=is_known)
         if not is_known:
             logger.info("version %s: an engine has not proved the last push; it gets all", version)
-        return self._last.changes if self.contract.is_aligned else lambda bucket: bucket
+        return self._last.changes if self.contract.is_aligned else as_it_is
 
     def _bring_back(self, *kinds: TrainerMemory) -> None:
         """Bring back memory that was released; there is none without servers on the same GPUs."""

@@ -20,13 +20,18 @@ from onpolicy.weights.digest import WeightBucket, WeightDigest
 logger = logging.getLogger(__name__)
 
 
+def as_it_is(bucket: WeightBucket) -> WeightBucket:
+    """Return the bucket: everything of it is sent."""
+    return bucket
+
+
 def push_weights(
     buckets: Iterable[WeightBucket],
     engines: Sequence[Engine],
     transport: Transport,
     version: int,
     digest: WeightDigest | None = None,
-    to_send: Callable[[WeightBucket], WeightBucket] = lambda bucket: bucket,
+    to_send: Callable[[WeightBucket], WeightBucket] = as_it_is,
 ) -> str:
     """Send weights as `version` to idle engines; return the digest of all weights that they hold.
 

@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 
 from onpolicy.errors import ContractError, EngineError
 from onpolicy.ops.kept_tokens import WHOLE
-from onpolicy.ops.likeliest_tokens import packed
 from onpolicy.ops.row_digests import row_digests
 from onpolicy.rollout.client import EngineClient, EngineLostError
 from onpolicy.rollout.engine_args import EngineSpec
@@ -31,6 +30,7 @@ from onpolicy.trajectory import UNPUSHED, Completion, FinishReason, Span
 from onpolicy.types import Request, SamplingParams
 from onpolicy.weights.changes import restored
 from onpolicy.weights.digest import WeightDigest
+from tests.support.likeliest_bytes import packed
 from tests.support.tiny_policy import ALIGNED, END, VOCAB_SIZE, make_weights, sample, score
 
 SELF_CHECK = {"table": "00c0ffee"}

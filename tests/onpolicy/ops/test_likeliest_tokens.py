@@ -7,7 +7,6 @@ import torch
 
 from onpolicy.ops.kept_tokens import KeptTokens, packed, unpacked
 from onpolicy.ops.likeliest_tokens import LikeliestTokens, likeliest_log_probs
-from onpolicy.ops.likeliest_tokens import packed as packed_likeliest
 from onpolicy.ops.log_probs import square_sums, token_log_probs
 from tests.onpolicy.ops.test_reverse_kl import (
     OPERATORS,
@@ -17,6 +16,7 @@ from tests.onpolicy.ops.test_reverse_kl import (
     make,
     require_close_gradients,
 )
+from tests.support.likeliest_bytes import packed as packed_likeliest
 
 K = 7
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from onpolicy.ops.likeliest_tokens import LikeliestTokens, packed
+from onpolicy.ops.likeliest_tokens import LikeliestTokens
 from onpolicy.trajectory import Span
 from tests.support.branched import branched_samples
+from tests.support.likeliest_bytes import packed
 from tests.support.megatron_ranks import Ranks
 from tests.support.megatron_training import Job, equal, make, weights
 from tests.support.samples import with_trajectory

@@ -16,11 +16,11 @@ from fallback_correction.score_centering import centering
 from onpolicy.algorithm.estimators import group_advantages
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig, validate
-from onpolicy.ops.likeliest_tokens import packed
 from onpolicy.train import distributed
 from onpolicy.train import loss as loss_module
 from onpolicy.train.loss import LossSettings, policy_loss
 from onpolicy.train.rollout_correction import Corrections
+from tests.support.likeliest_bytes import packed
 from tests.support.onpolicy_batches import make_micro_batches, scored_batch
 from tests.support.samples import make_train_sample, with_trajectory
 
