@@ -1,11 +1,11 @@
 """The governor, which chooses a run's correction from the measured mismatch: a ladder of rungs.
 
-stock: no correction; tis: importance weights and, if configured, the discrepancy penalty; mis:
-rejection and veto in addition; decay: a smaller learning rate in addition; aligned: aligned operators,
-which are exact and may be slower. It climbs after some consecutive rollouts beyond a limit, and climbs
-down after more of them well within all limits. On the aligned rung there is no mismatch to measure, so
-it tries the rung below after a while; every climb down doubles the calm that the next one needs, so
-that a run does not oscillate for ever.
+stock: no correction; tis: importance weights, centered scores or the discrepancy penalty, as
+configured; mis: rejection and veto in addition; decay: a smaller learning rate in addition; aligned:
+aligned operators, which are exact and may be slower. It climbs after some consecutive rollouts beyond a
+limit, and climbs down after more of them well within all limits. On the aligned rung there is no
+mismatch to measure, so it tries the rung below after a while; every climb down doubles the calm that
+the next one needs, so that a run does not oscillate for ever.
 """
 
 from __future__ import annotations

@@ -128,8 +128,8 @@ class TrainerRanks(Trainer):
         mine = [(shares[i], outcomes, step, rates) for i in self._shares]
         return self._ask_each(PolicyTrainer.train_share, mine)[0]
 
-    def adapt(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
-        self.on_each_rank(PolicyTrainer.adapt, contract, fallback)
+    def adapt(self, contract: NumericsContract, fallback: FallbackConfig, centers: bool) -> None:
+        self.on_each_rank(PolicyTrainer.adapt, contract, fallback, centers)
         self._compare_self_checks()
 
     def rescore(

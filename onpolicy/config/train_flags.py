@@ -187,6 +187,8 @@ def _plan_of(config: TrainConfig) -> RunPlan:
     )
     weighs_lag = corrects_lag and not bypasses_lag
     takes_all = governed or bool(fallback.custom_tis_function_path)
+    # A governor that centers scores weighs too only if --use-tis is given.
+    may_weigh = weighs_lag or (takes_all and not config.num_likeliest)
     degrees = {"--megatron-tp": config.megatron.megatron_tp}
     if may_align:
         degrees["--sglang-tp-size"] = tensor_parallel_size(config.sglang_args)
@@ -208,7 +210,7 @@ def _plan_of(config: TrainConfig) -> RunPlan:
         corrections=corrections,
         weighs_lag=weighs_lag,
         bypasses_lag=bypasses_lag,
-        may_come_on=("use_tis", "use_rs") if takes_all else ("use_tis",) * weighs_lag,
+        may_come_on=("use_tis",) * may_weigh + ("use_rs",) * takes_all,
         on_aligned_mismatch=policies[asked],
         on_stock_mismatch="fail" if asked == "fail" else "measure",
         is_rank_invariant=may_align,

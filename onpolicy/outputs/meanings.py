@@ -126,7 +126,7 @@ MEANINGS = {
     "lr_decay/period": "rollouts between two decays; 0: not known yet",
     "lr_decay/num_decays": "decays so far",
     "lr_decay/length_ratio": "mean response length over its baseline",
-    "governor/rung": "0 stock, 1 tis, 2 mis, 3 decayed learning rate, 4 aligned",
+    "governor/rung": "0 stock, 1 tis or centered scores, 2 mis, 3 decayed learning rate, 4 aligned",
     "perf/log_probs_time": "seconds of old and reference log-probabilities before the loss",
     "train/loss": "loss of the optimizer steps, on average",
     "train/pg_loss": "its policy-gradient term",

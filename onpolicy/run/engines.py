@@ -78,7 +78,7 @@ class EnginePair:
         self.rollout.launch()
         self.make_room()
 
-    def use(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
+    def use(self, contract: NumericsContract, fallback: FallbackConfig, centers: bool) -> None:
         """Change contract and corrections between rollouts; new servers need a push afterwards."""
         changes = contract != self.contract
         self.contract = contract
@@ -89,7 +89,7 @@ class EnginePair:
             if self.config.engine.colocate:
                 self.trainer.release_memory("weights")
             self._launch()
-        self.trainer.adapt(contract, fallback)
+        self.trainer.adapt(contract, fallback, centers)
         if changes:
             self.rollout.connect(self.trainer.self_check)
 

@@ -46,16 +46,24 @@ class Ladder:
     @property
     def fallback(self) -> FallbackConfig:
         """Return the corrections in force at present. Stock has none; from tis on there are
-        importance weights, the discrepancy penalty, and the user's own function; from mis on
-        rejection and the veto. Stale samples get importance weights on stock, too."""
+        importance weights (with --policy-loss centered only if --use-tis is given), the discrepancy
+        penalty, and the user's own function; from mis on rejection and the veto. Stale samples get
+        importance weights on stock, too."""
         height, flags = RUNGS.index(self._governor.rung), self.config.fallback
-        weighs = height >= 1 or self.config.plan.weighs_lag
+        weighs = self.config.plan.weighs_lag or (
+            height >= 1 and (flags.use_tis or not self.config.num_likeliest)
+        )
         flags = replace(flags, use_tis=weighs, use_rs=height >= 2, get_mismatch_metrics=True)
         if height < 1:
             flags = replace(flags, dc=DiscrepancyConfig.off(), custom_tis_function_path="")
         if height >= 2:
             return flags
         return replace(flags, rs_veto_threshold=None)
+
+    @property
+    def centers(self) -> bool:
+        """Return whether scores are centered at present, in a run with --policy-loss centered."""
+        return self._governor.rung != "stock"
 
     @property
     def lr_scale(self) -> float:
@@ -104,4 +112,4 @@ def first_rung(config: TrainConfig) -> Rung:
         return "aligned"
     if {"use_rs", "rs_veto_threshold"}.intersection(plan.corrections):
         return "mis"
-    return "tis" if plan.corrections else "stock"
+    return "tis" if plan.corrections or config.num_likeliest else "stock"

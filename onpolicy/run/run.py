@@ -261,7 +261,7 @@ class Run:
 
     def _climb(self) -> None:
         if self.ladder is not None:
-            self.engines.use(self.ladder.contract, self.ladder.fallback)
+            self.engines.use(self.ladder.contract, self.ladder.fallback, self.ladder.centers)
 
     def record(self, step: int, groups: Sequence[SampleGroup], metrics: Metrics) -> None:
         """Log a finished step, and add it to the run's hash and totals."""

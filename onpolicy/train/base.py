@@ -54,8 +54,9 @@ class Trainer(ABC):
         """
 
     @abstractmethod
-    def adapt(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
-        """Switch to other operators and corrections, between rollouts."""
+    def adapt(self, contract: NumericsContract, fallback: FallbackConfig, centers: bool) -> None:
+        """Switch to other operators and corrections, between rollouts. centers: whether scores are
+        centered, in a run with --policy-loss centered."""
 
     def log_probs(
         self,

@@ -96,13 +96,13 @@ class PolicyTrainer(WeightOutlet, Trainer):
         """Return the model that is sampled from and trained."""
         return self.models["policy"]
 
-    def adapt(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
+    def adapt(self, contract: NumericsContract, fallback: FallbackConfig, centers: bool) -> None:
         if contract != self.contract:
             self._bring_back("weights")
             self._use_contract(contract)
             for model in self.models.values():
                 model.use(self.operators)
-        self.learner.corrections.use(fallback)
+        self.learner.corrections.use(fallback, centers)
 
     def train(self, samples: Sequence[Sample], step: int, rates: Sequence[float]) -> TrainOutcome:
         flags, num_ranks = self.config.trainer, distributed.data_size()

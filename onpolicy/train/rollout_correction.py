@@ -65,16 +65,18 @@ class Corrections:
     def __init__(self, config: TrainConfig):
         self.config = config
         self._penalty = DiscrepancyPenalty(config.fallback.dc) if config.fallback.dc.mode else None
-        self.use(with_stale_samples(config))
+        self.use(with_stale_samples(config), centers=True)
 
-    def use(self, flags: FallbackConfig) -> None:
-        """Take corrections from these flags from now on."""
+    def use(self, flags: FallbackConfig, centers: bool) -> None:
+        """Take corrections from these flags from now on. centers: whether scores are centered, if
+        the objective says so."""
         self.flags, self.weights = flags, weight_correction(flags)
         rejects = CorrectionConfig(nonfinite="reject") if flags.tis_nonfinite == "reject" else None
         self.applied = self.weights or rejects
         self.penalty = self._penalty if flags.dc.mode else None
         self.custom = self._custom(flags)
         self.bypass = flags.use_rollout_logprobs
+        self.num_likeliest = self.config.num_likeliest * centers
 
     def _custom(self, flags: FallbackConfig) -> CustomCorrection | None:
         """Load the user's own correction, if there is one; it gets all flags of the run, with `flags`
@@ -197,7 +199,7 @@ class Corrections:
         lens = [len(batch.mask) for batch in step]
         columns = (shares, kept, weights, centered)
         parts = zip(step, *(column.split(lens) for column in columns), strict=True)
-        k = self.config.num_likeliest if active else 0
+        k = self.num_likeliest if active else 0
         weighed = [
             replace(
                 batch,

@@ -42,7 +42,7 @@ class TrainerInMemory(WeightOutlet, Trainer):
         self.contract = contract
         self.self_check = SELF_CHECK if contract.is_aligned else {}
 
-    def adapt(self, contract, fallback):
+    def adapt(self, contract, fallback, centers):
         self._use(contract)
         self.fallback = fallback
 

@@ -72,16 +72,17 @@ UNCORRECTED = Against(
 
 def _not_of_one_token(run: Facts) -> str | None:
     """Return the first flag that weighs or rejects a token by more than its own ratio and bounds."""
-    by_token = run.rs_level == "token" and not run.rs_rules
+    by_token = any(rule.startswith("token") for rule in run.rs_rules or [run.rs_level])
     weighs = run.use_tis or run.plan.weighs_lag
+    may_reject = run.plan.is_governed and run.governor_highest != "tis"
     found = {
         "--custom-tis-function-path": run.custom_tis_function_path,
-        "--mismatch-governor": run.plan.is_governed,
         f"--tis-level={run.tis_level}": weighs and run.tis_level != "token",
         "--tis-mode=taper": weighs and run.tis_mode == "taper",
         "--tis-batch-normalize": weighs and run.tis_batch_normalize,
-        "--use-rs by tokens": run.use_rs
-        and (by_token or any(rule.startswith("token") for rule in run.rs_rules)),
+        "--use-rs by tokens": run.use_rs and by_token,
+        "--mismatch-governor above --governor-highest=tis, which rejects by tokens,": may_reject
+        and by_token,
     }
     return next((flag for flag, is_given in found.items() if is_given), None)
 
@@ -100,7 +101,7 @@ CENTERED = (
         _not_of_one_token,
         "it takes a mean over what each token could have been, and {found} depends on more than that "
         "token's ratio",
-        "Leave it out; --use-tis with --tis-mode mask rejects by tokens.",
+        "Leave it out. --use-tis --tis-mode mask rejects tokens, --rs-level sequence sequences.",
     ),
     _centered(
         lambda run: (
@@ -116,7 +117,7 @@ CENTERED = (
     _centered(
         lambda run: (
             (run.rollout_top_p, run.rollout_top_k, run.rollout_min_p) != (1, -1, 0)
-            and not run.plan.starts_aligned
+            and (run.plan.is_governed or not run.plan.starts_aligned)
         ),
         "it needs the policy that tokens are drawn from, and with --rollout-top-p, --rollout-top-k or "
         "--rollout-min-p an engine without --true-on-policy-mode returns another",

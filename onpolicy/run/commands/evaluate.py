@@ -67,7 +67,7 @@ class PublishedEngines(EnginePair):
         self._launch()
         self.rollout.connect({})
 
-    def use(self, contract: NumericsContract, fallback: FallbackConfig) -> None:
+    def use(self, contract: NumericsContract, fallback: FallbackConfig, centers: bool) -> None:
         """Do nothing: without rollouts the contract never changes."""
 
     def push_weights(self, version: int) -> None:

@@ -67,6 +67,21 @@ def test_what_each_rung_has_of_a_run_that_asks_for_everything(rung, corrections,
     assert flags.rs_rules == ("seq_mean_k3=0.01",)
 
 
+@pytest.mark.parametrize("weighs", [False, True])
+def test_score_centering_is_a_cure_that_the_lowest_rung_lacks_alone_or_with_weights(weighs):
+    centered = {"algorithm": groups.AlgorithmConfig(policy_loss="centered")}
+    ladder = Ladder(dataclasses.replace(config_of(), **centered), STOCK, ALIGNED)
+    assert first_rung(ladder.config) == "tis" and not ladder.fallback.use_tis
+    fallback = groups.FallbackConfig(use_tis=weighs)
+    ladder = Ladder(dataclasses.replace(ladder.config, fallback=fallback), STOCK, ALIGNED)
+    corrections = Corrections(ladder.config)
+    for rung in ("stock", "tis", "mis"):
+        ladder.load_state_dict({"rung": rung, "bad": 0, "calm": 0, "falls": 0})
+        corrections.use(ladder.fallback, ladder.centers)
+        assert corrections.flags.use_tis == (weighs and rung != "stock")
+        assert (corrections.num_likeliest > 0) == (rung != "stock")
+
+
 def test_on_the_lowest_rung_nothing_is_corrected_and_lambda_waits():
     flags = {k: v for k, v in EVERYTHING.items() if k != "custom_tis_function_path"}
     ladder = make(**flags)
@@ -74,11 +89,11 @@ def test_on_the_lowest_rung_nothing_is_corrected_and_lambda_waits():
     assert corrections.weights and corrections.penalty
     corrections.penalty.lam = 0.7
     ladder.load_state_dict({"rung": "stock", "bad": 0, "calm": 0, "falls": 0})
-    corrections.use(ladder.fallback)
+    corrections.use(ladder.fallback, ladder.centers)
     assert corrections.weights is corrections.penalty is corrections.custom is None
     assert corrections.state_dict() == {"penalty": {"lambda": 0.7}}
     ladder.update(BAD)
-    corrections.use(ladder.fallback)
+    corrections.use(ladder.fallback, ladder.centers)
     assert corrections.weights.rules == () and corrections.weights.veto is None
     assert corrections.penalty.lam == 0.7
 

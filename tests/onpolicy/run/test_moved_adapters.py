@@ -83,7 +83,7 @@ def test_each_move_brings_them_in_the_form_that_its_engines_compute_with(moving,
     pair, stock, aligned = moving(architecture, **flags)
     trained = whole(parts_of(pair.trainer)["trained"])
     for version, contract in enumerate((stock, aligned, stock, aligned)):
-        pair.use(contract, pair.config.fallback)
+        pair.use(contract, pair.config.fallback, True)
         for number in (2 * version, 2 * version + 1):
             engine = push(pair, number)
             expected = beside(pair) if contract is aligned else merged(pair)
@@ -101,7 +101,7 @@ def test_each_move_brings_them_in_the_form_that_its_engines_compute_with(moving,
 def test_an_engine_that_dies_after_a_move_gets_what_was_pushed_in_that_form(moving, lag):
     pair, stock, aligned = moving(lora_rank=4, rollout_lag=lag)
     for version, contract in enumerate((stock, aligned, stock, aligned)):
-        pair.use(contract, pair.config.fallback)
+        pair.use(contract, pair.config.fallback, True)
         pushed = {name: tensor.clone() for name, tensor in push(pair, version).weights.items()}
         if lag:
             fill_with_drawn(pair.trainer, 99)  # which the engine is not to see

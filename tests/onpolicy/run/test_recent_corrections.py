@@ -36,6 +36,19 @@ def test_a_centered_run_learns_of_what_its_engine_tells(base, tmp_path, flags):
     assert 0 < found[TOLD] < 1 and found[LOSS] != 0 and found["train/grad_norm"] > 0
 
 
+def test_a_governor_centers_scores_once_the_engines_are_too_far_apart(base, tmp_path):
+    """It starts on the step that the objective is a cure of, and moves down where all is calm."""
+    apart = {"governor_k3": 1e-12, "governor_rise_after": 1, "governor_highest": "tis"}
+    calm = {"governor_k3": 9.0, "governor_fall_after": 1, "governor_highest": "tis"}
+    flags = {"policy_loss": "centered", "opd_top_k": 8, "mismatch_governor": True, **STOCK}
+    last_of(base, tmp_path / "apart", num_rollout=3, **flags, **apart)
+    last_of(base, tmp_path / "calm", num_rollout=3, **flags, **calm)
+    apart_losses, calm_losses = (
+        [LOSS in record for record in records_of(tmp_path / name)] for name in ("apart", "calm")
+    )
+    assert apart_losses == [True, True, True] and calm_losses == [True, False, False]
+
+
 def test_an_engine_that_tells_the_whole_vocabulary_leaves_no_rest(base, tmp_path):
     found = last_of(base, tmp_path, policy_loss="centered", opd_top_k=137, **STOCK)
     assert found[TOLD] == pytest.approx(1, abs=1e-5)

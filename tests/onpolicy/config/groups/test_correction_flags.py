@@ -117,6 +117,7 @@ def test_the_kl_estimators_of_peers_scripts_are_accepted(kind):
 
 CENTERED = ["--policy-loss", "centered"]
 LAGS = ["--true-on-policy-mode", "--rollout-lag", "1"]
+GOVERNED = ["--mismatch-governor", "--rs-level", "sequence"]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,15 @@ LAGS = ["--true-on-policy-mode", "--rollout-lag", "1"]
         (["--use-tis", "--tis-batch-normalize"], "--tis-batch-normalize depends on more"),
         (["--use-rs"], "--use-rs by tokens depends on more"),
         (["--use-rs", "--rs-rules", "token_binary_kl=0.1"], "--use-rs by tokens depends on more"),
-        (["--mismatch-governor"], "--mismatch-governor depends on more"),
+        (
+            ["--mismatch-governor"],
+            "--governor-highest=tis, which rejects by tokens, depends on more",
+        ),
+        ([*GOVERNED, "--rollout-top-p", "0.9"], "an engine without --true-on-policy-mode"),
+        (
+            [*GOVERNED, *LAGS[:1], "--rollout-top-p", "0.9"],
+            "an engine without --true-on-policy-mode",
+        ),
         (["--custom-tis-function-path", "a.b"], "--custom-tis-function-path depends on more"),
         (["--use-tis", "--global-batch-size", "8"], "weights at later optimizer steps"),
         ([*LAGS, "--global-batch-size", "8"], "weights at later optimizer steps"),
@@ -150,6 +159,9 @@ def test_what_centering_cannot_take_the_mean_of_is_refused(argv, message):
         ["--global-batch-size", "8"],
         [*BYPASS, "--use-tis", "--global-batch-size", "8"],
         [*LAGS, "--rollout-top-p", "0.9"],
+        GOVERNED,
+        [*GOVERNED, *LAGS[:1], "--use-tis", "--tis-upper-bound", "3"],
+        ["--mismatch-governor", "--governor-highest", "tis"],
     ],
 )
 def test_centering_stands_beside_the_rest(argv):
