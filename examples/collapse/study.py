@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -41,6 +41,11 @@ CORRECTIONS = (
     "dc_0.0037", "dc_0.03", "dc_0.1", "length_decay", "bypass", "governor",
 )  # fmt: skip
 
+RECENT = (
+    "centered", "centered_tis", "geo_rs_0.01", "vcpo", "centered_top8", "topr", "kpop",
+)  # fmt: skip
+"""Corrections of 2026, each by itself or with its token weights."""
+
 ADVANTAGES = "examples/collapse/advantages.py"
 AS_ADVANTAGES = ("--rm-type=", "--group-rm", "--rewards", "exact=0", f"{ADVANTAGES}:compared")
 """Flags of a run whose rewards are advantages, without the advantage of unsolvable prompts."""
@@ -50,6 +55,8 @@ CHANGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "lr_1e-3": ({}, ("--lr", "1e-3")),
     "lr_2e-3": ({}, ("--lr", "2e-3")),
     "two_steps": ({}, ("--global-batch-size", "48")),
+    "lag_1": ({}, ("--rollout-lag", "1")),
+    "lag_4": ({}, ("--rollout-lag", "4")),
     "lag_2": ({}, ("--rollout-lag", "2", "--no-correct-lag")),
     "lag_2_weighed": ({}, ("--rollout-lag", "2", "--use-tis")),
     "lag_2_bypass": ({}, ("--rollout-lag", "2")),
@@ -65,9 +72,9 @@ CHANGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "b_0.5": ({}, (*AS_ADVANTAGES, f"{ADVANTAGES}:unsolvable=0.5")),
 }
 """Changes of the setting, (variables, flags) of train.sh: none; twice and four times the learning rate;
-two optimizer steps a rollout; stale weights, as they are, weighed, and in bypass as is the default;
-longer answers; a mixture of experts; two other models to begin with; a cache of keys and values in
-FP8; the advantage that unsolvable prompts have where rewards are advantages."""
+two optimizer steps a rollout; stale weights, corrected as the arm says, as they are, weighed, and in
+bypass as is the default; longer answers; a mixture of experts; two other models to begin with; a cache
+of keys and values in FP8; the advantage that unsolvable prompts have where rewards are advantages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +159,26 @@ def plan() -> Iterator[Run]:
             yield changed(arm, seed, change, "reinforce")
         for change in ("lag_2", "lag_2_bypass"):
             yield changed("aligned", seed, change, "grpo")
+    yield from verdict()
+
+
+def verdict() -> Iterator[Run]:
+    """The runs of docs/collapse.md's table of 2026's corrections, most worth first."""
+    for seed in SEEDS:
+        for arm in RECENT:
+            yield Run(arm=arm, seed=seed, weight_format="int3")
+        for arm in ("nothing", "tis_token"):
+            yield Run(arm=arm, seed=seed, weight_format="int3", estimator="otb")
+    stale = ("stale", "tis_token", "geo_rs", "geo_rs_0.01")
+    for seed in SEEDS:
+        for change in ("lag_4", "lag_1"):
+            for arm in ("tis_token", "geo_rs", "geo_rs_0.01"):
+                yield changed(arm, seed, change)
+            for arm in (*stale, "vcpo", "centered_tis"):
+                yield Run(arm=arm, seed=seed, weight_format="bf16", change=change)
+            for arm in stale:
+                run = Run(arm=arm, seed=seed, weight_format="bf16", change=change)
+                yield replace(run, estimator="grpo")
 
 
 def changed(arm: str, seed: int, change: str, estimator: str = "reinforce_plus_plus") -> Run:
