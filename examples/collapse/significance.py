@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 from records import WINDOW
-from study import CORRECTIONS
+from study import CORRECTIONS, RECENT
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 from chance import exact_p, holm
@@ -31,17 +31,27 @@ QUESTIONS: dict[str, list[tuple[Case, Case]]] = {
     "does a mismatch cost reward?": [(ALIGNED, NOTHING), (TIS, NOTHING), (ALIGNED, TIS)],
     "does another correction end above none?": [(other, NOTHING) for other in OTHERS],
     "does it end below token TIS?": [(TIS, other) for other in OTHERS],
+    "do the corrections of 2026 differ from none, or from token TIS?": [
+        (case, other)
+        for case in [("int3", arm) for arm in (*RECENT, "nothing, otb", "tis_token, otb")]
+        for other in (NOTHING, TIS)
+    ],
     "and where both sides are rounded?": [(ROUNDED, NOTHING), (ROUNDED, TIS), (ALIGNED, ROUNDED)],
 }
 """Each with its comparisons, all of which count when it is adjusted."""
+
+SEEDS = 5
 
 COLUMNS = ("question", "difference of", "mean", "p", "Holm", "Holm without seed 0")
 
 
 def differences(ends: Mapping[Case, Sequence[float]]) -> list[list[str]]:
-    """A row for each comparison; ends: the rewards of each case's seeds, in their order."""
+    """A row for each comparison of a question whose runs are all recorded; ends: the rewards of each
+    case's seeds, in their order."""
     rows = []
     for question, pairs in QUESTIONS.items():
+        if any(len(ends.get(case, ())) < SEEDS for pair in pairs for case in pair):
+            continue
         ps = [exact_p(ends[a], ends[b]) for a, b in pairs]
         later = holm([exact_p(ends[a][1:], ends[b][1:]) for a, b in pairs])
         for (a, b), p, adjusted, without in zip(pairs, ps, holm(ps), later, strict=True):

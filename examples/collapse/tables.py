@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 from statistics import fmean, median
 
+import alarms
 import significance
 from records import read_curves, summary
 from study import RESULTS, Run, plan, record_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from curves import Curves
 from page_tables import between, interval, table
 
 PAGES = (RESULTS / "README.md", Path(__file__).resolve().parents[2] / "docs" / "collapse.md")
@@ -65,6 +67,15 @@ def short_row(engine: str, arm: str, runs: list[Run]) -> list[str]:
     return [engine, arm, reward.partition("; ")[2], collapsed]
 
 
+def measured(curves: dict[tuple[str, str], list[Curves]]) -> dict[str, list[Curves]]:
+    """{engine: the curves of its runs}, of runs that recorded all that alarms read."""
+    found: dict[str, list[Curves]] = {"int3": [], "others": []}
+    for (engine, _), runs in curves.items():
+        kind = engine if engine in found else "others"
+        found[kind].extend(run for run in runs if "ess" in run)
+    return found
+
+
 def with_tables(page: str) -> str:
     """The page with the tables of the records that there are now."""
     rows = [row(*case, runs) for case, runs in cases().items()]
@@ -72,6 +83,7 @@ def with_tables(page: str) -> str:
     ends = {case: [summary(each)["reward"] for each in seeds] for case, seeds in curves.items()}
     tables = {
         "records": table(COLUMNS, rows),
+        "alarms": table(alarms.COLUMNS, alarms.rows(measured(curves))),
         "differences": table(significance.COLUMNS, significance.differences(ends)),
         "collapses": table(
             ("engine", "arm", *significance.DEFINITIONS), significance.collapses(curves)

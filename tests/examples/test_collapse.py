@@ -90,7 +90,7 @@ def test_the_pages_table_is_that_of_the_records():
     import tables
 
     results, summary = (page.read_text() for page in tables.PAGES)
-    assert [results.count(": begin -->"), summary.count(": begin -->")] == [3, 1]
+    assert [results.count(": begin -->"), summary.count(": begin -->")] == [4, 1]
     for page in (results, summary):
         assert tables.with_tables(page) == page, "call examples/collapse/tables.py"
 
@@ -117,6 +117,26 @@ def test_definitions_of_a_collapse_differ_where_they_should():
     assert [row[2:] for row in rows] == [
         ["0 of 5"] * 3, ["5 of 5", "0 of 5", "5 of 5"], ["0 of 5", "5 of 5", "0 of 5"],
     ]  # fmt: skip
+
+
+def test_an_alarm_counts_its_lead_before_a_collapse_and_rings_in_vain_in_a_run_without_one():
+    from alarms import beyond, collapse, judged, surge
+
+    fell = [0.8] * 30 + [0.0] * 30
+    assert collapse(curves_of(fell)) == 40 and collapse(curves_of([0.8] * 60)) is None
+    warned = [1.0] * 10 + [0.9] + [1.0] * 5 + [0.9] * 44
+    low = beyond("ess", lambda ess: ess < 0.95)
+    assert low(curves_of(fell, ess=warned)) == 17, "one rollout is not two in a row"
+    runs = [
+        curves_of(fell, ess=warned),
+        curves_of(fell, ess=[1.0] * 45 + [0.5] * 15),  # too late
+        curves_of([0.8] * 60, ess=warned),
+        curves_of([0.8] * 60, ess=[1.0] * 60),
+    ]
+    assert judged(low, runs) == ["1 of 2", "23 (23 to 23)", "1 of 2"]
+    zeros = [0.0] * 60
+    assert surge(curves_of(fell, length=[100.0] * 60, truncated=zeros)) is None
+    assert surge(curves_of(fell, length=[100.0] * 30 + [400.0] * 30, truncated=zeros)) is not None
 
 
 @pytest.fixture(scope="module")
