@@ -22,8 +22,40 @@ COLUMNS = (
     "k3: first 20 / last 20", "gradient norm",
 )  # fmt: skip
 
-SUMMARY = ("engine", "arm", "reward at the end", "collapsed")
+SUMMARY = ("engine", "arm", "drift that is left", "cost", "reward at the end", "collapsed")
 """Columns of the table of docs/collapse.md, which has the arms of five seeds."""
+
+WHOLE, BOUND, MASKED, OWN = "all", "of what is bounded", "of what is masked", "its own"
+PASS = "a forward pass before the loss"
+CHOICES = {
+    "aligned": ("none", "aligned operators"),
+    "aligned_rounded": ("none", "aligned operators"),
+    "nothing": (WHOLE, ""),
+    "nothing, grpo": ("none of unsolved prompts", ""),
+    "nothing, otb": ("none of unsolved prompts", "the trainer's probabilities, squared"),
+    "tis_token, otb": (BOUND, "the trainer's probabilities, squared"),
+    "centered": ("none", "top-k from the engine, an output projection"),
+    "centered_top8": ("of the tokens left out", "top-k from the engine, an output projection"),
+    "centered_tis": ("none", "top-k from the engine, an output projection"),
+    "tis_token": (BOUND, ""),
+    "vcpo": (BOUND, "slower where ESS is low"),
+    "topr": ("of good answers, and of what is bounded", ""),
+    "mis_token": (MASKED, ""),
+    "kpop": (WHOLE + ", and of what is masked", ""),
+    "tis_sequence": (BOUND, "variance"),
+    "mis_sequence": (MASKED, "variance"),
+    "geometric": (OWN, ""),
+    "geometric_normalized": (OWN, PASS),
+    "geo_rs": (WHOLE + ", and of what is masked", "samples"),
+    "geo_rs_0.01": (WHOLE + ", and of what is masked", "samples"),
+    "dc_0.0037": (WHOLE + ", and its own", PASS),
+    "dc_0.03": (WHOLE + ", and its own", PASS),
+    "dc_0.1": (WHOLE + ", and its own", PASS),
+    "length_decay": (WHOLE + ", in smaller steps", "slower"),
+    "bypass": ("towards the engine", ""),
+    "governor": ("as on its step", ""),
+}
+"""{arm: (what of the drift b (mu - pi) it leaves, what it costs)}; as test_drift.py says exactly."""
 
 K3 = ("k3_first", "k3_last")
 
@@ -64,7 +96,7 @@ def row(engine: str, arm: str, runs: list[Run]) -> list[str]:
 def short_row(engine: str, arm: str, runs: list[Run]) -> list[str]:
     """Returns the cells of a case for the table of docs/collapse.md."""
     _, _, reward, _, collapsed, *_ = row(engine, arm, runs)
-    return [engine, arm, reward.partition("; ")[2], collapsed]
+    return [engine, arm, *CHOICES[arm], reward.partition("; ")[2], collapsed]
 
 
 def measured(curves: dict[tuple[str, str], list[Curves]]) -> dict[str, list[Curves]]:
