@@ -141,6 +141,7 @@ OURS = {
     # TRL
     "num_generations": "n_samples_per_prompt",
     "max_completion_length": "rollout_max_response_len",
+    "max_steps": "num_rollout",
     "model_name_or_path": "hf_checkpoint",
     "dataset_name": "prompt_data",
     "reward_funcs": "custom_rm_path",
@@ -177,6 +178,9 @@ OURS = {
     "custom_reward_function.path": "custom_rm_path",
     "default_local_dir": "save",
     "save_freq": "save_interval",
+    "total_training_steps": "num_rollout",
+    # prime-rl
+    "group_size": "n_samples_per_prompt",
 }
 """The names of our flags by other libraries' names, with underscores."""
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from onpolicy.errors import ConfigError
 from onpolicy.rewards import ANSWER, Failure, Numbers, load_rule
 from onpolicy.rewards.numbers import each_of, numbers_or_failure
+from onpolicy.rewards.peer_signatures import as_ours
 from onpolicy.system.user_functions import describe, load_function
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def load(names: Sequence[str], paths: Sequence[str], flag: str) -> None:
 
 
 def _load_own(path: str, flag: str) -> Callable[..., Any]:
-    function = load_function(path, flag)
+    function = as_ours(load_function(path, flag))
     if inspect.iscoroutinefunction(function):
         raise ConfigError(
             f"{flag}={path}: is async. It is called in a worker process, for one sample at a time or "
