@@ -76,6 +76,13 @@ def parse(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
     return config
 
 
+def config_of(config_class: type[Config], flags: Mapping[str, Any], name: str) -> Config:
+    """Return the configuration with flags that are given as in a YAML file; `name` says where, in
+    messages. Raises ConfigError as `parse` does."""
+    ours, sglang = _arguments(flags, flag_types(config_class), name)
+    return parse(config_class, [*ours, *(x.replace("--", "--sglang-", 1) for x in sglang)], name)
+
+
 def _config_path(argv: Sequence[str]) -> str:
     """Return the value of --custom-config-path, which tyro accepts with underscores, too."""
     found: list[str] = []
@@ -94,15 +101,23 @@ def _config_path(argv: Sequence[str]) -> str:
 def read_arguments(path: str, kinds: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Return the arguments of the file, and its arguments for SGLang; `kinds` holds the type of every
     flag. Raises ConfigError for a file, a key or a value that is no part of a configuration."""
+    name = f"{spelled(CONFIG_KEY)}={path}"
+    values = read_mapping(path, name)
+    if CONFIG_KEY in values:
+        raise ConfigError(f"{name}: {CONFIG_KEY} does nothing inside the file. Leave it out.")
+    return _arguments(values, kinds, name)
+
+
+def _arguments(
+    values: Mapping[str, Any], kinds: Mapping[str, Any], name: str
+) -> tuple[list[str], list[str]]:
+    """Return values of flags as arguments, and those for SGLang. `name`: where they are given."""
     ours: list[str] = []
     sglang: list[str] = []
-    name = f"{spelled(CONFIG_KEY)}={path}"
-    for key, value in read_mapping(path, name).items():
+    for key, value in values.items():
         if isinstance(key, str) and key.startswith(SGLANG):
             sglang += _sglang_argument(key, value, name)
             continue
-        if key == CONFIG_KEY:
-            raise ConfigError(f"{name}: {key} does nothing inside the file. Leave it out.")
         require_not_gone([f"{spelled(str(key))}={value}"])
         require_known(key, kinds, name)
         if rule := broken_kind(value, kinds[key]):

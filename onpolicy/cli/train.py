@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from functools import partial
 
 from onpolicy.cli.command import begin
 from onpolicy.compat.light_imports import import_transformers
@@ -39,31 +38,10 @@ def _dry_run(config: TrainConfig) -> int:
 
 
 def _train(config: TrainConfig) -> int:
-    from onpolicy.cluster.ray_session import begun
-    from onpolicy.run.launch.early_engine import engine_begun
-
-    with begun(config.cluster), engine_begun(config):
-        return _train_beside(config)
-
-
-def _train_beside(config: TrainConfig) -> int:
-    """Train; all checks are made while the cluster starts and the engine imports SGLang."""
-    import_transformers()
+    from onpolicy.api import run_configured
     from onpolicy.outputs.progress import print_summary
-    from onpolicy.rewards.scorer import Scorer
-    from onpolicy.run.launch.cluster_engines import on_cluster
-    from onpolicy.run.launch.input_checks import fit_run
-    from onpolicy.run.launch.inputs import read_inputs
-    from onpolicy.run.loop import train_through_losses
-    from onpolicy.run.run import Run
 
-    config = fit_run(config)
-    inputs = read_inputs(config, Scorer(config.reward))
-    _say_what_runs(config)
-    with on_cluster(config, inputs.contract) as cluster:
-        make_run = partial(Run, make_engines=cluster.make_engines)
-        summary = train_through_losses(config, inputs, make_run)
-    print_summary(summary)
+    print_summary(run_configured(config, announce=_say_what_runs))
     return 0
 
 

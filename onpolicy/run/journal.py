@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 
+OnMetrics = Callable[[int, Mapping[str, float]], None]
+"""A function that is called with each rollout's number and metrics, and each evaluation's."""
+
 
 @dataclass(frozen=True, eq=False)
 class Journal:
@@ -37,6 +40,7 @@ class Journal:
     samples: SampleLog
     progress: Progress
     first_step: int
+    on_metrics: OnMetrics | None = None
 
     @classmethod
     @contextmanager
@@ -47,14 +51,16 @@ class Journal:
         decode: Callable[[list[int]], str],
         first_step: int,
         console: Console | None = None,
+        on_metrics: OnMetrics | None = None,
     ) -> Iterator[Journal]:
         """Open the journal of a run that starts with `first_step`. `decode` turns tokens into text,
-        special tokens included. Progress is shown on `console`, or on standard output."""
+        special tokens included. Progress is shown on `console`, or on standard output. What
+        `on_metrics` raises ends the run."""
         output, num_rollout = config.output, config.rollout.num_rollout
         with directory.opened_sinks(config, first_step) as sinks:
             samples = SampleLog(directory.samples, decode, output.log_samples, first_step)
             with closing(Progress(num_rollout, first_step, console)) as progress:
-                yield cls(directory, sinks, samples, progress, first_step)
+                yield cls(directory, sinks, samples, progress, first_step, on_metrics)
 
     def on_rollout(
         self,
@@ -123,6 +129,8 @@ class Journal:
         for sink in self.sinks:
             with self.directory.writing():
                 sink.log(step, metrics)
+        if self.on_metrics is not None:
+            self.on_metrics(step, metrics)
 
     def write_samples(self, name: str, step: int, groups: Sequence[SampleGroup]) -> None:
         """Record the shown samples of a rollout or an evaluation, after training if there is any."""

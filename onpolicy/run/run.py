@@ -25,7 +25,7 @@ from onpolicy.run import saving, train_samples
 from onpolicy.run.cases import make_case, write_case
 from onpolicy.run.drawing import make_drawing
 from onpolicy.run.engines import EnginePair
-from onpolicy.run.journal import Journal, evaluate
+from onpolicy.run.journal import Journal, OnMetrics, evaluate
 from onpolicy.run.launch.inputs import Inputs, make_rollouter
 from onpolicy.run.learning_rate import LearningRate
 from onpolicy.run.probe import Probe
@@ -58,10 +58,12 @@ class Run:
         make_scorer: Callable[[RewardConfig], Scorer] = Scorer,
         rollouter: Rollouter | None = None,
         console: Console | None = None,
+        on_metrics: OnMetrics | None = None,
     ):
         self.config, self.inputs, self.contract = config, inputs, inputs.contract
         self._make_engines, self._make_scorer = make_engines, make_scorer
-        self._rollouter, self._console = rollouter or make_rollouter(config), console
+        self._rollouter = rollouter or make_rollouter(config)
+        self._console, self._on_metrics = console, on_metrics
         self.ladder, self.learning_rate = inputs.ladder, LearningRate(config)
         self.first_step = self.rollouts_done = 0
         self.run_hash, self.totals, self.best = RunHash(), RunTotals(), None
@@ -135,12 +137,13 @@ class Run:
         """Open the journal, and make the sampler and the probe."""
         config = self.config
         text: Any = self.inputs.tokenizer.decode  # special tokens can be seen in it
-        opened = Journal.opened(config, self._directory, text, self.first_step, self._console)
+        given = config, self._directory, text, self.first_step, self._console, self._on_metrics
+        opened = Journal.opened(*given)
         self.journal = self._on_exit.enter_context(opened)
         self.engines.on_progress = self.journal.progress.on_response
         on_requests = self.journal.progress.on_requests
-        given = config, self.inputs, self.engines, self._scorer, on_requests
-        self.sampler = Sampler(*given, self._rollouter, self._directory.observations)
+        parts = config, self.inputs, self.engines, self._scorer, on_requests
+        self.sampler = Sampler(*parts, self._rollouter, self._directory.observations)
         self._on_exit.callback(self.sampler.close)
         self.probe = Probe(config, self.inputs, self.engines)
 
