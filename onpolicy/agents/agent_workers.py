@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from onpolicy.agents.worker_messages import ERRORS, Message, Parser, from_run
-from onpolicy.config.groups.agent_flags import AgentConfig
+from onpolicy.config.groups.agent_flags import AgentConfig, has_workers
 from onpolicy.errors import AgentError, ConfigError, in_one_line
 from onpolicy.rollout.rollouter import Episode, Rollouter
 from onpolicy.rollout.turns import Turns
@@ -85,7 +85,7 @@ class WorkerRollouter(Rollouter):
 
 def num_workers(config: AgentConfig) -> int:
     """Return the number of worker processes of a run."""
-    if not (config.custom_generate_function_path or config.environment):
+    if not has_workers(config):
         return 0
     if config.agent_workers is not None:
         return config.agent_workers

@@ -43,6 +43,8 @@ async def run_function(function: Function, turns: Any, prompt: Prompt) -> Episod
     with counting() as counts:
         try:
             found = await function(turns, prompt)
+        except AgentError:
+            raise
         except (Exception, SystemExit) as error:
             raise AgentError(f"raised {describe(error)}", reason="raised") from error
     episode = Episode.of(found)

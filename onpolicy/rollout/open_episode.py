@@ -263,6 +263,14 @@ class OpenEpisode:
         assert listener is not None
         listener.asked(branch)
 
+    async def wait_for(self, places: asyncio.Semaphore) -> None:
+        """Acquire a place before any branch asks; the episode's time does not count it."""
+        self._stopwatch.stop()
+        try:
+            await places.acquire()
+        finally:
+            self._stopwatch.start()
+
     def withdraw(self, branch: Turns, ask: Request) -> None:
         """Cancel a call whose answer nobody waits for: the branch is as it was before."""
         with self._lock:

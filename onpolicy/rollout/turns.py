@@ -269,6 +269,8 @@ class UnderWay(Hashable, Protocol):
 
     def differs(self, message: str) -> OtherTokensError: ...
 
+    async def wait_for(self, places: asyncio.Semaphore) -> None: ...
+
 
 class Listener(Protocol):
     """A listener that samples for episodes. Called from any thread."""

@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
-from onpolicy.agents.gateway.session_rollouter import session_of
+from onpolicy.agents.session_address import session_of
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.rollout.rollouter import Episode
 from onpolicy.types import Prompt

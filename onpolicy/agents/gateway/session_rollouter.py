@@ -1,7 +1,7 @@
 """Rollouts by a user's agent, which knows an API by its base URL and key.
 
 The agent runs in a thread of this process (`in_thread`), or is an episode function that acts through
-a gateway session wherever it runs (`acts_by`, `session_of`).
+a gateway session wherever it runs (`acts_by`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 from onpolicy.agents.gateway.gateway_server import Gateway, OpenSession
+from onpolicy.agents.session_address import SESSION, SessionAddress
 from onpolicy.errors import AgentError
 from onpolicy.rollout.episode_loop import episode_loop
 from onpolicy.rollout.rollouter import Episode, Rollouter, Turns
@@ -124,32 +125,27 @@ def _for_a_future(error: BaseException) -> BaseException:
     return error
 
 
-_SESSION = "session"
+def acts_by(
+    rollouter: Rollouter, make_gateway: Callable[[], Gateway], at_once: int | None = None
+) -> AgentRollouter:
+    """Return a rollouter that hands `rollouter` prompts, each with a session in it.
 
-
-def acts_by(rollouter: Rollouter, make_gateway: Callable[[], Gateway]) -> AgentRollouter:
-    """Return a rollouter that hands `rollouter` prompts, each with a session in it."""
+    at_once: the most episodes that act at a time. Waiting for a place is none of an episode's time."""
+    places = asyncio.Semaphore(at_once) if at_once else None
 
     async def act(opened: OpenSession, prompt: Prompt) -> Episode | None:
         rules = opened.session.rules
         address = SessionAddress(
             base_url=opened.base_url, api_key=opened.api_key, model=rules.model_name
         )
-        told = replace(prompt, metadata={**prompt.metadata, _SESSION: asdict(address)})
-        return await rollouter.roll_out(told, opened.session.turns)
+        told = replace(prompt, metadata={**prompt.metadata, SESSION: asdict(address)})
+        turns = opened.session.turns
+        if places is None:
+            return await rollouter.roll_out(told, turns)
+        await turns.episode.wait_for(places)
+        try:
+            return await rollouter.roll_out(told, turns)
+        finally:
+            places.release()
 
     return AgentRollouter(make_gateway, act, rollouter)
-
-
-def session_of(prompt: Prompt) -> SessionAddress:
-    """Return the address of the session of a prompt's episode."""
-    return SessionAddress(**prompt.metadata[_SESSION])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionAddress:
-    """The address that a client needs: it acts in one episode, while that lasts."""
-
-    base_url: str
-    api_key: str
-    model: str

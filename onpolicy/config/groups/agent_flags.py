@@ -16,7 +16,17 @@ def has_agent(run: "Facts | AgentConfig") -> bool:
 
 def has_gateway(run: "Facts | AgentConfig") -> bool:
     """Return whether agents act through the gateway."""
-    return bool(run.custom_agent_function_path) or is_of_verifiers(run)
+    return bool(run.custom_agent_function_path) or has_programs(run)
+
+
+def has_programs(run: "Facts | AgentConfig") -> bool:
+    """Return whether programs in processes of their own act through the gateway."""
+    return bool(run.agent_command) or is_of_verifiers(run)
+
+
+def has_workers(run: "Facts | AgentConfig") -> bool:
+    """Return whether worker processes run the episodes' function."""
+    return bool(run.custom_generate_function_path or run.environment or run.agent_command)
 
 
 def is_of_verifiers(run: "Facts | AgentConfig") -> bool:
@@ -32,13 +42,17 @@ def template_options(text: str) -> dict[str, Any]:
 TemplateOptions = Annotated[str, Parsed(template_options)]
 """Variables of a chat template, as JSON text."""
 
-_AGENTS = "--custom-generate-function-path, --custom-agent-function-path or --environment"
-BY_AGENT = ReadBy(_AGENTS, has_agent)
-BY_FUNCTION = ReadBy(
-    "--custom-generate-function-path or --environment",
-    lambda run: run.custom_generate_function_path or run.environment,
+BY_AGENT = ReadBy(
+    "--custom-generate-function-path, --custom-agent-function-path, --agent-command or --environment",
+    has_agent,
 )
-BY_GATEWAY = ReadBy("--custom-agent-function-path or --environment verifiers:NAME", has_gateway)
+BY_FUNCTION = ReadBy(
+    "--custom-generate-function-path, --agent-command or --environment", has_workers
+)
+BY_GATEWAY = ReadBy(
+    "--custom-agent-function-path, --agent-command or --environment verifiers:NAME", has_gateway
+)
+BY_PROGRAMS = ReadBy("--agent-command or --environment verifiers:NAME", has_programs)
 BY_ENVIRONMENT = ReadBy("--environment", lambda run: run.environment)
 BY_STEPS = ReadBy(
     "--environment with a class or openenv:URL",
@@ -97,7 +111,12 @@ class AgentConfig(GatewayConfig):
     """Your own rollout function: package.module.function or path/to/file.py:function, an `async def
     function(turns, prompt)` (docs/agents.md). By default an episode is one response."""
 
-    agent_workers: Annotated[int | None, at_least(0), at_most(256), BY_FUNCTION, NO_RESULT] = None
+    agent_workers: Annotated[
+        int | None, at_least(0), at_most(256), BY_FUNCTION, NO_RESULT,
+        Against(lambda run: run.agent_workers == 0 and has_programs(run),
+            "programs end with the worker that starts them",
+            "Give at least 1."),
+    ] = None  # fmt: skip
     """Number of processes that run the function, each with a part of the episodes. The default is one
     for every two cores, at most 16. 0 runs the function in the run's own process, where a function that
     computes blocks everything else."""
@@ -116,9 +135,31 @@ class AgentConfig(GatewayConfig):
     api_key, prompt)`, async or not. It acts through an OpenAI or Anthropic client, and returns a reward
     or nothing (docs/agents.md)."""
 
-    environment: Annotated[
+    agent_command: Annotated[
         str,
         Against(lambda run: run.custom_generate_function_path or run.custom_agent_function_path,
+            "each of it and {found} rolls all prompts out", "Give one of them."),
+    ] = ""  # fmt: skip
+    """Your own agent as a program in any Python or language, such as 'venv/bin/python agent.py'. It is
+    started for each episode, with the gateway's address and the row, and acts through an OpenAI or
+    Anthropic client (docs/agents.md)."""
+
+    agent_command_repeats: Annotated[
+        bool, ReadBy("--agent-command", lambda run: run.agent_command)
+    ] = False
+    """Have a program of --agent-command play one episode after another: it reads a line for each, and
+    answers by one."""
+
+    agent_programs: Annotated[int | None, at_least(1), at_most(65536), BY_PROGRAMS, NO_RESULT] = (
+        None
+    )
+    """Largest number of programs at a time. Other episodes wait, outside their time limit. The default
+    is one for each open episode."""
+
+    environment: Annotated[
+        str,
+        Against(lambda run: run.custom_generate_function_path or run.custom_agent_function_path
+                or run.agent_command,
             "each of it and {found} rolls all prompts out", "Give one of them."),
         Against(lambda run: " and ".join(run.config.reward.sources),
             "the environment says the rewards, and {found} would", "Leave out the latter."),

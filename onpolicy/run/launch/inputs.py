@@ -21,6 +21,7 @@ from onpolicy.agents.function import FLAG, FunctionRollouter, load_agent
 from onpolicy.agents.gateway import gateway_start
 from onpolicy.agents.gateway.gateway_server import Gateway
 from onpolicy.agents.gateway.session_rollouter import AgentRollouter, acts_by, in_thread
+from onpolicy.agents.program import command_of, program_function
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import DataConfig, EvalSet, RolloutConfig
 from onpolicy.config.groups.agent_flags import (
@@ -272,13 +273,23 @@ def make_rollouter(config: TrainConfig) -> Rollouter:
     if path := config.agent.custom_agent_function_path:
         gateway_start.require_parsers(config.agent)
         return AgentRollouter(partial(_gateway, config), in_thread(gateway_start.load_agent(path)))
+    if text := config.agent.agent_command:
+        repeats = config.agent.agent_command_repeats
+        return _with_sessions(config, program_function(command_of(text), repeats=repeats))
     if config.agent.environment:
-        gateway_start.require_parsers(config.agent)
-        acting = _calling(environment_function(config.agent), config.agent)
+        own = environment_function(config.agent)
         if is_of_verifiers(config.agent):
-            return acts_by(acting, partial(_gateway, config))
-        return acting
+            return _with_sessions(config, own)
+        gateway_start.require_parsers(config.agent)
+        return _calling(own, config.agent)
     return SingleTurn()
+
+
+def _with_sessions(config: TrainConfig, own: AgentFunction) -> Rollouter:
+    """Return a rollouter that calls a function in workers, with a gateway session for each episode."""
+    gateway_start.require_parsers(config.agent)
+    acting = _calling(own, config.agent)
+    return acts_by(acting, partial(_gateway, config), config.agent.agent_programs)
 
 
 def _calling(own: AgentFunction, config: AgentConfig) -> Rollouter:
