@@ -72,8 +72,7 @@ def test_the_gpu_extra_can_be_installed_and_megatron_beside_it(resolved, python)
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_agents_extra_can_be_installed_beside_the_gpu_extra(resolved, python):
     versions = resolved("agents", python)
-    assert {"sglang", "verifiers", "mini-swe-agent"} <= versions.keys()
-    assert versions["verifiers"].startswith(("0.1.", "0.2.0"))
+    assert {"sglang", "mini-swe-agent"} <= versions.keys()
 
 
 def pinned(package):

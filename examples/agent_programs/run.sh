@@ -9,18 +9,13 @@ export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} # spinning threads would slow
 agent=${1:?which agent: langgraph, openai_agents, pydantic_ai or smolagents}
 shift
 work=${WORK_DIR:-$repo/runs/agent_programs}
-venv=${XDG_CACHE_HOME:-$HOME/.cache}/onpolicy/agents/$agent
+agent_python=$("$repo/examples/common/own_python.sh" "$agent" "$here/$agent/requirements.txt")
 
-if [ ! -e "$venv/installed" ]; then
-  python -m venv --clear "$venv"
-  "$venv/bin/pip" install --quiet --requirement "$here/$agent/requirements.txt"
-  touch "$venv/installed"
-fi
 python "$here/../openai_agent/prepare.py" "$work/inputs"
 
 onpolicy train \
   --custom-config-path "$here/config.yaml" \
-  --agent-command "$venv/bin/python $here/$agent/agent.py" \
+  --agent-command "$agent_python $here/$agent/agent.py" \
   --hf-checkpoint "${HF_CHECKPOINT:-$work/inputs/model}" \
   --prompt-data "$work/inputs/data.jsonl" \
   --run-dir "$work/$agent" \

@@ -1,37 +1,50 @@
-"""An environment of the `verifiers` package, as its users write them; it knows nothing of onpolicy.
+"""An environment of the `verifiers` package (0.4), as its users write them; it knows nothing of onpolicy.
 
 The policy is to find a letter. After each guess it is told whether the letter comes before ("<") or
 after (">") in the alphabet; "!" says that the guess was no letter.
 """
 
-import verifiers as vf
-from datasets import Dataset
+import verifiers.v1 as vf
+
+__all__ = ["FindLetter", "Letters"]
 
 LETTERS = "abcdef"
 
 
-class FindLetter(vf.MultiTurnEnv):
-    async def env_response(self, messages, state, **kwargs):
-        guess, letter = messages[-1].content, state["answer"]
-        if guess == letter:
-            state["final_env_response"] = hint = [{"role": "user", "content": "="}]
-            return hint
-        if guess not in LETTERS:
-            return [{"role": "user", "content": "!"}]
-        return [{"role": "user", "content": "<" if letter < guess else ">"}]
+class Letter(vf.TaskData):
+    answer: str
 
 
-def found(completion, answer) -> float:
-    """1 if the last guess is the letter."""
-    guesses = [message.content for message in completion if message.role == "assistant"]
-    return float(bool(guesses) and guesses[-1] == answer)
+class FindLetterTask(vf.Task[Letter, vf.State, vf.TaskConfig]):
+    @vf.reward()
+    async def found(self, trace) -> float:
+        """1 if the last guess is the letter."""
+        return float(trace.last_reply == self.data.answer)
 
 
-def load_environment(max_turns: int = 3) -> vf.Environment:
-    """Returns the environment; who halves the letters finds one of six in three guesses."""
-    return FindLetter(
-        dataset=Dataset.from_list([{"question": "?", "answer": letter} for letter in LETTERS]),
-        rubric=vf.Rubric(funcs=[found]),
-        sampling_args={"max_tokens": 2},
-        max_turns=max_turns,
+class Letters(vf.Taskset[FindLetterTask, vf.TasksetConfig]):
+    def load(self):
+        for letter in LETTERS:
+            yield FindLetterTask(Letter(name=letter, prompt="?", answer=letter), self.config.task)
+
+
+class FindLetterConfig(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig(
+        harness={"id": "null"}, runtime={"type": "subprocess"}, sampling={"max_tokens": 2}
     )
+    guesses: int = 3
+
+
+class FindLetter(vf.Env[FindLetterConfig]):
+    """Who halves the letters finds one of six in three guesses."""
+
+    async def run(self, task, agents):
+        letter = task.data.answer
+        async with agents.player.interaction(task) as game:
+            segment = await game.turn()
+            for _ in range(self.config.guesses - 1):
+                guess = segment.last_reply
+                if segment.terminated or guess == letter:
+                    break
+                hint = "<" if letter < guess else ">"
+                segment = await game.turn(hint if guess and guess in LETTERS else "!")

@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from onpolicy.agents.worker_messages import ERRORS, Message, Parser, from_run
-from onpolicy.config.groups.agent_flags import AgentConfig, has_workers
+from onpolicy.config.groups.agent_flags import AgentConfig, has_programs, has_workers
 from onpolicy.errors import AgentError, ConfigError, in_one_line
 from onpolicy.rollout.rollouter import Episode, Rollouter
 from onpolicy.rollout.turns import Turns
@@ -90,6 +90,13 @@ def num_workers(config: AgentConfig) -> int:
     if config.agent_workers is not None:
         return config.agent_workers
     return default_workers()
+
+
+def num_programs(config: AgentConfig) -> int | None:
+    """Return the largest number of programs at a time, by default four for each core; None without any."""
+    if not has_programs(config):
+        return None
+    return config.agent_programs or 4 * len(os.sched_getaffinity(0))
 
 
 def default_workers() -> int:

@@ -11,6 +11,7 @@ import torch
 
 from tests.support.forked_commands import forked_commands
 from tests.support.forked_processes import forked_processes
+from tests.support.own_pythons import python_of
 from tests.support.tiny import make_checkpoint
 
 pytestmark = pytest.mark.runs
@@ -86,12 +87,13 @@ LAUNCHERS = [
     ("openai_agent/run.sh", [], ['"custom_agent_function_path"']),
     ("mini_swe_agent/run.sh", [], []),
     ("verifiers/run.sh", [], ["6 prompts"]),
+    ("agent_programs/run.sh", ["langgraph"], ['"agent_programs": 4']),
     ("mismatch_correction/run_megatron.sh", ["--num-rollout", "3"],
      ['"use_rs": true', '"megatron_tp": 2']),
 ]  # fmt: skip
 """(script, arguments, what it says); those for GPUs are in tests/test_gpu_rehearsal.py."""
 
-NEEDS = {"mini_swe": "minisweagent", "verifiers": "verifiers", "mismatch": "megatron.core"}
+NEEDS = {"mini_swe": "minisweagent", "mismatch": "megatron.core"}
 
 
 @pytest.mark.parametrize(("script", "argv", "says"), LAUNCHERS, ids=lambda x: str(x)[:24])
@@ -99,6 +101,8 @@ def test_a_launcher_is_a_valid_run(launch, inputs, script, argv, says):
     for name, package in NEEDS.items():
         if script.startswith(name):
             pytest.importorskip(package)
+    if script.startswith(("verifiers", "agent_programs")):
+        python_of((argv or ["verifiers"])[0])
     done = launch(script, *argv, "--dry-run", **inputs(chats=script.startswith("agents_8gpu")))
     assert done.returncode == 0, done.stderr
     assert [text for text in says if text not in done.stdout] == []

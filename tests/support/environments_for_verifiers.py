@@ -1,47 +1,31 @@
-"""Environments of the `verifiers` package, as its users write them; loaded by that name."""
+"""Tasksets of the `verifiers` package that cannot be trained on, or fail; loaded by that name."""
 
-import verifiers as vf
-from datasets import Dataset
+import itertools
 
+import verifiers.v1 as vf
 
-def product(a: int, b: int) -> int:
-    """Multiply two numbers.
-
-    Args:
-        a: the first
-        b: the second
-    """
-    return a * b
+__all__ = ["Fails"]
 
 
-def is_short(completion) -> float:
-    return 1.0 / (1 + len(completion[-1].content or ""))
+class FailsTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
+    @vf.reward()
+    async def raises(self, trace) -> float:
+        raise KeyError("no such reward")
 
 
-def raises(completion) -> float:
-    raise KeyError("no such reward")
+class FailsConfig(vf.TasksetConfig):
+    count: int = 2
+    """The number of tasks; 0: without end."""
 
 
-def compares(completions, answers) -> list[float]:
-    return [0.0 for _ in completions]
+class Fails(vf.Taskset[FailsTask, FailsConfig]):
+    @property
+    def INFINITE(self):
+        return not self.config.count
 
-
-class Asks(vf.MultiTurnEnv):
-    async def env_response(self, messages, state, **kwargs):
-        return [{"role": "user", "content": f"{len(messages)}?"}]
-
-
-class Dies(Asks):
-    async def env_response(self, messages, state, **kwargs):
-        raise vf.InfraError("the sandbox is gone")
-
-
-def load_environment(kind: str = "asks", reward: str = "is_short", max_turns: int = 3):
-    rows = [{"question": f"{a}*3=", "answer": str(3 * a), "info": {"a": a}} for a in range(4)]
-    rubric = vf.Rubric(funcs=[globals()[reward]])
-    given = {"dataset": Dataset.from_list(rows), "rubric": rubric}
-    if kind == "tools":
-        return vf.ToolEnv(tools=[product], max_turns=max_turns, **given)
-    if kind == "single":
-        return vf.SingleTurnEnv(**given)
-    return {"asks": Asks, "dies": Dies}[kind](max_turns=max_turns, **given)
+    def load(self):
+        for n in range(self.config.count) if self.config.count else itertools.count():
+            messages = [{"role": "user", "content": f"{n}?"}]
+            yield FailsTask(
+                vf.TaskData(prompt=messages, system_prompt="Be brief."), self.config.task
+            )

@@ -15,7 +15,7 @@ reads them from there, and the environment catches up when the journal ends.
 
 `OpenEnv` is such a class, for an OpenEnv server, which runs anywhere, with or without a container.
 The server's package need not be installed here: the class uses its WebSocket, one connection per
-episode (openenv-core 0.3.0, its module env_server.http_server).
+episode (openenv 0.10, its module env_server.http_server).
 """
 
 from __future__ import annotations
@@ -219,8 +219,13 @@ class OpenEnv:
         return self._text((await self._ask("reset", self._reset))["observation"])
 
     async def step(self, action: str) -> tuple[str, float, bool]:
-        found = await self._ask("step", {**self._fixed, self._action: action})
-        return self._text(found["observation"]), float(found["reward"] or 0.0), bool(found["done"])
+        found, reward, is_done = await self.act(**{**self._fixed, self._action: action})
+        return self._text(found), reward, is_done
+
+    async def act(self, **action: Any) -> tuple[dict[str, Any], float, bool]:
+        """Return the observation after an action with these fields, the reward, and `done`."""
+        found = await self._ask("step", action)
+        return found["observation"], float(found["reward"] or 0.0), bool(found["done"])
 
     async def close(self) -> None:
         if client := getattr(self, "_client", None):

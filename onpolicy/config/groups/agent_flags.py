@@ -16,7 +16,8 @@ def has_agent(run: "Facts | AgentConfig") -> bool:
 
 def has_gateway(run: "Facts | AgentConfig") -> bool:
     """Return whether agents act through the gateway."""
-    return bool(run.custom_agent_function_path) or has_programs(run)
+    of_tools = run.environment.startswith("openenv-tools:")
+    return bool(run.custom_agent_function_path) or of_tools or has_programs(run)
 
 
 def has_programs(run: "Facts | AgentConfig") -> bool:
@@ -50,13 +51,15 @@ BY_FUNCTION = ReadBy(
     "--custom-generate-function-path, --agent-command or --environment", has_workers
 )
 BY_GATEWAY = ReadBy(
-    "--custom-agent-function-path, --agent-command or --environment verifiers:NAME", has_gateway
+    "--custom-agent-function-path, --agent-command, or --environment with verifiers:NAME or "
+    "openenv-tools:URL",
+    has_gateway,
 )
 BY_PROGRAMS = ReadBy("--agent-command or --environment verifiers:NAME", has_programs)
 BY_ENVIRONMENT = ReadBy("--environment", lambda run: run.environment)
 BY_STEPS = ReadBy(
     "--environment with a class or openenv:URL",
-    lambda run: run.environment and not is_of_verifiers(run),
+    lambda run: run.environment and not has_gateway(run),
 )
 
 
@@ -150,11 +153,11 @@ class AgentConfig(GatewayConfig):
     """Have a program of --agent-command play one episode after another: it reads a line for each, and
     answers by one."""
 
-    agent_programs: Annotated[int | None, at_least(1), at_most(65536), BY_PROGRAMS, NO_RESULT] = (
-        None
-    )
+    agent_programs: Annotated[
+        int | None, at_least(1), at_most(65536), BY_PROGRAMS, NO_RESULT
+    ] = None  # fmt: skip
     """Largest number of programs at a time. Other episodes wait, outside their time limit. The default
-    is one for each open episode."""
+    is four for each core."""
 
     environment: Annotated[
         str,
@@ -169,8 +172,13 @@ class AgentConfig(GatewayConfig):
             "Leave --prompt-data, --eval-prompt-data and --eval-config out."),
     ] = ""  # fmt: skip
     """Environment of the episodes: a class with reset and step (package.module.Class or
-    path/to/file.py:Class), verifiers:NAME for an environment of the verifiers package, whose dataset
-    provides the prompts, or openenv:URL for an OpenEnv server (docs/agents.md)."""
+    path/to/file.py:Class), verifiers:NAME for a taskset of the verifiers package, which provides the
+    prompts, openenv:URL for an OpenEnv server, or openenv-tools:URL for one whose actions are calls of
+    MCP tools (docs/agents.md)."""
+
+    environment_python: Annotated[str, ReadBy("--environment verifiers:NAME", is_of_verifiers)] = ""
+    """Python in which verifiers 0.4 or newer and the environment are installed, such as
+    venv/bin/python. The default is the one of the run."""
 
     environment_args: Annotated[
         str,

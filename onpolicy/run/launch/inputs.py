@@ -15,7 +15,12 @@ from typing import NamedTuple
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from onpolicy.agents.agent_workers import AgentFunction, WorkerRollouter, num_workers
+from onpolicy.agents.agent_workers import (
+    AgentFunction,
+    WorkerRollouter,
+    num_programs,
+    num_workers,
+)
 from onpolicy.agents.environments.environment_choice import environment_function, environment_rows
 from onpolicy.agents.function import FLAG, FunctionRollouter, load_agent
 from onpolicy.agents.gateway import gateway_start
@@ -27,6 +32,7 @@ from onpolicy.config.groups import DataConfig, EvalSet, RolloutConfig
 from onpolicy.config.groups.agent_flags import (
     AgentConfig,
     has_agent,
+    has_gateway,
     is_of_verifiers,
     template_options,
 )
@@ -278,7 +284,7 @@ def make_rollouter(config: TrainConfig) -> Rollouter:
         return _with_sessions(config, program_function(command_of(text), repeats=repeats))
     if config.agent.environment:
         own = environment_function(config.agent)
-        if is_of_verifiers(config.agent):
+        if has_gateway(config.agent):
             return _with_sessions(config, own)
         gateway_start.require_parsers(config.agent)
         return _calling(own, config.agent)
@@ -289,7 +295,7 @@ def _with_sessions(config: TrainConfig, own: AgentFunction) -> Rollouter:
     """Return a rollouter that calls a function in workers, with a gateway session for each episode."""
     gateway_start.require_parsers(config.agent)
     acting = _calling(own, config.agent)
-    return acts_by(acting, partial(_gateway, config), config.agent.agent_programs)
+    return acts_by(acting, partial(_gateway, config), num_programs(config.agent))
 
 
 def _calling(own: AgentFunction, config: AgentConfig) -> Rollouter:

@@ -1,42 +1,51 @@
-"""Episodes act at a real server of openenv-core, which shares nothing with this process but a socket.
+"""Episodes act at real servers of openenv, which share nothing with this process but a socket.
 
-Its pins are none of ours, so it may be installed in an environment of its own:
-    python -m venv DIR && DIR/bin/pip install openenv-core==0.3.0 && export OPENENV_PYTHON=DIR/bin/python
+Its pins are none of ours, so it is installed in a Python of its own (examples/openenv).
 """
 
 import asyncio
-import os
 import subprocess
-import sys
 import threading
+from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from onpolicy.agents.environments import stepped
+from onpolicy.agents.environments import openenv_tools, stepped
 from onpolicy.agents.environments.stepped import OpenEnv
+from onpolicy.agents.function import FunctionRollouter
+from onpolicy.agents.gateway.gateway_server import Gateway
+from onpolicy.agents.gateway.parsing import AnswerParser
+from onpolicy.agents.gateway.session import SessionRules
+from onpolicy.agents.gateway.session_rollouter import acts_by
 from onpolicy.errors import AgentError
-from tests.support.acting import PROMPT, Acts, Draws, Says, begin, decode
+from tests.support.acting import PROMPT, Acts, Draws, Says, SpelledOut, begin, decode, roll_out
+from tests.support.own_pythons import python_of
 
 SERVER = Path(__file__).parents[3] / "support" / "openenv_server.py"
-PYTHON = os.environ.get("OPENENV_PYTHON", sys.executable)
-
-pytestmark = pytest.mark.skipif(
-    sys.executable == PYTHON and find_spec("openenv") is None,
-    reason="openenv-core is not installed: install openenv-core==0.3.0 anywhere, and name that Python "
-    "in OPENENV_PYTHON",
-)
 
 
-@pytest.fixture(scope="module")
-def url():
-    with subprocess.Popen([PYTHON, SERVER], stdout=subprocess.PIPE, text=True) as server:
+@contextmanager
+def serving(*kind):
+    command = [python_of("openenv"), SERVER, *kind]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             yield f"http://127.0.0.1:{int(server.stdout.readline())}"
         finally:
             server.terminate()
+
+
+@pytest.fixture(scope="module")
+def url():
+    with serving() as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def url_of_tools():
+    with serving("tools") as url:
+        yield url
 
 
 def begun(url, draws, make=OpenEnv):
@@ -100,3 +109,29 @@ def test_a_server_that_is_not_there_fails_the_episode():
     draws = Draws()
     with pytest.raises(AgentError, match=r"Cannot connect to host 127\.0\.0\.1:1"):
         ended(begun("http://127.0.0.1:1", draws), draws)
+
+
+def rolled_out_by_tools(url, *answers):
+    rules = SessionRules(template=SpelledOut(), parser=AnswerParser(tool_call_parser="pythonic"))
+
+    async def function(turns, prompt):
+        return await openenv_tools.roll_out(turns, prompt, url=url, observation="text")
+
+    rollouter = acts_by(FunctionRollouter(function), lambda: Gateway(rules))
+    return roll_out(rollouter, Says(list(answers))).samples[0]
+
+
+def test_calls_of_mcp_tools_are_actions_and_their_results_are_read(url_of_tools):
+    """A text in one field cannot be one (the server: "Input should be a valid dictionary")."""
+    sample = rolled_out_by_tools(url_of_tools, "[add(number=3)]", "[add(number=4)]")
+    text = decode(sample.trajectory.token_ids)
+    assert '"name": "add"' in text and "user:add|" in text and "tool:sum 3|" in text
+    assert (sample.reward, sample.info["ended"]) == (3.0 + 7.0, "done")
+    assert decode(sample.trajectory.response_ids).count("<stop>") == 2
+
+
+def test_an_answer_without_calls_ends_the_episode_and_wrong_calls_are_told(url_of_tools):
+    sample = rolled_out_by_tools(url_of_tools, "[add(number=3)]", "[add(other=4)]", "3")
+    text = decode(sample.trajectory.token_ids)
+    assert "tool:error: " in text and text.endswith("assistant:3<stop>")
+    assert (sample.reward, sample.info["ended"]) == (3.0 + 3.0, "answer")

@@ -1,140 +1,112 @@
-"""Environments of the `verifiers` package act through the gateway, unmodified."""
+"""Environments of the `verifiers` package play through the gateway, unmodified, in a Python of their own."""
 
-import asyncio
-import json
-import signal
-from concurrent.futures import ThreadPoolExecutor
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from onpolicy.agents.environments import verifiers as ours
-from onpolicy.agents.function import FunctionRollouter
+from onpolicy.agents.agent_workers import WorkerRollouter
+from onpolicy.agents.environments import environment_choice as ours
 from onpolicy.agents.gateway.gateway_server import Gateway
 from onpolicy.agents.gateway.parsing import AnswerParser
 from onpolicy.agents.gateway.session import SessionRules
 from onpolicy.agents.gateway.session_rollouter import acts_by
+from onpolicy.config.groups.agent_flags import AgentConfig
 from onpolicy.errors import AgentError, ConfigError
-from onpolicy.types import Prompt
-from tests.support.acting import Draws, Says, SpelledOut, decode, roll_out
+from tests.support.acting import PROMPT, Says, SpelledOut, decode, roll_out
+from tests.support.own_pythons import AGENTS, python_of
 
-pytest.importorskip(
-    "verifiers", reason="verifiers is not installed: pip install 'onpolicy[agents]'"
-)
-
-NAME = "tests.support.environments_for_verifiers"
-CALL = '<tool_call>\n{"name": "product", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+ROOT = Path(__file__).parents[4]
+FAILS = "tests.support.environments_for_verifiers"
+LOCAL = '{"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}'
 
 
-def rolled_out(words=(), row=1, draws=None, **arguments):
-    """An episode with a row of the dataset."""
-    given = {"name": NAME, "arguments": json.dumps(arguments)}
-    (found,) = [each for n, each in enumerate(ours.rows(*given.values())) if n == row]
-    metadata = {ours.INPUT: found[ours.INPUT]}
-    prompt = Prompt(index=row, prompt_ids=[1], label=found["label"], text="", metadata=metadata)
-    rules = SessionRules(template=SpelledOut(), parser=AnswerParser(tool_call_parser="hermes"))
-
-    async def function(turns, prompt):
-        return await ours.roll_out(turns, prompt, **given)
-
-    gateway = Gateway(rules)
-    rollouter = acts_by(FunctionRollouter(function), lambda: gateway)
-    return roll_out(rollouter, draws or Draws(words), prompt=prompt)
+@pytest.fixture(autouse=True)
+def places(monkeypatch):
+    """The environments of the tests and of the example are found, and uv, by which harnesses run."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'examples/verifiers'}")
+    monkeypatch.setenv("PATH", f"{os.environ['PATH']}:{AGENTS / 'verifiers/bin'}")
 
 
-def test_what_its_workers_take_to_start_is_none_of_an_episodes_time():
-    class Starts(FunctionRollouter):
-        readied = closed = 0
-
-        async def ready(self):
-            self.readied += 1
-
-        def close(self):
-            self.closed += 1
-
-    inner = Starts(None)
-    rollouter = acts_by(inner, lambda: None)
-    asyncio.run(rollouter.ready())
-    rollouter.close()
-    assert (inner.readied, inner.closed) == (1, 1)
+def config_of(name, arguments="{}"):
+    python = python_of("verifiers")
+    return AgentConfig(
+        environment=f"verifiers:{name}", environment_args=arguments, environment_python=python
+    )
 
 
-def spelled(trajectory):
-    return decode(trajectory.token_ids)
+def rolled_out(config, row, *answers):
+    rules = SessionRules(template=SpelledOut(), parser=AnswerParser())
+    workers = WorkerRollouter(ours.environment_function(config), 1, 30.0)
+    rollouter = acts_by(workers, lambda: Gateway(rules))
+    metadata = {"task": row["task"], "hash": row["hash"]}
+    try:
+        return roll_out(rollouter, Says(list(answers)), prompt=replace(PROMPT, metadata=metadata))
+    finally:
+        rollouter.close()
 
 
-def test_its_dataset_are_the_prompts():
-    rows = list(ours.rows(NAME, "{}"))
-    assert [row["prompt"] for row in rows] == [
-        [{"role": "user", "content": f"{a}*3="}] for a in range(4)
-    ]
-    assert [row["label"] for row in rows] == ["0", "3", "6", "9"]
-    assert rows[2][ours.INPUT]["info"] == {"a": 2} and rows[2][ours.INPUT]["example_id"] == 2
+def test_its_tasks_are_the_prompts_and_its_rewards_those_of_the_episode():
+    config = config_of("onpolicy-letters")
+    rows = [row for _, row in ours.environment_rows(config)]
+    assert [row["task"] for row in rows] == [*range(6)] and len({row["hash"] for row in rows}) == 6
+    assert rows[4]["prompt"] == [{"role": "user", "content": "?"}]
+    sample = rolled_out(config, rows[4], "c", "", "e").samples[0]
+    text = "user:?|assistant:c<stop>user:>|assistant:<stop>user:!|assistant:e<stop>"
+    assert decode(sample.trajectory.token_ids) == text
+    assert (sample.reward, sample.metrics["verifiers/found"]) == (1.0, 1.0)
+    assert sample.info == {"ended": "user_closed", "is_truncated": False}
 
 
-def test_it_is_loaded_once_by_threads_and_leaves_the_signals_of_the_run_alone():
-    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
-    with ThreadPoolExecutor(4) as pool:
-        made = set(pool.map(lambda _: ours.load(NAME, '{"kind": "asks" }'), range(4)))
-    assert len(made) == 1
-    ours.load(NAME, '{"kind":  "asks"}')
-    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
+def test_what_fails_in_it_fails_the_episode_and_is_no_reward_of_0():
+    config = config_of(FAILS, LOCAL)
+    row, _ = (row for _, row in ours.environment_rows(config))
+    assert row["prompt"] == [
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "0?"}
+    ]  # fmt: skip
+    with pytest.raises(AgentError, match="ended with exit code 1, .*KeyError: .*no such reward"):
+        rolled_out(config, row, "a")
+    with pytest.raises(AgentError, match="task 0 is another than at the run's start"):
+        rolled_out(config, {**row, "hash": "of an earlier version"}, "a")
 
 
-def test_an_environment_of_several_turns_is_rewarded_by_its_rubric():
-    episode = rolled_out(words=["yes"], kind="asks")
-    (trajectory,) = episode.trajectories
-    text = spelled(trajectory)
-    assert text.startswith("user:1*3=|assistant:") and "user:2?|" in text and "user:4?|" in text
-    sampled = [t for t, s in zip(trajectory.token_ids, trajectory.sampled, strict=True) if s]
-    answers = decode(sampled).split("<stop>")[:-1]
-    assert len(answers) == 3 and episode.samples[0].reward == 1 / (1 + len(answers[-1]))
-    assert episode.samples[0].info == {"ended": "max_turns_reached", "is_truncated": False}
-    assert episode.samples[0].metrics["verifiers/num_turns"] == 3
-    assert "verifiers/is_short" in episode.samples[0].metrics
-    assert episode.samples[0].metrics["verifiers/empty_answers"] == 0
+LOADS = """
+import runpy, sys
+load = runpy.run_path(sys.argv[1])["load"]
+for name, config in zip(sys.argv[2::2], sys.argv[3::2]):
+    try:
+        print(len(load(name, config)[1]))
+    except Exception as error:
+        print(type(error).__name__, str(error).split("\\n")[0])
+"""
 
 
-def test_an_answer_without_text_is_scored_by_the_rubric_and_learnt():
-    """To the package it is an error that ends the episode; the policy would give ever more of them."""
-    episode = rolled_out(draws=Says(["ab", ""]), kind="asks")
-    (trajectory,) = episode.trajectories
-    assert decode(trajectory.response_ids) == "ab<stop><stop>"
-    assert episode.samples[0].reward == 1 / (1 + len("2?"))  # of the last message, a question
-    assert episode.samples[0].metrics["verifiers/empty_answers"] == 1
-    with pytest.raises(AgentError, match="Error calling reward function is_short"):
-        rolled_out(draws=Says([""]), kind="asks")  # which takes a chat of one message
+def test_what_no_episode_can_be_trained_on_is_refused_and_tasks_are_selected():
+    """In one process, since the package takes seconds to import."""
+    asked = {
+        (FAILS, '{"taskset": {"count": 0}}'): "ValueError its tasks have no end",
+        (FAILS, '{"taskset": {"count": 0}, "select": {"limit": 3}}'): "3",
+        ("onpolicy-letters", '{"select": {"skip": 4}}'): "2",
+        (FAILS, '{"id": "user-sim"}'): "ValueError it has the agents assistant, user",
+        (FAILS, '{"unknown": 1}'): "ValidationError",
+    }
+    program = ROOT / "onpolicy/agents/environments/verifiers_program.py"
+    command = [python_of("verifiers"), "-c", LOADS, program, *(x for each in asked for x in each)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    for line, expected in zip(done.stdout.splitlines(), asked.values(), strict=True):
+        assert line.startswith(expected)
 
 
-def test_tools_are_called_and_their_results_are_given():
-    episode = rolled_out(words=[CALL] * 20, kind="tools", max_turns=2)
-    (trajectory,) = episode.trajectories
-    text = spelled(trajectory)
-    assert "tools:" in text and '"name": "product"' in text and "tool:6|" in text
-    given = [t for t, s in zip(trajectory.token_ids, trajectory.sampled, strict=True) if not s]
-    assert CALL not in decode(given)
-    assert episode.samples[0].metrics["verifiers/product_calls"] >= 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"kind": "dies"}, "the sandbox is gone"),
-        ({"kind": "single", "reward": "raises"}, "Error calling reward function raises"),
-    ],
-)
-def test_what_dies_before_scoring_fails_the_episode_and_is_no_reward_of_0(arguments, message):
-    with pytest.raises(AgentError, match=message):
-        rolled_out(words=["yes"] * 20, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "message"),
-    [
-        ("no-such-environment", {}, "cannot be loaded"),
-        (NAME, {"unknown": 1}, "unexpected keyword argument 'unknown'"),
-        (NAME, {"kind": "single", "reward": "compares"}, "compare the episodes of a prompt"),
-    ],
-)
-def test_what_cannot_be_run_is_refused_by_name(name, arguments, message):
-    with pytest.raises(ConfigError, match=f"--environment=verifiers:{name}.*{message}"):
-        ours.load(name, json.dumps(arguments))
+def test_one_that_is_not_there_is_refused_with_what_to_do(tmp_path):
+    config = AgentConfig(
+        environment="verifiers:no-such", environment_python=str(tmp_path / "python")
+    )
+    with pytest.raises(ConfigError, match="--environment-python=.*there is no program"):
+        ours.environment_function(config)
+    (tmp_path / "python").symlink_to("/bin/false")
+    with pytest.raises(
+        ConfigError, match="verifiers:no-such: cannot be loaded by .*Install verifiers 0.4"
+    ):
+        [*ours.environment_rows(config)]
