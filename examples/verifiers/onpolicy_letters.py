@@ -1,4 +1,4 @@
-"""An environment of the `verifiers` package (0.4), as its users write them; it knows nothing of onpolicy.
+"""An environment of the `verifiers` package (0.4), as users write them, knowing nothing of onpolicy.
 
 The policy is to find a letter. After each guess it is told whether the letter comes before ("<") or
 after (">") in the alphabet; "!" says that the guess was no letter.

@@ -93,7 +93,7 @@ def num_workers(config: AgentConfig) -> int:
 
 
 def num_programs(config: AgentConfig) -> int | None:
-    """Return the largest number of programs at a time, by default four for each core; None without any."""
+    """Return the largest number of programs at a time, by default four a core; None without any."""
     if not has_programs(config):
         return None
     return config.agent_programs or 4 * len(os.sched_getaffinity(0))

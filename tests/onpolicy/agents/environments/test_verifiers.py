@@ -1,4 +1,4 @@
-"""Environments of the `verifiers` package play through the gateway, unmodified, in a Python of their own."""
+"""Environments of the `verifiers` package play unmodified, in a Python of their own."""
 
 import os
 import subprocess
@@ -19,14 +19,14 @@ from tests.support.acting import PROMPT, Says, SpelledOut, decode, roll_out
 from tests.support.own_pythons import AGENTS, python_of
 
 ROOT = Path(__file__).parents[4]
-FAILS = "tests.support.environments_for_verifiers"
+FAILS = "environments_for_verifiers"
 LOCAL = '{"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}'
 
 
 @pytest.fixture(autouse=True)
 def places(monkeypatch):
     """The environments of the tests and of the example are found, and uv, by which harnesses run."""
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'examples/verifiers'}")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tests/support'}:{ROOT / 'examples/verifiers'}")
     monkeypatch.setenv("PATH", f"{os.environ['PATH']}:{AGENTS / 'verifiers/bin'}")
 
 
@@ -66,7 +66,7 @@ def test_what_fails_in_it_fails_the_episode_and_is_no_reward_of_0():
     assert row["prompt"] == [
         {"role": "system", "content": "Be brief."}, {"role": "user", "content": "0?"}
     ]  # fmt: skip
-    with pytest.raises(AgentError, match="ended with exit code 1, .*KeyError: .*no such reward"):
+    with pytest.raises(AgentError, match=r"ended with exit code 1, .*KeyError: .*no such reward"):
         rolled_out(config, row, "a")
     with pytest.raises(AgentError, match="task 0 is another than at the run's start"):
         rolled_out(config, {**row, "hash": "of an earlier version"}, "a")
@@ -103,10 +103,10 @@ def test_one_that_is_not_there_is_refused_with_what_to_do(tmp_path):
     config = AgentConfig(
         environment="verifiers:no-such", environment_python=str(tmp_path / "python")
     )
-    with pytest.raises(ConfigError, match="--environment-python=.*there is no program"):
+    with pytest.raises(ConfigError, match=r"--environment-python=.*there is no program"):
         ours.environment_function(config)
     (tmp_path / "python").symlink_to("/bin/false")
     with pytest.raises(
-        ConfigError, match="verifiers:no-such: cannot be loaded by .*Install verifiers 0.4"
+        ConfigError, match=r"verifiers:no-such: cannot be loaded by .*Install verifiers"
     ):
         [*ours.environment_rows(config)]
