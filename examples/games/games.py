@@ -1,7 +1,7 @@
 """Games of gymnasium and textarena as environments of `onpolicy train`, in one class.
 
 A row says the game: {"prompt": "...", "game": "gymnasium:FrozenLake-v1", "seed": 3, "options": {}}.
-Actions of gymnasium are whole numbers (its Discrete spaces); a text that is no action of the game ends it.
+Actions of gymnasium are whole numbers (its Discrete spaces); a text that is no action ends a game.
 """
 
 import re

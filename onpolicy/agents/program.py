@@ -195,8 +195,8 @@ class Program(asyncio.SubprocessProtocol):
 
     @property
     def fault(self) -> str:
-        """What the program did wrong, with the last line that it printed. Example: 'ended with exit
-        code 1, and printed last: KeyError'"""
+        """The end of the program, with the last line that it printed. Example: 'ended with exit code
+        1, and printed last: KeyError'"""
         code = self._transport.get_returncode() or 0
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         lines = (self._said[2].strip() or self._said[1].strip()).decode(errors="replace")

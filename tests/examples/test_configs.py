@@ -20,7 +20,9 @@ def test_it_is_valid(file):
     argv += [] if "rm_type" in file.read_text() else ["--rm-type", "exact"]
     argv += ["--teacher-checkpoint", "/t"] if "opd_" in file.read_text() else []
     of_agents = ("rollout_max_context_len", "tool_call_parser", "episode_time_limit")
-    if any(key in file.read_text() for key in of_agents):
+    if "agent_programs" in file.read_text():
+        argv += ["--agent-command", "python"]
+    elif any(key in file.read_text() for key in of_agents):
         argv += ["--custom-agent-function-path", "module.function"]
     config = parse(TrainConfig, [*argv, "--custom-config-path", str(file)], "onpolicy train")
     validate(config)
