@@ -20,13 +20,13 @@ prepare_process()  # before torch is imported
 
 import torch
 
-from benchmarks.bench.turns import seconds, take_turns
 from fallback_correction.config import CorrectionConfig, RejectionRule, Veto
 from fallback_correction.correction import correct
 from fallback_correction.discrepancy import DiscrepancyConfig, DiscrepancyPenalty
 from fallback_correction.mismatch_metrics import estimator_report, mismatch_metrics
 from fallback_correction.tokens import TokenBatch
 from onpolicy.algorithm.objectives import token_shares
+from onpolicy.bench.turns import seconds, take_turns
 from onpolicy.cli.command import put_out
 from onpolicy.cluster.placement import share_of_cores
 from onpolicy.config import TrainConfig, groups

@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from benchmarks.bench.setting import setting
-from benchmarks.bench.step import step_measure
-from benchmarks.bench.turns import take_turns
+from onpolicy.bench.setting import setting
+from onpolicy.bench.step import step_measure
+from onpolicy.bench.turns import take_turns
 from onpolicy.cli.command import put_out
 from onpolicy.cluster.placement import share_of_cores
 from onpolicy.config.groups import CheckpointConfig, ParityConfig

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.bench.turns import take_turns
+from onpolicy.bench.turns import take_turns
 from tests.support.gpu.machine import describe_machine, write_json
 
 ROOT = Path(__file__).parents[1]

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from benchmarks.bench.turns import take_turns
+from onpolicy.bench.turns import take_turns
 from onpolicy.cli.command import put_out
 from onpolicy.cluster.placement import share_of_cores
 from onpolicy.models.policy import PackedTokens, PolicyModel, empty_policy

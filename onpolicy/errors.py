@@ -11,6 +11,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from onpolicy.types import ParityFindings
 
+HOW_TO_INSTALL = (
+    "With a GPU: pip install 'onpolicy[gpu]'. Without one: pip install 'onpolicy[cpu]', then "
+    "pip install --no-deps sglang==0.5.23; in a checkout: make setup."
+)
+
 
 class OnPolicyError(Exception):
     """Base of every error that onpolicy raises on purpose."""

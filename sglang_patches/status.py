@@ -14,7 +14,7 @@ import uuid
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from onpolicy.errors import ContractError
+from onpolicy.errors import HOW_TO_INSTALL, ContractError
 from sglang_patches import registry
 from sglang_patches.engine_ranks import report_of_all_ranks
 
@@ -49,8 +49,7 @@ def sglang_version() -> str:
         installed = version("sglang")
     except PackageNotFoundError as error:
         raise ContractError(
-            "sglang is not installed: the rollout needs it. Run `make setup` on a machine without a "
-            "GPU, or `pip install -e '.[gpu]'` on one with a GPU."
+            f"sglang is not installed: the rollout needs it. {HOW_TO_INSTALL}"
         ) from error
     release = re.match(r"\d+\.\d+\.\d+", installed)
     if release is None or release.group() not in SUPPORTED:

@@ -58,8 +58,8 @@ def engine(kind: str, model: str, cells: Sequence[Cell]) -> tuple[list[str], dic
     backend of aligned operators."""
     from transformers import AutoConfig
 
-    from benchmarks.bench.cells import fit_decode
-    from benchmarks.bench.setting import setting
+    from onpolicy.bench.cells import fit_decode
+    from onpolicy.bench.setting import setting
     from onpolicy.cli.parse import parse
     from onpolicy.config.tool_flags import BenchConfig
     from onpolicy.rollout.engine_args import engine_environment, engine_flags

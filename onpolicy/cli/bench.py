@@ -12,13 +12,13 @@ def main(argv: Sequence[str]) -> int:
     """Measure, and print or write the JSON."""
     config = begin(BenchConfig, argv, "onpolicy bench")
 
-    from benchmarks.bench.agents import bench_agents
-    from benchmarks.bench.decode import bench_decode
-    from benchmarks.bench.input_checks import check_inputs
-    from benchmarks.bench.loop import bench_loop
-    from benchmarks.bench.rollout import bench_rollout
-    from benchmarks.bench.schedules import bench_schedules
-    from benchmarks.bench.step import bench_step
+    from onpolicy.bench.agents import bench_agents
+    from onpolicy.bench.decode import bench_decode
+    from onpolicy.bench.input_checks import check_inputs
+    from onpolicy.bench.loop import bench_loop
+    from onpolicy.bench.rollout import bench_rollout
+    from onpolicy.bench.schedules import bench_schedules
+    from onpolicy.bench.step import bench_step
 
     config = check_inputs(config)
     benches = {
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Let only benchmarks log: mismatches of the stock operators are expected here."""
-    levels = {"": logging.ERROR, "onpolicy": logging.ERROR, "benchmarks": logging.INFO}
+    levels = {"": logging.ERROR, "onpolicy": logging.ERROR, "onpolicy.bench": logging.INFO}
     before = {name: logging.getLogger(name).level for name in levels}
     try:
         for name, level in levels.items():

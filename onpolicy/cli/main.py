@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from onpolicy.cli.gone_flags import GONE
 from onpolicy.compat.process import collect_rarely, prepare_process
-from onpolicy.errors import ConfigError, OnPolicyError, visible
+from onpolicy.errors import HOW_TO_INSTALL, ConfigError, OnPolicyError, visible
 from onpolicy.system import ending
 
 COMMANDS = {
@@ -23,6 +23,9 @@ COMMANDS = {
     "report": "one HTML page with the curves of several runs over each other",
     "episodes": "one HTML page with the episodes of a run: turns, tool calls, tokens and branches",
 }
+
+OF_EXTRAS = ("accelerate", "sglang", "torch", "transformers")
+"""Packages that `pip install onpolicy` brings with an extra alone."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,6 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OnPolicyError as error:
         print(f"\n{type(error).__name__}: {visible(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except ModuleNotFoundError as error:
+        if error.name not in OF_EXTRAS:
+            raise
+        print(
+            f"\nonpolicy {arguments[0]}: {error.name} is not installed. {HOW_TO_INSTALL}",
+            file=sys.stderr,
+        )
+        return 2
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130

@@ -9,6 +9,7 @@ import os
 import sys
 from contextlib import suppress
 
+from onpolicy.compat.torchvision_on_cpu import let_torchvision_import
 from onpolicy.contract import VARIABLES
 from onpolicy.errors import ConfigError
 from onpolicy.system.network import proxy_exceptions
@@ -50,6 +51,7 @@ def prepare_process() -> None:
     """Set these variables unless the environment sets them; children inherit them. Exempt this host
     from proxies, for all libraries. Call it first in a process: OpenMP reads its variable when
     torch is imported, MKL before its first product."""
+    let_torchvision_import()
     for name, value in (STRICT_SUMS, PATIENT_THREADS, NCCL_MEMORY, OWN_FUNCTIONS):
         os.environ.setdefault(name, value)
     given = [os.environ[name] for name in KERNEL_CACHES if os.environ.get(name)]

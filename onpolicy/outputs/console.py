@@ -17,9 +17,6 @@ from onpolicy.errors import visible
 _BEGAN = time.monotonic()
 """The time at which this process began, less Python's own start: a command imports this first."""
 
-OURS = ("onpolicy", "benchmarks")
-"""Packages whose lines do not name their source."""
-
 NOISY = ("httpx", "megatron", "sglang")
 
 
@@ -71,5 +68,5 @@ class Visible(logging.Formatter):
 class _Lines(Visible):
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname}: "
-        source = "" if record.name.split(".")[0] in OURS else f"{record.name}: "
+        source = "" if record.name.split(".")[0] == "onpolicy" else f"{record.name}: "
         return f"[{duration(elapsed())}] {level}{source}{super().format(record)}"

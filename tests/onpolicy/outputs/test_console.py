@@ -38,7 +38,7 @@ MESSAGES = [
     ("onpolicy.run.run", logging.WARNING, "careful"),
     ("other.package", logging.WARNING, "deprecated"),
     ("sglang.srt.plugins", logging.INFO, "Available plugins"),
-    ("benchmarks.bench.turns", logging.INFO, "warmed up"),
+    ("onpolicy.bench.turns", logging.INFO, "warmed up"),
 ]
 
 

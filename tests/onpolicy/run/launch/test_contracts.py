@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.bench.setting import make_train_config
+from onpolicy.bench.setting import make_train_config
 from onpolicy.cli.parse import parse
 from onpolicy.config import TrainConfig, groups
 from onpolicy.config.tool_flags import BenchConfig, ServeConfig, VerifyConfig

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from benchmarks.bench.work import fit_bench
+from onpolicy.bench.work import fit_bench
 from onpolicy.cli.parse import parse
 from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.models.hf_config import load_config

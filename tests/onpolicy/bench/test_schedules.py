@@ -4,8 +4,8 @@ from statistics import median
 
 import pytest
 
-from benchmarks.bench.input_checks import check_inputs
-from benchmarks.bench.schedules import WARM_UP, drawn_length, schedules, started, summed
+from onpolicy.bench.input_checks import check_inputs
+from onpolicy.bench.schedules import WARM_UP, drawn_length, schedules, started, summed
 from onpolicy.config import groups
 from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.errors import ConfigError

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.bench.own_process import USUAL_SUMS
-from benchmarks.bench.profile import TOTAL, profile, table
-from benchmarks.bench.setting import KINDS, setting
-from benchmarks.bench.step import bench_step, step_measure
-from benchmarks.bench.stopwatch import (
+from onpolicy.bench.own_process import USUAL_SUMS
+from onpolicy.bench.profile import TOTAL, profile, table
+from onpolicy.bench.setting import KINDS, setting
+from onpolicy.bench.step import bench_step, step_measure
+from onpolicy.bench.stopwatch import (
     BACKWARD,
     FORWARD,
     HEAD,

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from transformers import Qwen3Config
 
-from benchmarks.bench.cells import CONTEXT_LENS, Cell, cells, fit_decode
+from onpolicy.bench.cells import CONTEXT_LENS, Cell, cells, fit_decode
 from onpolicy.config.tool_flags import BenchConfig
 
 DECODE = BenchConfig(what="decode", batch_sizes=(1, 4), max_new_tokens=10)

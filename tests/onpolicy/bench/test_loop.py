@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.bench.input_checks import check_inputs
-from benchmarks.bench.loop import started_run
+from onpolicy.bench.input_checks import check_inputs
+from onpolicy.bench.loop import started_run
 from onpolicy.config import groups
 from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.errors import ConfigError

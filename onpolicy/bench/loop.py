@@ -9,10 +9,10 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from benchmarks.bench.measured_run import ForcedLengths, MeasuredRun, measured_run
-from benchmarks.bench.own_process import as_users_start_it
-from benchmarks.bench.setting import KINDS, backends, setting, settings
-from benchmarks.bench.turns import compare_in_turns
+from onpolicy.bench.measured_run import ForcedLengths, MeasuredRun, measured_run
+from onpolicy.bench.own_process import as_users_start_it
+from onpolicy.bench.setting import KINDS, backends, setting, settings
+from onpolicy.bench.turns import compare_in_turns
 from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.models.hf_config import load_config
 from onpolicy.run.engines import EnginePair

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.bench.cells import Cell, cells
-from benchmarks.bench.requests import random_requests
-from benchmarks.bench.rollout import servers
-from benchmarks.bench.setting import settings
-from benchmarks.bench.turns import compare, take_turns
+from onpolicy.bench.cells import Cell, cells
+from onpolicy.bench.requests import random_requests
+from onpolicy.bench.rollout import servers
+from onpolicy.bench.setting import settings
+from onpolicy.bench.turns import compare, take_turns
 from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.models.hf_config import load_config
 from onpolicy.rollout.base import RolloutGroup, SamplingJob

@@ -13,11 +13,11 @@ from functools import partial
 from resource import RUSAGE_CHILDREN, RUSAGE_SELF
 from typing import Any
 
-from benchmarks.bench.own_process import Ask, MakeTrainer, mkl_mode, trainer_apart
-from benchmarks.bench.profile import Seconds, profile, table
-from benchmarks.bench.setting import KINDS, Backend, backends, setting, settings
-from benchmarks.bench.stopwatch import watching
-from benchmarks.bench.turns import Measure, compare_in_turns
+from onpolicy.bench.own_process import Ask, MakeTrainer, mkl_mode, trainer_apart
+from onpolicy.bench.profile import Seconds, profile, table
+from onpolicy.bench.setting import KINDS, Backend, backends, setting, settings
+from onpolicy.bench.stopwatch import watching
+from onpolicy.bench.turns import Measure, compare_in_turns
 from onpolicy.cluster.placement import share_of_cores
 from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.models.hf_config import load_config

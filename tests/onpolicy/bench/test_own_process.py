@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.bench import loop, rollout
-from benchmarks.bench.own_process import USUAL_SUMS, as_users_start_it
+from onpolicy.bench import loop, rollout
+from onpolicy.bench.own_process import USUAL_SUMS, as_users_start_it
 from onpolicy.compat.process import STRICT_SUMS
 from onpolicy.config import groups
 from onpolicy.config.tool_flags import BenchConfig

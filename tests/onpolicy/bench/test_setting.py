@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.bench.setting import make_train_config
+from onpolicy.bench.setting import make_train_config
 from onpolicy.config.tool_flags import BenchConfig
 
 LOOP = BenchConfig(what="loop", num_prompts=3, n_samples_per_prompt=5)

@@ -15,9 +15,9 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from benchmarks.bench.measured_run import ForcedLengths, MeasuredRun, measured_run
-from benchmarks.bench.setting import backends, make_train_config, setting, settings
-from benchmarks.bench.turns import take_turns
+from onpolicy.bench.measured_run import ForcedLengths, MeasuredRun, measured_run
+from onpolicy.bench.setting import backends, make_train_config, setting, settings
+from onpolicy.bench.turns import take_turns
 from onpolicy.config import TrainConfig
 from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.models.hf_config import load_config

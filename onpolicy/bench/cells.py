@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig
 
-from benchmarks.bench.work import fit_bench
+from onpolicy.bench.work import fit_bench
 from onpolicy.config.sglang_flags import max_total_tokens
 from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.errors import ConfigError

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.bench.cells import UNLIMITED, fit_decode, require_cells
-from benchmarks.bench.schedules import schedules
-from benchmarks.bench.setting import backends, kinds, make_train_config, setting
-from benchmarks.bench.work import fit_bench
+from onpolicy.bench.cells import UNLIMITED, fit_decode, require_cells
+from onpolicy.bench.schedules import schedules
+from onpolicy.bench.setting import backends, kinds, make_train_config, setting
+from onpolicy.bench.work import fit_bench
 from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config

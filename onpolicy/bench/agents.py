@@ -18,11 +18,11 @@ from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.bench.requests import random_prompts, random_requests
-from benchmarks.bench.rollout import servers
-from benchmarks.bench.setting import settings
-from benchmarks.bench.turns import take_turns
 from onpolicy.agents.agent_workers import AgentFunction, WorkerRollouter, default_workers
+from onpolicy.bench.requests import random_prompts, random_requests
+from onpolicy.bench.rollout import servers
+from onpolicy.bench.setting import settings
+from onpolicy.bench.turns import take_turns
 from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.models.hf_config import load_config
 from onpolicy.rollout.base import RolloutGroup, SamplingJob

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.bench.agents import Tool, compare, draw_freely, draw_turn_by_turn, play, tool_of
+from onpolicy.bench.agents import Tool, compare, draw_freely, draw_turn_by_turn, play, tool_of
 from onpolicy.config.groups import EngineConfig
 from onpolicy.rollout.rollouter import Rollouter
 from onpolicy.types import Prompt

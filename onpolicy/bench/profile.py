@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks.bench.stopwatch import BACKWARD, FORWARD, ROWS
-from benchmarks.bench.turns import take_turns
+from onpolicy.bench.stopwatch import BACKWARD, FORWARD, ROWS
+from onpolicy.bench.turns import take_turns
 
 TOTAL = "step"
 

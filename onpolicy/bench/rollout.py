@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench.input_checks import processes
-from benchmarks.bench.own_process import as_users_start_it
-from benchmarks.bench.requests import random_requests
-from benchmarks.bench.setting import kinds, setting, settings
-from benchmarks.bench.turns import Measure, compare_in_turns
+from onpolicy.bench.input_checks import processes
+from onpolicy.bench.own_process import as_users_start_it
+from onpolicy.bench.requests import random_requests
+from onpolicy.bench.setting import kinds, setting, settings
+from onpolicy.bench.turns import Measure, compare_in_turns
 from onpolicy.cluster.placement import placement_of_servers
 from onpolicy.config.sglang_flags import tensor_parallel_size
 from onpolicy.config.tool_flags import BenchConfig

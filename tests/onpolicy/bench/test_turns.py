@@ -3,7 +3,7 @@
 import logging
 import re
 
-from benchmarks.bench.turns import compare_in_turns, take_turns
+from onpolicy.bench.turns import compare_in_turns, take_turns
 
 
 def test_neighbours_are_compared_and_the_first_round_is_thrown_away():

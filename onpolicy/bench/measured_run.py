@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from transformers import PretrainedConfig
 
-from benchmarks.bench.requests import random_prompts
+from onpolicy.bench.requests import random_prompts
 from onpolicy.config import TrainConfig
 from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.models.tokenizer import load_tokenizer
