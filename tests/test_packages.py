@@ -87,7 +87,8 @@ def test_an_installed_command_verifies_a_model_outside_a_checkout(installed, tmp
         directory=tmp_path)  # fmt: skip
     assert Path(where.stdout).is_relative_to(installed.parent)
     checkpoint = make_checkpoint(tmp_path / "model", "qwen3")
-    flags = ["--hf-checkpoint", str(checkpoint), "--num-prompts", "2", "--json", "verified.json"]
+    flags = ["--hf-checkpoint", str(checkpoint), "--num-prompts", "8", "--json", "verified.json"]
+    flags += ["--actor-num-ranks-per-node", "2", "--max-new-tokens", "16", "--cpu-threads", "1"]
     done = call(installed / "onpolicy", "verify", *flags, directory=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert '"num_mismatched_tokens": 0' in (tmp_path / "verified.json").read_text()

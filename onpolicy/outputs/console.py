@@ -17,7 +17,7 @@ from onpolicy.errors import visible
 _BEGAN = time.monotonic()
 """The time at which this process began, less Python's own start: a command imports this first."""
 
-NOISY = ("httpx", "megatron", "sglang")
+NOISY = ("alembic", "httpx", "megatron", "mlflow", "sglang")
 
 
 def elapsed() -> float:

@@ -1,7 +1,7 @@
 """Directory of a run: everything needed to look at it later, or to repeat it.
 
     config.json  versions.json  contract.json  metrics.jsonl  samples/  logs/
-    [governor.jsonl  rollouts.jsonl  observations.jsonl  tensorboard/  wandb/  wandb_run_id]
+    [governor.jsonl  rollouts.jsonl  observations.jsonl  tensorboard/  wandb/ and others]
 
 One run writes there at a time. Every file except logs is written whole or not at all; a full disk
 ends the run with an error that says how to go on.
@@ -28,6 +28,7 @@ from onpolicy.errors import ConfigError, OutputError
 from onpolicy.outputs import metrics
 from onpolicy.outputs.console import Visible
 from onpolicy.outputs.lock import locked
+from onpolicy.outputs.trackers import TrackerSink, trackers
 from onpolicy.system import files
 
 logger = logging.getLogger(__name__)
@@ -143,26 +144,22 @@ class RunDirectory:
 
     @contextmanager
     def opened_sinks(self, config: AnyRun, first_step: int) -> Iterator[list[metrics.Sink]]:
-        """Yield the sinks, and close them at the end; errors then are only logged."""
+        """Yield the sinks, and close them at the end."""
         with self.writing():
             sinks = self.sinks(config, first_step)
+        failed = True
         try:
             yield sinks
+            failed = False
         finally:
             for sink in sinks:
-                try:
-                    sink.close()
-                except OSError as error:  # the run has ended, and with what it has to say
-                    kind = type(sink).__name__
-                    logger.warning("%s did not finish writing (%s)", kind, error)
+                sink.close(failed)
 
     def sinks(self, config: AnyRun, first_step: int) -> list[metrics.Sink]:
         """Return the sinks: metrics.jsonl always; the others if asked for."""
         sinks: list[metrics.Sink] = [metrics.JsonlSink(self.metrics_file, first_step)]
-        if config.output.use_tensorboard:
-            sinks.append(metrics.TensorBoardSink(self.path / "tensorboard"))
-        if config.output.use_wandb:
-            sinks.append(metrics.WandbSink(config.output, self.path, config.to_dict()))
+        for kind in trackers(config.output):
+            sinks.append(TrackerSink(kind, self.path, config.to_dict()))
         return sinks
 
 
@@ -188,10 +185,8 @@ def _path_of(place: str) -> str:
 
 def check_sinks(output: OutputConfig) -> None:
     """Raise ConfigError if a requested sink could not be opened; open none."""
-    if output.use_tensorboard:
-        metrics.check_tensorboard()
-    if output.use_wandb:
-        metrics.check_wandb(output)
+    for kind in trackers(output):
+        kind.check()
 
 
 def versions() -> Mapping[str, Any]:

@@ -74,6 +74,18 @@ class OutputConfig:
     """Also log to Weights & Biases. The environment variables WANDB_PROJECT (default: onpolicy),
     WANDB_NAME and WANDB_RUN_GROUP name the run; WANDB_MODE=offline needs no network."""
 
+    use_trackio: bool = False
+    """Also log to trackio, into the run directory unless TRACKIO_DIR names another. TRACKIO_PROJECT
+    (default: onpolicy) names the project."""
+
+    use_mlflow: bool = False
+    """Also log to MLflow, into the run directory unless MLFLOW_TRACKING_URI names a server.
+    MLFLOW_EXPERIMENT_NAME (default: onpolicy) names the experiment."""
+
+    use_swanlab: bool = False
+    """Also log to SwanLab, into the run directory for `swanlab sync` unless SWANLAB_MODE=online.
+    SWANLAB_PROJ_NAME (default: onpolicy) names the project."""
+
     log_samples: CountOrZero = 16
     """Number of samples to write into the run directory for each rollout and each evaluation set. 0
     writes none."""
