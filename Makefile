@@ -27,7 +27,7 @@ GPU_QUARTER_ARGS ?=
 CPU_SETTINGS ?=
 ARCHITECTURES_ARGS ?=
 
-.PHONY: setup demo test test-runs test-kernels test-all test-cpus test-sglang soak architectures lint gpu-test gpu-quarter
+.PHONY: setup demo test test-runs test-kernels test-all test-cpus test-sglang soak architectures site lint gpu-test gpu-quarter
 .DEFAULT_GOAL := setup
 
 setup: $(INSTALLED)
@@ -90,6 +90,12 @@ soak: setup
 #   make architectures ARCHITECTURES_ARGS='--only gemma2,phi3 --columns float32 --again'
 architectures: setup
 	PYTHONPATH=. $(BIN)/python tests/support/architecture_table.py $(ARCHITECTURES_ARGS)
+
+# The pages as a site, in runs/site: every link and heading that a page names is there, or it ends. No network.
+site: setup
+	rm -rf runs/site && mkdir -p runs/site/source
+	cp -r --parents *.md LICENSE docs examples benchmarks fallback_correction/*.md runs/site/source
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/mkdocs.yml
 
 lint: setup
 	$(BIN)/ruff check .

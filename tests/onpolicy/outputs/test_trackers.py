@@ -1,6 +1,7 @@
 """Trackers without a network: what is checked beforehand, what a run outlives, a resumed run."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 import re
@@ -105,12 +106,15 @@ if fault == "full disk":
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 sink = TrackerSink({"wandb": Wandb, "tensorboard": TensorBoard}[name], Path(directory), {})
 if fault == "dead service":
-    while not (services := psutil.Process().children(recursive=True)):
-        time.sleep(0.02)
     while not (Path(directory) / "wandb_run_id").exists():
         time.sleep(0.02)
+    services = psutil.Process().children(recursive=True)
+    assert services
     for service in services:
-        service.kill()
+        try:
+            service.kill()
+        except psutil.NoSuchProcess:  # it ended with the other
+            pass
 for step in range(50):
     sink.log(step, {"x": 1.0})
     time.sleep(0.02)
@@ -133,7 +137,7 @@ def test_what_fails_there_is_said_once_and_ends_no_run(nobody, fault, name, says
     nobody.setenv("WANDB_MODE", "offline")
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), fault, name]
     done = subprocess.run(command, capture_output=True, text=True)
-    (said,) = re.findall(rf"--use-{name}: failed \((.*?)\)\. The run goes on", done.stderr)
+    (said,) = re.findall(rf"--use-{name}: (.*?)\. The run goes on", done.stderr)
     assert says in said
     assert (done.returncode, done.stdout) == (0, "went on\n")
     if name != "tensorboard":  # whose own thread prints one
@@ -263,7 +267,8 @@ def write_and_resume(name, tmp_path):
 
 
 def test_trackio_has_the_metrics_in_the_run_directory(tmp_path, caplog, monkeypatch):
-    pytest.importorskip("trackio")
+    if importlib.util.find_spec("trackio") is None:  # its import would read TRACKIO_DIR
+        pytest.skip("trackio is not installed")
     monkeypatch.setenv("TRACKIO_DIR", "")  # to be as it was afterwards
     monkeypatch.delenv("TRACKIO_DIR")
     run = write_and_resume("trackio", tmp_path)
