@@ -39,7 +39,7 @@ MAY_IMPORT = {
 }
 """Rooms of onpolicy below the ones that compose; those may import anything."""
 
-COMPOSING = {"run", "explain", "bench", "cli"}
+COMPOSING = {"run", "explain", "bench", "cli", "api"}
 
 TAPS = {"contract", "errors", "models", "ops"}
 """What `onpolicy/explain/taps` may import, which engines run."""

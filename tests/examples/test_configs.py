@@ -17,6 +17,7 @@ def test_it_is_valid(file):
     argv = ["--hf-checkpoint", "/m", "--prompt-data", "/d.jsonl"]
     argv += ["--eval-prompt-data", "/e.jsonl"] if "eval_interval" in file.read_text() else []
     argv += ["--save", "/s"] if "save_interval" in file.read_text() else []
+    argv += ["--rollout-lag", "1"] if "correct_lag" in file.read_text() else []
     argv += [] if "rm_type" in file.read_text() else ["--rm-type", "exact"]
     argv += ["--teacher-checkpoint", "/t"] if "opd_" in file.read_text() else []
     of_agents = ("rollout_max_context_len", "tool_call_parser", "episode_time_limit")
