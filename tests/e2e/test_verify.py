@@ -51,10 +51,13 @@ def test_no_token_differs_in_float32(architecture, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "architecture", ["phi", "phimoe", "nemotron"], ids=["head bias", "sparsemixer", "layernorm1p"]
+    ("architecture", "dtype"),
+    [("phi", "bfloat16"), ("phimoe", "float16"), ("nemotron", "float16")],
+    ids=["head bias", "sparsemixer", "layernorm1p"],
 )
-def test_no_token_differs_where_heads_routers_or_norms_are_unusual(architecture, tmp_path):
-    verified(make_checkpoint(tmp_path / "model", architecture), tmp_path)
+def test_no_token_differs_where_heads_routers_or_norms_are_unusual(architecture, dtype, tmp_path):
+    report = verified(make_checkpoint(tmp_path / "model", architecture), tmp_path, dtype)
+    assert report["contract"]["dtype"] == dtype
 
 
 def test_no_token_differs_where_both_engines_round(tmp_path):
