@@ -9,9 +9,10 @@ another, and each answer, of at most 96 tokens, is sampled after all that was sa
 (FSDP2, bfloat16) then scores whole chats, and every sampled token has two log-probabilities: d is the
 trainer's less the engine's, and k3 is exp(d) - d - 1. Stock engines come first, then aligned ones with
 the operators of `auto`, in the same chats until their answers differ. `--dtype float16` measures float16
-instead, and adds that to the record of `--json`. `--from FILE` measures nothing: it draws a record again
-and prints its table for docs/trained_weights.md. Longer chats at all temperatures did not end in half an
-hour on two busy cores: SGLang's stock attention without a GPU computes every turn's whole past again.
+instead, and adds that to the record of `--json`. `--from FILE` measures nothing: it draws a record of
+both again and prints its table for docs/trained_weights.md. Longer chats at all temperatures did not end
+in half an hour on two busy cores: SGLang's stock attention without a GPU computes every turn's whole
+past again.
 
 Predictions, written before the first run:
 
@@ -251,25 +252,27 @@ def statistics(tokens: Sequence[Token]) -> dict[str, float]:
 
 
 def page_tables(record: Mapping[str, Any]) -> str:
-    """Return the page's table of stock engines: by temperature, then by the token's probability."""
+    """Return the page's table of stock engines, in bfloat16 and in float16: by temperature, then by the
+    token's probability."""
     titles = {
         "temperature": "temperature {1} (up to {0:,} tokens)",
         "probability": "{0} < probability <= {1}",
     }
-    beyond = [f"beyond {far:g} times" for far in FACTORS]
     rows = []
     for name, title in titles.items():
         before: float = SHORTER if name == "temperature" else 0
         for text, of in record["stock"][name].items():
             end = int(text) if text.isdigit() else float(text)
+            narrow = record["float16"]["stock"][name][text]
             cells = [
                 f"{of['tokens']:,}",
                 *(f"{of[key]:.2g}" for key in ("k3", "mean", "largest")),
-                *(f"{of[f'beyond_{float(far)}']:.2%}" for far in FACTORS),
+                *(f"{narrow[key]:.2g}" for key in ("k3", "mean")),
             ]
             rows.append([title.format(before, end), *cells])
             before = before if name == "temperature" else end
-    return table(("tokens", "number", "k3", "mean", "largest", *beyond), rows)
+    columns = ("number", "k3", "mean", "largest", "float16: k3", "float16: mean")
+    return table(("tokens", *columns), rows)
 
 
 def draw(record: Mapping[str, Any], image: Path) -> None:

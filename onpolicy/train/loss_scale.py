@@ -11,6 +11,8 @@ from typing import Any
 
 from onpolicy.errors import CheckpointError
 
+FIRST = 2.0**16
+
 GROWTH_INTERVAL = 2000
 """Number of steps without an overflow after which the scale doubles."""
 
@@ -26,7 +28,7 @@ class LossScale:
     """
 
     def __init__(self) -> None:
-        self.value = 2.0**16
+        self.value = FIRST
         self.good_steps = 0
         """Number of steps without an overflow since the scale last changed."""
 
