@@ -133,7 +133,7 @@ class NumericsContract:
     """Device type that both engines compute on: `cpu` or `cuda`."""
 
     dtype: str
-    """Compute dtype of weights and activations: `bfloat16` or `float32`."""
+    """Compute dtype of weights and activations: `bfloat16`, `float16` or `float32`."""
 
     shapes: OperatorShapes
 

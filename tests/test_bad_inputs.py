@@ -226,7 +226,7 @@ TRAIN = [
     ("switch-with-equals", NOTHING, "--shuffle=no", "'no': is no flag"),
     ("stray-word", NOTHING, "now", "'now' after --rollout-max-response-len|'now': is no flag|'now'"),
     ("value-missing", NOTHING, "--lr", "Missing value for argument '--lr'"),
-    ("choice-unknown", NOTHING, "--dtype float16", "invalid choice 'float16' for argument '--dtype'"),
+    ("choice-unknown", NOTHING, "--dtype float8", "invalid choice 'float8' for argument '--dtype'"),
     ("run-dir-empty", NOTHING, "--run-dir ''", "--run-dir='': is empty"),
     ("no-prompts", NOTHING, "--prompt-data ''", "--prompt-data is missing"),
     # YAML
@@ -266,7 +266,7 @@ TRAIN = [
     ("yaml-octal-key", yaml("rollout_api_key: 0123"), YAML, "rollout_api_key=83: must be text; put it in quotes"),
     ("yaml-object-value", yaml("lr: {a: 1}"), YAML, "lr={'a': 1}: must be a number"),
     ("yaml-list-for-one", yaml("lr: [1, 2]"), YAML, r"lr=\[1, 2\]: must be a number"),
-    ("yaml-choice", yaml("dtype: float16"), YAML, "dtype='float16': must be one of 'bfloat16', 'float32'"),
+    ("yaml-choice", yaml("dtype: float8"), YAML, "dtype='float8': must be one of 'bfloat16', 'float16', 'float32'"),
     ("yaml-infinity", yaml("lr: .inf"), YAML, "--lr=inf: must be a finite number"),
     ("yaml-huge", yaml(f"lr: {10**400}"), YAML, "--lr"),
     ("yaml-nul-escape", yaml('input_key: "a\\0b"'), YAML, "--input-key=.*NUL character"),

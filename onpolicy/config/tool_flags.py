@@ -323,7 +323,7 @@ class EvaluateConfig(SglangArgs):
         default_factory=groups.SamplersConfig
     )
 
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: groups.Dtype = "bfloat16"
     """Compute dtype."""
 
     trust_remote_code: bool = False

@@ -58,9 +58,11 @@ class Proof:
 def difference(rollout: Sequence[Tensor], train: Sequence[Tensor]) -> Difference:
     """Return the difference between two rows, over all their parts."""
     a, b = (torch.cat([part.reshape(-1).float() for part in parts]) for parts in (rollout, train))
-    ulp = ulp_distance(a, b)
-    if all(part.dtype == torch.bfloat16 for part in (*rollout, *train)):
+    dtypes, ulp = {part.dtype for part in (*rollout, *train)}, ulp_distance(a, b)
+    if dtypes == {torch.bfloat16}:
         ulp //= 1 << 16
+    elif dtypes == {torch.float16}:
+        ulp //= 1 << 13  # of normal numbers
     return Difference(
         elements=len(a),
         different=int((a != b).sum()),

@@ -212,5 +212,7 @@ def left(
 
 
 def within(logits: Tensor, kept: Tensor) -> Tensor:
-    """Return logits [M, V] with `OUTSIDE` where bool [M, V] is False."""
+    """Return logits [M, V] with `OUTSIDE` where bool [M, V] is False; float16, which cannot hold it, is
+    widened to float32."""
+    logits = logits.float() if logits.dtype == torch.float16 else logits
     return logits.masked_fill(~kept, OUTSIDE)

@@ -131,8 +131,8 @@ class Head:
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden states and of `tensors`, from the logits', chunk by chunk.
 
-        grad_logits: (logits [M, V], their rows in `hidden`) -> their gradient [M, V] in their
-        dtype.
+        grad_logits: (logits [M, V], their rows in `hidden`) -> their gradient [M, V], which is
+        rounded to their dtype.
         """
         grad_hidden = torch.empty_like(hidden)
         held = [
@@ -153,7 +153,7 @@ class Head:
             with torch.enable_grad():
                 product = head._product(part)
                 finished = self.finish(product)
-            grad = grad_logits(self.vocabulary.gather(finished.detach()), rows)
+            grad = grad_logits(self.vocabulary.gather(finished.detach()), rows).to(product.dtype)
             grad = self.vocabulary.take(grad, self.weight.shape[0])
             if finished is not product:
                 (grad,) = torch.autograd.grad(finished, product, grad)

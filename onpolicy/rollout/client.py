@@ -339,7 +339,8 @@ def completion_of(answer: Any, status: int, request: Request, url: str) -> Compl
         bad = int(is_finite.argmin())
         raise EngineError(
             f"{url}: log_prob={log_probs[bad]} at response position {bad}. The weights have likely "
-            "diverged; resume from an earlier checkpoint with a lower --lr."
+            "diverged; resume from an earlier checkpoint with a lower --lr. In --dtype float16 a number "
+            "above 65,504 is infinite too; bfloat16 holds it."
         )
     completion = Completion(
         response_ids=response_ids,

@@ -11,6 +11,7 @@ import torch
 from pydantic import AfterValidator
 
 from onpolicy.config.groups.engine_flags import ActivationFormat, WeightFormat
+from onpolicy.config.groups.input_flags import Dtype
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
 from onpolicy.parity import mismatches
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 def _known(contract: NumericsContract) -> NumericsContract:
     """Return a contract whose formats are choices of flags. Raises ValueError for another one."""
     choices = {
-        "dtype": ("bfloat16", "float32"),
+        "dtype": get_args(Dtype),
         "weight_format": get_args(WeightFormat),
         "activation_format": get_args(ActivationFormat),
     }

@@ -78,7 +78,9 @@ class Critic:
         own = [replace(b, packed=b.packed.with_own_routing()) for b in micro_batches]
         metrics, _ = optimizer_step(self.model, own, self._loss, None, rate)
         ours = {name: x for name, x in metrics.items() if name.startswith("critic/")}
-        return {**ours, "critic/grad_norm": metrics["train/grad_norm"], "critic/lr": rate}
+        of_step = {"train/grad_norm", "train/lr", "train/loss_scale", "train/skipped_share"}
+        told = {name.replace("train", "critic"): metrics[name] for name in of_step & metrics.keys()}
+        return {**ours, **told}
 
     def _loss(self, scores: Values, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the value loss of a micro-batch and its metrics. Every counting token has its share,

@@ -8,9 +8,10 @@ does the rest.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -30,8 +31,11 @@ from onpolicy.ops import Operators
 from onpolicy.ops.log_probs import Head
 from onpolicy.train import distributed
 from onpolicy.train.batch import MicroBatch
+from onpolicy.train.loss_scale import POWERS, LossScale
 from onpolicy.train.parity_gate import ParityGate
 from onpolicy.weights.digest import WeightBucket, WeightDigest, WeightPart
+
+logger = logging.getLogger(__name__)
 
 Role = str
 """Role of a model in a run: policy, reference, critic, or teacher:NAME."""
@@ -59,11 +63,20 @@ class ShardedModel(ABC):
     optimizer: Any
     """Optimizer of the engine; None if the model is not trained."""
 
+    loss_scale: LossScale | None = None
+    """Scale of the loss of a trained model in float16."""
+
     adapter: AdapterShape | None = None
     """Adapters that are trained instead of all weights."""
 
     is_base = False
     """Whether this is the base model of adapters, without them."""
+
+    @property
+    def scale(self) -> float:
+        """Return the factor of the loss in `accumulate_gradients`, of which `clip_gradients` frees the
+        gradients."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     @abstractmethod
     def use(self, operators: Operators) -> None:
@@ -196,7 +209,8 @@ def optimizer_step(
     loss; collective.
 
     Raises ParityError as the gate does, and TrainingError for a gradient that is not finite; no step is
-    taken then.
+    taken then. In float16 such a step is skipped and the loss's scale halved, unless the loss is not
+    finite either or the scale is at its least.
     """
     check = None if gate is None else gate.check
     try:
@@ -208,14 +222,41 @@ def optimizer_step(
         raise
     sums = distributed.sum_micro_batches(found)
     grad_norm = model.clip_gradients()
-    if not math.isfinite(grad_norm):
+    is_finite, scaled = math.isfinite(grad_norm), _scale_metrics(model, grad_norm)
+    if not is_finite and not _may_skip(model, sums):
+        other = "" if model.loss_scale is None else ", or choose --dtype bfloat16"
         raise TrainingError(
             f"grad_norm={grad_norm}: a gradient is not finite, so no optimizer step was taken. "
-            "Lower --lr, or resume from the last checkpoint with --load."
+            f"Lower --lr, or resume from the last checkpoint with --load{other}."
         )
-    rate = _scaled(rate, sums)
-    model.take_step(rate)
-    return {**sums, "train/grad_norm": grad_norm, "train/lr": rate}, log_probs
+    rate = _scaled(rate if is_finite else 0.0, sums)
+    if is_finite:
+        model.take_step(rate)
+    else:
+        model.drop_gradients()
+    if model.loss_scale is not None:
+        model.loss_scale.take(is_finite)
+    return {**sums, **scaled, "train/grad_norm": grad_norm, "train/lr": rate}, log_probs
+
+
+def _scale_metrics(model: ShardedModel, grad_norm: float) -> dict[str, float]:
+    if model.loss_scale is None:
+        return {}
+    skipped = float(not math.isfinite(grad_norm))
+    return {"train/loss_scale": model.scale, "train/skipped_share": skipped}
+
+
+def _may_skip(model: ShardedModel, sums: Mapping[str, float]) -> bool:
+    """Return whether a smaller scale may cure gradients that are not finite, and say so."""
+    losses = [sums[name] for name in ("train/loss", "critic/vf_loss") if name in sums]
+    if model.loss_scale is None or model.scale == POWERS[0] or not all(map(math.isfinite, losses)):
+        return False
+    logger.warning(
+        "a gradient overflowed float16 at loss scale %g: this optimizer step is skipped, and the next "
+        "one has half the scale",
+        model.scale,
+    )
+    return True
 
 
 def no_step(

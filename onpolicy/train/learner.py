@@ -48,6 +48,7 @@ from onpolicy.train.critic import Critic, known_variance
 from onpolicy.train.distributed import gather_by_number
 from onpolicy.train.engine import Role, ShardedModel, no_step, optimizer_step
 from onpolicy.train.loss import LossSettings, policy_loss
+from onpolicy.train.loss_scale import LossScale
 from onpolicy.train.parity_gate import ParityGate
 from onpolicy.train.rollout_correction import Corrections, TrainedStep
 from onpolicy.train.shares import Outcomes, Steps
@@ -82,10 +83,19 @@ class Learner:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the next rollout depends on, by component."""
-        return {"corrections": self.corrections.state_dict()}
+        scales = {role: scale.state_dict() for role, scale in self._loss_scales().items()}
+        own = {"loss_scale": scales} if scales else {}
+        return {"corrections": self.corrections.state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.corrections.load_state_dict(state["corrections"])
+        for role, saved in state.get("loss_scale", {}).items():
+            if scale := self._loss_scales().get(role):
+                scale.load_state_dict(saved)
+
+    def _loss_scales(self) -> dict[Role, LossScale]:
+        scales = {role: model.loss_scale for role, model in self.models.items()}
+        return {role: scale for role, scale in scales.items() if scale is not None}
 
     def learn(
         self,

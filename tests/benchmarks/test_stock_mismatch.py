@@ -29,18 +29,20 @@ PAGE = ROOT.parent / "docs" / "trained_weights.md"
 def test_the_page_shows_the_record_which_has_every_range(tmp_path):
     record = json.loads(RECORD.read_text())
     assert page_tables(record) in PAGE.read_text()
-    for kind in ("stock", "aligned"):
+    kinds = [each[kind] for each in (record, record["float16"]) for kind in ("stock", "aligned")]
+    for kind in kinds:
         for name, ends in (
             ("temperature", TEMPERATURES),
             ("context", CONTEXTS),
             ("position", POSITIONS),
             ("probability", PROBABILITIES),
         ):
-            assert list(record[kind][name]) == [str(end) for end in ends]
+            assert list(kind[name]) == [str(end) for end in ends]
         names = ("context", "position", "probability")
-        inside = {sum(of["tokens"] for of in record[kind][name].values()) for name in names}
+        inside = {sum(of["tokens"] for of in kind[name].values()) for name in names}
         assert len(inside) == 1
-    for ranges in (record["aligned"][name].values() for name in ("temperature", *names)):
+    aligned = (each[name].values() for each in kinds[1::2] for name in ("temperature", *names))
+    for ranges in aligned:
         assert all(found["mismatched"] == found["largest"] == 0 for found in ranges)
     draw(record, tmp_path / "mismatch.png")
     assert (tmp_path / "mismatch.png").stat().st_size

@@ -11,7 +11,7 @@ from onpolicy.ops import kept_tokens
 from onpolicy.ops.kept_tokens import Cut, packed, unpacked
 from onpolicy.rollout.sample_requests import trajectories_of
 from onpolicy.types import Prompt, Sample
-from tests.support.engines_fixture import make_requests
+from tests.support.engines_fixture import make_engines, make_requests, running
 
 FILTERS = {"top_k": 60, "top_p": 0.8, "min_p": 0.02}
 VOCABULARY = 137
@@ -82,6 +82,24 @@ def test_no_token_differs(engines, trajectories):
     metrics = train(engines, trajectories)
     assert metrics["parity/num_mismatched_tokens"] == 0
     assert metrics["parity/num_compared_tokens"] == 12 * 20
+
+
+def test_in_float16_no_token_differs_and_a_product_in_bfloat16_is_found(
+    checkpoint, tmp_path, requests, monkeypatch
+):
+    """float16 cannot hold the logit of a token that was cut off."""
+    with running(make_engines(checkpoint, tmp_path, "float16")) as engines:
+        trajectories = trajectories_of(requests, engines.generate(requests))
+        monkeypatch.setattr(engines.trainer.learner, "cut", Cut.of(*FILTERS.values()))
+        engines.trainer.policy.loss_scale.value = 2.0**10
+        metrics = train(engines, trajectories)
+        assert metrics["parity/num_mismatched_tokens"] == metrics["train/skipped_share"] == 0
+        assert metrics["parity/num_compared_tokens"] == 12 * 20 and metrics["train/grad_norm"] > 0
+        operators = engines.trainer.operators
+        linear = operators.linear
+        monkeypatch.setattr(operators, "linear", lambda *given: linear(*given).bfloat16().half())
+        with pytest.raises(ParityError, match="tokens have another log-probability in training"):
+            train(engines, trajectories)
 
 
 def test_one_token_more_in_a_set_is_found(engines, trajectories):

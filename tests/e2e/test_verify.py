@@ -9,6 +9,7 @@ from onpolicy.config.groups import ModelConfig, OperatorsConfig, ServersConfig
 from onpolicy.config.tool_flags import VerifyConfig
 from onpolicy.models.lora.adapters import without_adapters
 from onpolicy.run.commands.verification import passes, verify
+from onpolicy.train import loss_scale
 from onpolicy.train.policy_trainer import PolicyTrainer
 from tests.onpolicy.train.fsdp.test_adapters import drawn
 from tests.onpolicy.train.fsdp.test_trainer import maker_of
@@ -51,10 +52,27 @@ def test_no_token_differs_in_float32(architecture, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "architecture", ["phi", "phimoe", "nemotron"], ids=["head bias", "sparsemixer", "layernorm1p"]
+    ("architecture", "dtype"),
+    [("phi", "bfloat16"), ("phimoe", "float16"), ("nemotron", "float16")],
+    ids=["head bias", "sparsemixer", "layernorm1p"],
 )
-def test_no_token_differs_where_heads_routers_or_norms_are_unusual(architecture, tmp_path):
-    verified(make_checkpoint(tmp_path / "model", architecture), tmp_path)
+def test_no_token_differs_where_heads_routers_or_norms_are_unusual(
+    architecture, dtype, tmp_path, monkeypatch
+):
+    """In float16 the loss's scale is too large at first, and the step is repeated until it is taken."""
+    monkeypatch.setattr(loss_scale, "FIRST", 2.0**36)
+    train, skipped = PolicyTrainer.train, []
+
+    def noted(trainer, *args, **kwargs):
+        outcome = train(trainer, *args, **kwargs)
+        skipped.append(outcome.metrics.get("train/skipped_share"))
+        return outcome
+
+    monkeypatch.setattr(PolicyTrainer, "train", noted)
+    report = verified(make_checkpoint(tmp_path / "model", architecture), tmp_path, dtype)
+    assert report["contract"]["dtype"] == dtype
+    if dtype == "float16":
+        assert len(skipped) > 1 and skipped == [*[1.0] * (len(skipped) - 1), 0.0]
 
 
 def test_no_token_differs_where_both_engines_round(tmp_path):

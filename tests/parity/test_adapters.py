@@ -15,7 +15,7 @@ from tests.support.violations import always, break_operator
 pytestmark = pytest.mark.engine
 
 
-PARAMS = ["a rounded dense base", "a mixture on two ranks", "in float32 on two ranks"]
+PARAMS = ["a rounded dense base", "a mixture in float16 on two ranks", "in float32 on two ranks"]
 
 
 @pytest.fixture(scope="module", params=PARAMS)
@@ -26,7 +26,8 @@ def adapted(request, checkpoint, tmp_path_factory):
     if "mixture" in request.param:  # with a dense layer and shared experts, too
         checkpoint = make_checkpoint(directory / "glm4-moe", "glm4-moe")
         targets, ranks = f"{targets},experts", 2
-    dtype, lora = "bfloat16", groups.LoraConfig(lora_rank=4, lora_target_modules=targets)
+    dtype = "float16" if "float16" in request.param else "bfloat16"
+    lora = groups.LoraConfig(lora_rank=4, lora_target_modules=targets)
     if "float32" in request.param:  # which rounds no last bit away
         dtype, ranks = "float32", 2
     engine = {"lora": lora}

@@ -40,6 +40,7 @@ from onpolicy.config.groups.input_flags import (
     BY_TEMPLATE,
     CheckpointConfig,
     DataConfig,
+    Dtype,
     ModelConfig,
     RowsConfig,
 )
@@ -62,7 +63,7 @@ from onpolicy.config.groups.training_flags import (
 __all__ = [
     "BY_CRITIC", "BY_TEMPLATE", "NEEDS_EQUAL_BITS", "NEVER_BEST", "NOT_MERGED", "AgentConfig",
     "AlgorithmConfig", "CheckpointConfig", "ClusterConfig", "CpuConfig", "CriticConfig", "DataConfig",
-    "DistillationConfig", "EngineConfig", "EngineCountConfig", "EvalConfig", "EvalSet",
+    "DistillationConfig", "Dtype", "EngineConfig", "EngineCountConfig", "EvalConfig", "EvalSet",
     "EvalSetsConfig", "FallbackConfig", "GovernorFlags", "HostsConfig", "LoraConfig",
     "LossAggregation", "MegatronConfig", "ModelConfig", "OperatorsConfig", "OutputConfig",
     "ParityConfig", "RewardConfig", "RolloutConfig", "RowsConfig", "SamplersConfig",

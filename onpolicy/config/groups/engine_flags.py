@@ -37,6 +37,11 @@ ActivationFormat = Literal["", "fp8_e4m3"]
 WeightFormat = Literal[
     "", "bf16", "fp8_e4m3", "fp8_e4m3_block128", "int8", "int4", "int4_group128", "int3",
 ]  # fmt: skip
+NOT_IN_FLOAT16 = Against(
+    lambda run: run.dtype == "float16",
+    "rounded weights and inputs were tried in bfloat16 and float32 alone, and not in --dtype float16",
+    "Choose --dtype bfloat16, or leave the flag out.",
+)
 OWN_SERVERS = ReadBy(
     "a run without --rollout-server-url, which starts its servers itself,",
     lambda run: run.plan.starts_servers,
@@ -107,6 +112,7 @@ class RoundingConfig:
         Against(lambda run: not (run.plan.starts_aligned or hasattr(run, "train_backend")),
             "without --true-on-policy-mode the run that pushes the weights rounds them",
             "Give it to `onpolicy train`."),
+        NOT_IN_FLOAT16,
     ] = ""  # fmt: skip
     """Round the weights of linear layers to this format, as a quantised deployment would: with one scale
     per output channel, per 128 input channels of an output channel (group128), or per 128 x 128 block
@@ -119,6 +125,7 @@ class RoundingConfig:
         Against(lambda run: run.plan.is_governed or not run.plan.starts_aligned,
             "both engines round it by the same function, which stock operators do not",
             "Add --true-on-policy-mode without --mismatch-governor, or leave the flag out."),
+        NOT_IN_FLOAT16,
     ] = ""  # fmt: skip
     """Round the inputs of linear layers to FP8 with one scale per token, as a deployment with FP8
     products would. Both engines compute with the rounded inputs. By default inputs are not rounded."""

@@ -8,14 +8,17 @@ from onpolicy.config.groups.agent_flags import TemplateOptions, has_agent, is_of
 from onpolicy.config.kinds import Count
 from onpolicy.config.rules import BY_CONTENT, NO_RESULT, Against, Facts, Together
 
+Dtype = Literal["bfloat16", "float16", "float32"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     hf_checkpoint: str = ""
     """Local directory with the Hugging Face checkpoint. Required."""
 
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Compute dtype of both engines. Master weights and gradient sums are always float32."""
+    dtype: Dtype = "bfloat16"
+    """Compute dtype of both engines. Master weights and gradient sums are always float32. In float16 the
+    loss is scaled (docs/losses.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)

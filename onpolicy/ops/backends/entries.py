@@ -27,7 +27,7 @@ def _unfit_for_onednn(demand: Demand, machine: Machine) -> str | None:
     if demand.dtype != "bfloat16":
         return (
             f"dtype={demand.dtype}: oneDNN is asked for products of bfloat16 alone. Use "
-            "--operators cpu, which has the same float32."
+            "--operators cpu, whose products are float32."
         )
     if not machine.bfloat16_products:
         return (
@@ -108,6 +108,11 @@ def _unfit_for_triton(demand: Demand, machine: Machine) -> str | None:
         return (
             f"compute capability={machine.capability_name}: triton operators are made for GPUs of "
             "8.0 (A100) to 9.0 (H100, H200). Use such a GPU, or run without --true-on-policy-mode."
+        )
+    if demand.dtype == "float16":
+        return (
+            "dtype=float16: no GPU has run these operators in it. Choose --dtype bfloat16 or float32, "
+            "or run without --true-on-policy-mode."
         )
     return None
 

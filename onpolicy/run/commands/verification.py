@@ -47,7 +47,7 @@ from onpolicy.run.launch.input_checks import check_layout, require_transport
 from onpolicy.run.launch.memory import require_run_fits
 from onpolicy.train.base import Rescored
 from onpolicy.train.policy_trainer import PolicyTrainer
-from onpolicy.types import Prompt, Request, Sample, SamplingParams
+from onpolicy.types import Prompt, Request, Sample, SamplingParams, TrainOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,8 @@ def verify(config: VerifyConfig, make_engines: MakeEngines = EnginePair) -> Repo
                     replace(sample, reward=(-1.0) ** i, group=i, episode=i)
                     for i, sample in enumerate(trained)
                 ]
-                engines.trainer.train(rewarded, step=0, rates=[LEARNING_RATE])
+                while _skips(engines.trainer.train(rewarded, step=0, rates=[LEARNING_RATE])):
+                    pass  # a step in float16 is taken once the loss's scale has fallen enough
     finally:
         phases.close()
         engines.stop()
@@ -131,6 +132,10 @@ def verify(config: VerifyConfig, make_engines: MakeEngines = EnginePair) -> Repo
         "versions": versions(),
         "contract": {**json.loads(contract.to_json()), "fingerprint": contract.fingerprint},
     }
+
+
+def _skips(outcome: TrainOutcome) -> bool:
+    return outcome.metrics.get("train/skipped_share", 0.0) > 0
 
 
 def passes(report: Report, config: VerifyConfig) -> bool:

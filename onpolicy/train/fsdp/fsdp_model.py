@@ -37,7 +37,8 @@ from onpolicy.train.fsdp.fsdp_optimizer import (
 )
 from onpolicy.train.fsdp.replicas import Replicas
 from onpolicy.train.fsdp.sharding import fill_adapters, gather_buckets, load_sharded_policy
-from onpolicy.train.gradient_norm import global_norm
+from onpolicy.train.gradient_norm import global_norm, run_in_blocks
+from onpolicy.train.loss_scale import LossScale
 from onpolicy.train.state import IndexReader, create_missing_moments
 from onpolicy.weights.digest import WeightBucket, WeightPart
 
@@ -73,6 +74,7 @@ class FsdpModel(ShardedModel):
         self.turn = sum_gradients(self.module, in_order=in_order, replicas=replicas)
         self.optimizer: torch.optim.AdamW | None = None
         if trained:
+            self.loss_scale = LossScale() if self.dtype == torch.float16 else None
             self.optimizer = make_optimizer(
                 [held for held in self.masters.held.values() if held.requires_grad],
                 config.trainer,
@@ -127,7 +129,7 @@ class FsdpModel(ShardedModel):
                 check(scores.log_probs, batch, scores.drawn, scores.row_digests)
             total, found = loss(scores, batch)
             self.turn.is_filler = batch.is_filler
-            total.backward()
+            total.backward(torch.full_like(total, self.scale))
             if self.module.replay is not None:
                 found |= self.module.replay.counts()
             metrics.append({name: float(value) for name, value in found.items()})
@@ -146,9 +148,12 @@ class FsdpModel(ShardedModel):
         if self.replicas is not None:
             self.replicas.require_equal(shards)
             group = self.replicas.mesh.get_group()
-        norm = global_norm(shards, self.module.operators, group)
+        operators, inverse = self.module.operators, 1 / self.scale
+        if inverse != 1:
+            run_in_blocks(operators, [(lambda block: block.mul_(inverse), [x]) for x in shards])
+        norm = global_norm(shards, operators, group)
         limit = self.config.trainer.clip_grad or math.inf
-        clip_gradients(shards, limit, norm, self.module.operators)
+        clip_gradients(shards, limit, norm, operators)
         return norm
 
     def take_step(self, rate: float) -> None:

@@ -70,6 +70,11 @@ class MegatronLayout:
                     f"--megatron-tp={tp}: does not divide {name}={size}, which "
                     "tensor-parallel ranks share equally. Choose a divisor."
                 )
+        if contract.dtype == "float16":
+            yield (
+                "--dtype=float16: --train-backend megatron does not scale the loss. Choose "
+                "--train-backend fsdp, or --dtype bfloat16."
+            )
         if contract.row_parallel_blocks % tp:
             yield (
                 f"--megatron-tp={tp}: does not divide row_parallel_blocks="

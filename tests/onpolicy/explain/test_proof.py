@@ -1,5 +1,6 @@
 """The operator alone: what depends on the batch is told from an engine that computes otherwise."""
 
+import pytest
 import torch
 
 from onpolicy.explain import proof
@@ -7,7 +8,7 @@ from onpolicy.explain.taps.evidence import Evidence, read_evidence, write_eviden
 from onpolicy.ops import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.cpu import CpuOperators
 from tests.support.faults import one_ulp_in_three_rows
-from tests.support.violations import break_operator
+from tests.support.violations import break_operator, next_up
 
 ROW = torch.randn(1, 24)
 WEIGHT = torch.randn(16, 24)
@@ -29,6 +30,12 @@ def test_an_operator_that_depends_on_the_batch():
     assert found.verdict == "depends on the batch"
     assert (found.in_rollout_shape, found.in_train_shape, found.same_in_both) == (True, True, False)
     assert (found.difference.different, found.difference.max_ulp) == (16, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_distance_is_counted_in_the_numbers_of_its_dtype(dtype):
+    row = (ROW.abs() + 1).to(dtype)
+    assert proof.difference([row], [next_up(next_up(row))]).max_ulp == 2
 
 
 def test_an_engine_that_computes_something_else():

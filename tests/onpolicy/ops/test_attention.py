@@ -15,7 +15,7 @@ from onpolicy.ops.stock import StockOperators
 OPERATORS = CpuOperators(1)
 
 heads = st.sampled_from([(1, 1, 16), (4, 2, 16), (6, 2, 24), (8, 1, 32), (4, 4, 48), (40, 2, 8)])
-dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 lens = st.lists(st.integers(1, 300), min_size=1, max_size=6)
 
 

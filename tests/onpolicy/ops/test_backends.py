@@ -65,6 +65,7 @@ def without(machine, *modules):
         ("auto", "bfloat16", 128, CPU, "cpu"),
         ("auto", "bfloat16", 128, CPU_BFLOAT16, "onednn"),
         ("auto", "float32", 128, CPU_BFLOAT16, "cpu"),
+        ("auto", "float16", 128, CPU_BFLOAT16, "cpu"),
         ("onednn", "bfloat16", 128, CPU_BFLOAT16, "onednn"),
         ("portable", "bfloat16", 128, CPU_PORTABLE, "portable"),
         ("auto", "bfloat16", 128, CPU_PORTABLE, "cpu"),
@@ -111,6 +112,9 @@ def test_a_matrix_whose_parts_deep_gemm_does_not_take_is_left_to_triton():
         ("cpu", "bfloat16", 128, H200, r"--operators=cpu: this machine has a GPU.*hopper.* or triton"),
         ("onednn", "bfloat16", 128, CPU, r"no bfloat16 instructions.*--operators cpu"),
         ("onednn", "float32", 128, CPU_BFLOAT16, r"dtype=float32: .*--operators cpu"),
+        ("onednn", "float16", 128, CPU_BFLOAT16, r"dtype=float16: .*--operators cpu"),
+        ("auto", "float16", 128, H200, r"--operators=auto: dtype=float16: .*--dtype bfloat16 or"),
+        ("hopper", "float16", 128, H200, r"dtype=float16: .*bfloat16 only"),
         ("portable", "bfloat16", 128, CPU, r"MKL_CBWR=None: .*COMPATIBLE.*use_variables_of"),
         (
             "portable", "bfloat16", 128, dataclasses.replace(CPU_PORTABLE, cpu_kernels="AVX512"),

@@ -261,8 +261,9 @@ def test_log_probabilities_and_entropy_are_of_what_is_kept():
     torch.testing.assert_close(got.entropy, -terms.sum(-1))
 
 
-def test_both_sides_have_the_same_bits():
-    hidden, weight, targets, temperature, mask = head(torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_both_sides_have_the_same_bits(dtype):
+    hidden, weight, targets, temperature, mask = head(dtype)
     got = scores(hidden, weight, targets, temperature, mask).log_probs
     logits = within(OPERATORS.linear(hidden, weight), mask)
     engine = OPERATORS.log_softmax(logits, temperature[:, None])

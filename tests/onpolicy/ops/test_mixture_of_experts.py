@@ -15,7 +15,7 @@ from tests.support.invariance import require_row_invariance
 OPERATORS = CpuOperators(1)
 NUM_EXPERTS, INTERMEDIATE, HIDDEN, CHOSEN = 6, 72, 96, 2
 
-dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
 def operands(tokens, dtype, num_experts=NUM_EXPERTS, has_bias=False):

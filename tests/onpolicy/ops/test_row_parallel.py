@@ -18,7 +18,7 @@ from tests.support.invariance import require_row_invariance
 
 OPERATORS = CpuOperators(1)
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # (rows, N, K): odd sizes, blocks of one element, and a K that MKL cuts.
 SHAPES = ((1, 96, 8), (5, 48, 208), (33, 137, 96), (300, 96, 1504), (17, 300, 2304))
 

@@ -13,7 +13,7 @@ from tests.support.violations import next_up
 
 OPERATORS = CpuOperators(1)
 
-dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 rows = st.integers(2, 70)
 columns = st.integers(1, 1100)
 ACTIVATIONS = (

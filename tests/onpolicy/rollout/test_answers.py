@@ -70,7 +70,10 @@ def test_a_version_is_the_number_of_a_push_and_weights_from_elsewhere_are_of_non
         ([], "2 tokens, but log-probabilities for 0"),
         ([(-0.5, 5, None)], "2 tokens, but log-probabilities for 1"),
         ([(-0.5, 5, None), (-0.5, 7, None)], "2 tokens, but log-probabilities for 2"),
-        ([(-0.5, 5, None), (math.nan, 6, None)], "log_prob=nan at response position 1"),
+        (
+            [(-0.5, 5, None), (math.nan, 6, None)],
+            "log_prob=nan at response position 1.*--dtype float16",
+        ),
         ([(-math.inf, 5, None), (-1.0, 6, None)], "log_prob=-inf at response position 0"),
     ],
 )

@@ -88,6 +88,30 @@ def test_fsdp_has_the_same_bits_on_any_number_of_ranks(ranks, request, model, se
     check(ranks, Job(path=request.getfixturevalue(model), backend="fsdp", **settings))
 
 
+def overflow_on_one_rank(job):
+    """(what is said of two steps, the loss's scale after each, weights); one sample's gradient overflows
+    in the first."""
+    trainer = make(job)
+    samples, scale = make_samples(trainer), trainer.policy.loss_scale
+    scale.value, found = 2.0**10, []
+    for step, reward in enumerate((1e6, 0.5)):
+        samples[0].reward = reward
+        metrics = trainer.train(samples, step, [1e-3]).metrics
+        found.append((metrics["train/skipped_share"], metrics["train/lr"], dict(vars(scale))))
+    return found, weights(trainer)
+
+
+def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(ranks, checkpoint):
+    """Or a rank would go on alone, as in pull request 115710 of pytorch/pytorch."""
+    job = Job(path=checkpoint, backend="fsdp", dtype="float16")
+    results = [group.run(overflow_on_one_rank, job) for group in ranks.values()]
+    first, second = results[0][0][0]
+    assert first == (1, 0.0, {"value": 2.0**9, "good_steps": 0})
+    assert second == (0, 1e-3, {"value": 2.0**9, "good_steps": 1})
+    assert all(found == [first, second] for group in results for found, _ in group)
+    assert all(equal(group[0][1], results[0][0][1]) for group in results)
+
+
 def round_own_rows(job):
     """The weights of a trainer whose ranks make scales of their own rows."""
 

@@ -16,7 +16,7 @@ from tests.support.tiny_contract import CONTRACT, SHARED
 from tests.support.violations import ROW_OPERATORS, break_operator, few, next_up
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_aligned_operators_pass_with_the_same_digests_on_any_number_of_threads(dtype):
     contract = dataclasses.replace(CONTRACT, dtype=dtype)
     one, two = (self_check(make_operators(contract, n), contract) for n in (1, 2))

@@ -41,7 +41,7 @@ def calls(dtype):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "name", ["gather_log_probs", "grad_logits", "grad_logits of entropy", "sample"]
 )

@@ -23,11 +23,11 @@ TP, PP, CP, EP = (
 )
 
 
-def check(path, world_size=8, blocks=8, changes=None, **sizes):
+def check(path, world_size=8, blocks=8, changes=None, dtype="bfloat16", **sizes):
     config = AutoConfig.from_pretrained(path)
     for name, value in (changes or {}).items():
         setattr(config, name, value)
-    contract = dataclasses.replace(make_contract(path), row_parallel_blocks=blocks)
+    contract = dataclasses.replace(make_contract(path), row_parallel_blocks=blocks, dtype=dtype)
     MegatronLayout(**sizes).check(config, contract, world_size)
 
 
@@ -62,6 +62,7 @@ def test_experts_are_shared_by_ranks_that_hold_different_tokens(model_of):
         ({EP: 2, TP: 2}, r"--megatron-ep=2: .* needs --megatron-sequence-parallel"),
         ({TP: 2, "changes": {"moe_intermediate_size": 71}}, r"moe_intermediate_size=71"),
         ({TP: 2, "changes": {"intermediate_size": 207}}, r"intermediate_size=207"),
+        ({"dtype": "float16"}, r"--dtype=float16: .*does not scale the loss.*--train-backend fsdp"),
     ],
 )
 def test_what_does_not_divide_is_refused(model_of, sizes, message):
