@@ -2,7 +2,7 @@
 // Text of the data reaches a page only as text nodes or attribute values, never as HTML.
 
 function make(tag, attributes = {}, ...children) {
-  const inSvg = ["svg", "path", "line", "text", "g"].includes(tag);
+  const inSvg = ["svg", "path", "line", "text", "circle", "rect"].includes(tag);
   const node = inSvg
     ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);

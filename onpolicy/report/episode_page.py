@@ -9,11 +9,13 @@ host's own names (jupyter/notebook #3714, spec-kitty/spec-kitty #4769).
 import json
 import re
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import accumulate
+from math import fsum
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -63,6 +65,7 @@ class Line:
     info: dict[str, Any] | None = None
     tokens: dict[str, Any] | None = None
     turns: list[Turn] | None = None
+    token_rewards: list[Number] | None = None
     forks: list[Annotated[list[Any], Len(2, 2)]] | None = None
     is_unscored: bool = False
     failed: str | None = None
@@ -84,8 +87,9 @@ def render(data: Record) -> str:
 
 def read_episodes(run: str, rollouts: int) -> Record:
     """Return the page's data as JSON values, for the last `rollouts` rollouts and evaluations with
-    samples, failed attempts included. Raises ConfigError for a directory that is no run, and for a
-    line that cannot be read."""
+    samples, failed attempts included. An episode's key is its own: a rollout that draws a prompt twice
+    has its second episodes as `..., time 2`. Raises ConfigError for a directory that is no run, and for
+    a line that cannot be read."""
     directory = Path(run)
     if not (directory / "config.json").is_file():
         raise ConfigError(f"RUN={run}: has no config.json. Give the --run-dir of a run.")
@@ -95,6 +99,11 @@ def read_episodes(run: str, rollouts: int) -> Record:
     kept = places[-rollouts:]
     shown = [file for file in files if (_step(file), _where(file)) in kept]
     found = [episode for file in shown for episode in _episodes(file)]
+    times: Counter[str] = Counter()
+    for episode in found:
+        times[episode["key"]] += 1
+        if times[episode["key"]] > 1:
+            episode["key"] += f", time {times[episode['key']]}"
     version = blake2b(json.dumps(found).encode(), digest_size=8).hexdigest()
     left_out = len(places) - len(kept)
     return {"run": directory.name, "version": version, "left_out": left_out, "episodes": found}
@@ -160,7 +169,7 @@ def _episode(file: Path, lines: Sequence[Line]) -> Record:
             "reward": line.reward,
             "finish_reason": line.finish_reason,
             "mismatched": line.mismatched_tokens,
-            "turns": list(_turns(line)),
+            "turns": list(_turns(line, len(lines) > 1)),
         }
         for line in lines
     ]
@@ -174,6 +183,7 @@ def _episode(file: Path, lines: Sequence[Line]) -> Record:
     return {
         "key": key,
         "where": where,
+        "prompt": f"{_where(file)}, prompt {first.prompt_index}",
         "reward": fmean(rewards) if len(rewards) == len(lines) else None,
         "num_tokens": sum(line.num_tokens for line in lines),
         "num_turns": sum(turn["sampled"] for each in trajectories for turn in each["turns"]),
@@ -184,8 +194,9 @@ def _episode(file: Path, lines: Sequence[Line]) -> Record:
     }
 
 
-def _turns(line: Line) -> Iterator[Record]:
-    """Yield given text whole, and sampled text token by token."""
+def _turns(line: Line, has_branches: bool) -> Iterator[Record]:
+    """Yield given text whole, and sampled text token by token. A session's answers are forks of
+    each other: that is told where several trajectories are left, or a chat template is the reason."""
     tokens = line.tokens or {}
     turns = line.turns or [
         Turn(sampled=False, text=line.prompt),
@@ -199,10 +210,17 @@ def _turns(line: Line) -> Iterator[Record]:
         shown: Record = {"sampled": turn.sampled, "text": turn.text}
         if turn.sampled and tokens:
             shown |= {name: _part(each, start, turn.num_tokens) for name, each in tokens.items()}
+            if line.token_rewards:
+                shown["reward"] = fsum(line.token_rewards[start : start + turn.num_tokens])
             start += turn.num_tokens
-        if length is not None and end - turn.num_tokens == length:
+        why = drifts.get(key)
+        if (
+            length is not None
+            and end - turn.num_tokens == length
+            and (has_branches or why is not None)
+        ):
             shown["branch"] = f"branch {key} begins here, after {length} tokens"
-            if (why := drifts.get(key)) is not None:
+            if why is not None:
                 shown["branch"] += f", since its chat template writes the past anew ({why})"
         yield shown
 

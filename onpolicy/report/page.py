@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib.resources import files
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -28,7 +28,7 @@ from onpolicy.system.json_values import number as number_of
 def render(runs: Sequence[LoggedRun], links: Mapping[str, str]) -> str:
     """Return the page as HTML; `links`: the page of each run's episodes, by the run's name."""
     data = page_data(runs, links)
-    return page_of("report", ["page.css"], ["elements.js", "page.js"], data)
+    return page_of("report", ["page.css"], ["elements.js", "panels.js", "page.js"], data)
 
 
 def page_of(
@@ -56,7 +56,11 @@ def page_data(runs: Sequence[LoggedRun], links: Mapping[str, str] | None = None)
     groups = group_runs(runs)
     panels = [_panel(title, metrics, runs, groups) for title, metrics in PANELS.items()]
     return {
-        "groups": [{"name": group.name, "runs": group.runs} for group in groups],
+        "groups": [
+            {"name": g.name, "runs": g.runs, "places": _places([runs[i] for i in g.runs])}
+            for g in groups
+        ],
+        "differences": _differences([runs[group.runs[0]] for group in groups]),
         "runs": [
             {**_run(run), "same_as": same, "episodes": (links or {}).get(run.name)}
             for run, same in zip(runs, _same_as(runs), strict=True)
@@ -77,7 +81,28 @@ def _run(run: LoggedRun) -> dict[str, Any]:
         "compared": _total(run, "parity/num_compared_tokens"),
         "mismatched": _total(run, "parity/num_mismatched_tokens"),
         "moves": run.moves,
+        "places": _places([run]),
     }
+
+
+def _places(runs: Sequence[LoggedRun]) -> dict[str, list[list[Any]]]:
+    """Return where each step lies on the other axes: the sum of what earlier steps add to them, in the
+    median of the runs. So no curve goes back where a slow run ends before a fast one."""
+    steps = sorted({step for run in runs for curve in run.curves.values() for step in curve})
+    found = {}
+    for axis, metrics in AXES.items():
+        factors = [[run.curves.get(name, {}) for name in metrics] for run in runs]
+        added = median_curve(
+            {
+                step: math.prod(curve[step] for curve in all_of)
+                for step in set(all_of[0]).intersection(*all_of)
+            }
+            for all_of in factors
+        )
+        if added:
+            places = accumulate((added.get(step, 0) for step in steps), initial=0.0)
+            found[axis] = _points(dict(zip(steps, places, strict=False)))
+    return found
 
 
 def _same_as(runs: Sequence[LoggedRun]) -> list[int | None]:
@@ -139,6 +164,7 @@ def _script_safe(value: Any) -> str:
 
 PANELS: dict[str, tuple[str, ...]] = {
     "Reward": ("rollout/raw_reward",),
+    "Parts of the reward": ("rollout/reward/*",),
     "Evaluation reward": ("eval/avg@*", "eval/*/avg@*"),
     "Evaluation prompts with a rewarded sample (share)": ("eval/pass@*", "eval/*/pass@*"),
     "k3 between the engines": ("mismatch/k3", "train/k3_kl"),
@@ -171,6 +197,12 @@ PANELS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The metrics, as names or patterns, that share the axis of a panel, by its title; in the page's order.
 A panel that no run has data for is left out."""
+
+AXES = {
+    "tokens": ("perf/train_time", "perf/train_tokens_per_second"),
+    "seconds": ("perf/step_time",),
+}
+"""The horizontal axes beside rollouts. A step adds the product of these metrics to them."""
 
 Curve = dict[int, float]
 """The value at each step that has one; NaN and infinity are kept as logged."""
@@ -324,8 +356,7 @@ def _settings(run: LoggedRun) -> dict[str, Any]:
 
 def _group_names(groups: Sequence[Sequence[LoggedRun]]) -> list[str]:
     settings = [_settings(group[0]) for group in groups]
-    known = dict.fromkeys(key for each in settings for key in each)
-    keys = [key for key in known if len({repr(s.get(key)) for s in settings}) > 1]
+    keys = _differing(settings)
     comparable = all(group[0].config is not None for group in groups)
     if comparable and 0 < len(keys) <= MOST_VALUES_IN_A_NAME:
         by_value = [", ".join(f"{key}={_short(s.get(key))}" for key in keys) for s in settings]
@@ -335,6 +366,22 @@ def _group_names(groups: Sequence[Sequence[LoggedRun]]) -> list[str]:
     if len(set(by_directory)) == len(groups):
         return by_directory
     return [group[0].name for group in groups]
+
+
+def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the settings that are not the same in all, in their order."""
+    known = dict.fromkeys(key for each in settings for key in each)
+    return [key for key in known if len({repr(s.get(key)) for s in settings}) > 1]
+
+
+def _differences(firsts: Sequence[LoggedRun]) -> list[tuple[str, list[str | None]]]:
+    """Return the flags in which groups differ, and each group's value; None where nothing is known.
+    `firsts`: a run of each group."""
+    settings = [_settings(run) for run in firsts]
+    return [
+        ("--" + key.replace("_", "-"), [json.dumps(s[key]) if key in s else None for s in settings])
+        for key in _differing([each for each in settings if each])
+    ]
 
 
 def _short(value: Any) -> str:

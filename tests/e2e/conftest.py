@@ -4,6 +4,7 @@ import functools
 
 import pytest
 
+from tests.support.browser import start_browser
 from tests.support.forked_processes import forked_processes
 from tests.support.train_runs import start_train, write_prompts
 
@@ -38,3 +39,11 @@ def start(checkpoint, data):
     yield start_run
     for process in started:
         process.kill()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A Chromium for the tests of a file."""
+    chromium = start_browser()
+    yield chromium
+    chromium.quit()

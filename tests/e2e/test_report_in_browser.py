@@ -2,7 +2,6 @@
 
 import io
 import json
-import shutil
 from collections import Counter
 
 import numpy
@@ -11,34 +10,11 @@ from PIL import Image, ImageColor
 
 from onpolicy.cli.main import main
 from onpolicy.explain.findings import render, told
-from tests.onpolicy.report.test_episode_page import FAILED, given, sample, sampled
+from tests.support.browser import count, set_to
 from tests.support.explained import RESULT
 from tests.support.fake_runs import HOSTILE, aligned_run, governed_run, stock_run, write_run
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-REMEDY = "On Debian: apt-get install chromium chromium-driver"
-
 webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium: pip install selenium")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    binary = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    driver = shutil.which("chromedriver")
-    if not binary or not driver:
-        pytest.skip(f"no {'chromedriver' if binary else ' or '.join(BROWSERS)}. {REMEDY}")
-    options = webdriver.ChromeOptions()
-    options.binary_location = binary
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    for flag in (
-        "headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "window-size=1280,900",
-        "host-resolver-rules=MAP * ~NOTFOUND",
-    ):  # fmt: skip
-        options.add_argument(f"--{flag}")
-    chromium = webdriver.Chrome(options, webdriver.ChromeService(driver))
-    chromium.set_network_conditions(offline=True, latency=0, throughput=0)
-    yield chromium
-    chromium.quit()
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +34,6 @@ def opened(browser, page):
     browser.get(page)
     yield browser
     assert browser.get_log("browser") == []
-
-
-def count(browser, selector):
-    return len(browser.find_elements("css selector", selector))
 
 
 def panel(browser, title):
@@ -231,6 +203,123 @@ def test_what_is_identical_is_said(twins):
     assert panel(twins, "Reward").find_element("css selector", ".identical").text == ""
 
 
+def test_smoothing_changes_neither_equal_nor_sparse_values_nor_what_is_not_finite(opened):
+    """Elsewhere it made spikes of a constant (tensorflow/tensorboard #786), moved a curve of two values
+    (#1127), and a value between two NaN was lost (#866)."""
+    set_to(opened, "#choose-smoothing", 8)
+    smooth = "return smooth(arguments[0], arguments[1].map(number)).map(String)"
+    assert {*opened.execute_script(smooth, [*range(9)], [0.1] * 9)} == {"0.1"}
+    assert opened.execute_script(smooth, [0, 50], [1, 3]) == ["1", "3"]
+    assert opened.execute_script(smooth, [0, 1, 2], ["nan", 5, "nan"]) == ["NaN", "5", "NaN"]
+    assert opened.execute_script(smooth, [0, 1, 2, 9], [1, 3, 8, 0]) == ["1", "2", "4", "4"]
+    reward = panel(opened, "Reward")
+    raw, smoothed = (
+        reward.find_element("css selector", f'.curve{kind}[data-group="2"]').get_attribute("d")
+        for kind in (".raw", ".one")
+    )
+    assert raw != smoothed and count(reward, ".raw") == 8
+
+
+def test_the_ticks_of_a_logarithmic_axis_come_to_an_end(opened):
+    """Where the lowest value is just below a power of ten (leeoniya/uPlot #1098), and where all
+    are equal."""
+    script = """return arguments[0].map((raw) => valueTicks(
+      valueScale([{ raw, places: raw.map(() => 0) }], true, [0, 0])))"""
+    several, equal, none = opened.execute_script(script, [[0.00099, 10], [0.00099] * 2, [0, -1]])
+    assert several == [0.01, 1] and 0 < len(equal) < 9 and len(none) < 9
+
+
+@pytest.fixture
+def odd(browser, tmp_path):
+    """A page of two runs, of which one has a name that means something in a URL."""
+    runs = [tmp_path / "a&b=c#d%20e+f", tmp_path / "other"]
+    for number, run in enumerate(runs, start=1):
+        records = [
+            {
+                "step": i,
+                "rollout/raw_reward": number + i % 3,
+                "perf/step_time": 2.5,
+                "train/loss": i,
+            }
+            for i in range(30)
+        ]
+        write_run(run, records, lr=number * 1e-6)
+    page = tmp_path / "report.html"
+    assert main(["report", *map(str, runs), "--output", str(page)]) == 0
+    browser.get(page.as_uri())
+    yield browser
+    assert browser.get_log("browser") == []
+
+
+def seen(browser):
+    panels = browser.find_elements("css selector", ".panel")
+    return {
+        "curves": [p.find_element("css selector", ".plot").get_attribute("innerHTML")
+                   for p in panels if p.is_displayed()],
+        "titles": [p.get_attribute("data-panel") for p in panels if p.is_displayed()],
+        "off": [b.text for b in browser.find_elements("css selector", "button.off")],
+    }  # fmt: skip
+
+
+def test_a_link_keeps_what_was_chosen(odd):
+    """Also where names have characters of URLs (status-im/status-legacy #12025), and where a chat
+    program encodes the link once more than needed (plumpudding/meshviewer #19)."""
+    set_to(odd, "#choose-axis", "seconds")
+    set_to(odd, "#choose-smoothing", 5)
+    set_to(odd, "#choose-panels", "REWARD, nothing")
+    panel(odd, "Reward").find_element("css selector", "button.log").click()
+    click_legend(odd, "lr=1e-06")
+    plot = panel(odd, "Reward").find_element("css selector", ".plot")
+    drag = webdriver.ActionChains(odd).move_to_element(plot).click_and_hold()
+    drag.move_by_offset(100, 0).release().perform()
+    before, link = seen(odd), odd.current_url
+    assert before["titles"] == ["Reward"] and before["off"] == ["lr=1e-06"]
+    for url in (link, link.replace("zoom", "z%6Fom")):
+        odd.get("about:blank")
+        odd.get(url)
+        assert seen(odd) == before
+    webdriver.ActionChains(odd).double_click(
+        panel(odd, "Reward").find_element("css selector", ".plot")
+    ).perform()
+    assert seen(odd)["curves"] != before["curves"] and "zoom" not in odd.current_url
+    odd.execute_script("location.hash = '#axis=furlongs'")
+    odd.execute_async_script("setTimeout(arguments[0], 50)")
+    assert "axis=furlongs means nothing here" in odd.find_element("id", "about").text
+    assert seen(odd)["titles"] == ["Reward", "Loss"]
+
+
+def test_a_drag_zooms_all_panels_to_the_same_part_of_the_axis(odd):
+    def ends(title):
+        texts = panel(odd, title).find_elements("css selector", 'text[text-anchor="middle"]')
+        return [float(text.text) for text in texts]
+
+    assert ends("Reward")[0] == 0
+    plot = panel(odd, "Reward").find_element("css selector", ".plot")
+    drag = webdriver.ActionChains(odd).move_to_element(plot).click_and_hold()
+    drag.move_by_offset(120, 0).release().perform()
+    assert ends("Reward") == ends("Loss") and ends("Loss")[0] >= 14 and ends("Loss")[-1] < 28
+    odd.find_element("id", "whole").click()
+    assert ends("Loss")[0] == 0
+
+
+def test_the_flags_in_which_groups_differ_can_be_read(odd):
+    odd.find_element("css selector", "#flags summary").click()
+    rows = [row.text for row in odd.find_elements("css selector", "#differences tr")]
+    assert rows == ["flag lr=1e-06 lr=2e-06", "--lr 1e-06 2e-06"]
+
+
+def test_a_point_says_its_tokens_or_seconds_too(odd):
+    set_to(odd, "#choose-axis", "seconds")
+    text = point_at(odd, panel(odd, "Reward").find_element("css selector", ".plot"))
+    step, seconds = (
+        float(part.split()[-2 + i])
+        for i, part in ((1, text.split(" · ")[0]), (0, text.split("\n")[0]))
+    )
+    assert seconds == pytest.approx(2.5 * step, abs=1)
+    assert "logged none" not in odd.find_element("id", "about").text
+    assert not odd.find_element("css selector", "#choose-axis option:nth-child(2)").is_enabled()
+
+
 def test_these_tests_would_notice_a_javascript_error(opened):
     opened.execute_script("setTimeout(() => missing())")
     opened.execute_async_script("setTimeout(arguments[0], 50)")
@@ -253,69 +342,4 @@ def test_the_page_of_explain_is_seen(browser, tmp_path):
     assert [token.text for token in tokens] == ["5", "9", "7"]
     assert shades[0] == same and shades[1] == shades[2] != same
     assert "first in sequence" not in browser.page_source
-    assert browser.get_log("browser") == []
-
-
-def test_the_page_of_episodes_lists_them_and_colours_their_tokens(browser, tmp_path):
-    """By reward and by fault; one that is chosen shows its turns, its branch, and its tokens. What
-    failed is there too, and the page of several runs links it."""
-    directory = write_run(tmp_path / "run", [])
-    tokens = {"texts": ["2", HOSTILE], "log_probs": [-3.0, 0.0], "advantages": [-1.0, 1.0]}
-    turns = [given("1+1=", 4), sampled(f"2{HOSTILE}", 2)]
-    told = {"turns": turns, "tokens": {**tokens, "weights": [0.0, 1.0]}, "forks": [["0", 4]]}
-    lines = [sample(**told, info={"calls": ["add"]}), sample(sample=1, reward=0.0)]
-    lines += [sample(sample=2, reward=0.5, finish_reason="length")]
-    (tmp_path / "run" / "samples").mkdir()
-    file = tmp_path / "run" / "samples" / "rollout_000003.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    failed = json.dumps(sample(**FAILED | {"attempt": 7})) + "\n"
-    file.with_name("failed_rollout_000003.jsonl").write_text(failed)
-    assert main(["report", directory, "--episodes", "--output", str(tmp_path / "page.html")]) == 0
-    browser.get((tmp_path / "page.html").as_uri())
-    browser.find_element("link text", "episodes").click()
-
-    def listed():
-        rows = browser.find_elements("css selector", "tr[data-episode]")
-        return [row.get_attribute("data-episode")[-1] for row in rows]
-
-    def set_to(control, value):
-        script = "const [c, v] = arguments; c.value = v; (c.oninput || c.onchange)();"
-        place = browser.find_element("css selector", f"#filters {control}")
-        browser.execute_script(script, place, value)
-
-    assert listed() == ["7", "0", "1", "2"]
-    set_to('[data-name="faults"]', "= failed: died")
-    assert listed() == ["7"]
-    browser.find_element("css selector", "tr[data-episode]").click()
-    assert FAILED["message"] in browser.find_element("id", "shown").text
-    set_to('[data-name="reward"][data-side="1"]', "9")  # it has none
-    assert listed() == []
-    set_to('[data-name="reward"][data-side="1"]', "")
-    set_to('[data-name="faults"]', "")
-    set_to('[data-name="reward"][data-side="-1"]', "0.5")
-    assert listed() == ["0", "2"]
-    set_to('[data-name="faults"]', "= truncated")
-    assert listed() == ["2"]
-    set_to('[data-name="faults"]', "none")
-    assert listed() == ["0"]
-    browser.find_element("css selector", "tr[data-episode]").click()
-    shown = browser.find_element("id", "shown")
-    assert "branch 0 begins here, after 4 tokens" in shown.text
-    assert "calls" in shown.text and "ended by stop" in shown.text
-
-    def spans():
-        return shown.find_elements("css selector", ".token")
-
-    def colours():
-        return [span.value_of_css_property("background-color") for span in spans()]
-
-    assert [span.text for span in spans()] == ["2", HOSTILE]
-    assert spans()[0].get_attribute("title").startswith("probability 0.04979, log-probability -3")
-    assert "rejected" in spans()[0].get_attribute("class")
-    unlikely, sure = colours()
-    assert unlikely != sure
-    button = next(b for b in shown.find_elements("css selector", "button") if b.text == "advantage")
-    button.click()
-    below, above = colours()
-    assert len({unlikely, below, above}) == 3
     assert browser.get_log("browser") == []

@@ -85,6 +85,34 @@ def test_tokens_stand_in_their_turns_and_a_branch_where_it_began(run):
     assert answer == {"sampled": True, "text": "c", "texts": ["c"], "log_probs": -1}
 
 
+def test_a_turn_says_the_reward_of_its_tokens(run):
+    turns = [given("ask", 3), sampled("ab", 2), given("tool", 1), sampled("c", 1)]
+    tokens = {"texts": ["a", "b", "c"], "log_probs": -1}
+    rewarded = {"token_rewards": [0.25, 0.5, -1.0], "num_tokens": 3}
+    (found,) = episodes(run(sample(turns=turns, tokens=tokens, **rewarded)))
+    rewards = [turn.get("reward") for turn in found["trajectories"][0]["turns"]]
+    assert rewards == [None, 0.75, None, -1.0]
+
+
+def test_a_session_with_one_trajectory_has_no_branches_but_of_a_template_that_rewrites_the_past(
+    run,
+):
+    """Its answers are forks of each other, of which one trajectory is left."""
+    told = {"turns": [given("ask", 3), sampled("2<eos>", 2)], "forks": [["0", 0], ["1", 3]]}
+    drifts = {"info": {"gateway/drifts": {"1": "token 3"}}}
+    plain, rewritten = episodes(run(sample(**told), sample(sample=1, **told, **drifts)))
+    assert not any("branch" in turn for turn in plain["trajectories"][0]["turns"])
+    assert "writes the past anew" in rewritten["trajectories"][0]["turns"][1]["branch"]
+
+
+def test_two_episodes_never_share_the_key_that_links_to_one_of_them(run):
+    found = episodes(run(sample(), sample(reward=0.0), sample(sample=1)))
+    assert [each["key"].removeprefix("rollout 3, prompt 7, ") for each in found] == [
+        "sample 0", "sample 0, time 2", "sample 1",
+    ]  # fmt: skip
+    assert {each["prompt"] for each in found} == {"rollout, prompt 7"}
+
+
 @pytest.mark.parametrize(
     ("changes", "faults"),
     [

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from onpolicy.cli.main import main
+from onpolicy.config import TrainConfig
 from onpolicy.errors import ConfigError
 from onpolicy.report.page import (
     group_runs,
@@ -173,8 +174,55 @@ def test_the_table_has_rewards_tokens_and_moves(tmp_path):
     assert row["moves"] == [{"step": 1, "source": "", "target": "", "reason": ""}]
     assert {k: v for k, v in row.items() if k != "moves"} == {
         "name": "run", "seed": 5, "rollouts": 2, "first_reward": 0.25, "last_reward": 0.5,
-        "compared": 20, "mismatched": 2, "same_as": None, "episodes": None,
+        "compared": 20, "mismatched": 2, "same_as": None, "episodes": None, "places": {},
     }  # fmt: skip
+
+
+def timed(*seconds):
+    """Rollouts of so many seconds, of which each trains 10 tokens a second for half of them."""
+    return [
+        {"step": step, "rollout/raw_reward": 0.5, "perf/step_time": each, "perf/train_time": each / 2,
+         "perf/train_tokens_per_second": 10}
+        for step, each in enumerate(seconds)
+    ]  # fmt: skip
+
+
+def test_a_step_lies_where_the_steps_before_it_end(tmp_path):
+    """On the axes of tokens and seconds, an evaluation after the last rollout too."""
+    records = [*timed(4.0, 2.0), {"step": 2, "eval/avg@4": 1.0}]
+    runs = [write_run(tmp_path / "a", records), write_run(tmp_path / "b", rewards(0.5))]
+    timed_run, other = page_data(read_runs(runs))["runs"]
+    assert timed_run["places"] == {
+        "tokens": [[0, 1, 2], [0, 20, 30]],
+        "seconds": [[0, 1, 2], [0, 4, 6]],
+    }
+    assert other["places"] == {}
+
+
+def test_a_median_never_goes_back_in_time(tmp_path):
+    """Where a slow run ends before a fast one, the median of the places would (a curve that ran
+    backwards: htm-community/nupic.visualizations #70)."""
+    paths = [write_run(tmp_path / "slow", timed(100, 100), seed=1)]
+    paths += [write_run(tmp_path / "fast", timed(10, 10, 10, 10), seed=2)]
+    (group,) = page_data(read_runs(paths))["groups"]
+    assert group["places"]["seconds"] == [[0, 1, 2, 3], [0, 55, 110, 120]]
+
+
+def test_the_flags_in_which_groups_differ_are_listed_with_their_values(tmp_path):
+    paths = [
+        write_run(tmp_path / "a", rewards(0), seed=1, lr=1e-6),
+        write_run(tmp_path / "b", rewards(0), seed=2, lr=1e-6, rm_type=HOSTILE),
+        write_run(tmp_path / "c", rewards(0), lr=2e-6),
+    ]
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "metrics.jsonl").write_text('{"step": 0}')
+    data = page_data(read_runs([*paths, str(tmp_path / "d")]))
+    known = TrainConfig().to_dict()["rm_type"]
+    assert sorted(data["differences"]) == [
+        ("--lr", ["1e-06", "1e-06", "2e-06", None]),
+        ("--rm-type", [json.dumps(known), json.dumps(HOSTILE), json.dumps(known), None]),
+    ]
+    assert page_data(read_runs(paths[:1]))["differences"] == []
 
 
 def test_a_run_with_the_values_of_an_earlier_one_is_named(tmp_path):
