@@ -26,10 +26,11 @@ COMPILER = {"nvidia-cuda-cccl", "nvidia-cuda-crt", "nvidia-cuda-nvcc", "nvidia-n
 
 def resolve(requirements, *arguments):
     """uv's choice on a GPU's machine, which has glibc 2.34: every package and its version."""
-    command = [UV, "pip", "compile", "--no-config", "--quiet", "--no-header", "--no-annotate", *arguments]
-    platform = ["--python-platform", "x86_64-manylinux_2_34"]
+    # Without [tool.uv], which leaves out what a GPU needs.
+    command = [UV, "pip", "compile", "--no-config", "--quiet", "--no-header", "--no-annotate"]
+    command += [*arguments, "--python-platform", "x86_64-manylinux_2_34"]
     return subprocess.run(
-        [*command, *platform, requirements],
+        [*command, requirements],
         cwd=ROOT,
         capture_output=True,
         text=True,
