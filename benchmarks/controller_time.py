@@ -87,7 +87,7 @@ def measure(url: str) -> dict[str, Any]:
     from ray.cloudpickle import dumps, loads
 
     from onpolicy.outputs.totals import RunHash
-    from onpolicy.train.shares import Outcomes, make_shares, pack
+    from onpolicy.training.shares import Outcomes, make_shares, pack
     from onpolicy.trajectory import Completion, FinishReason
     from onpolicy.types import Prompt, Sample, SampleGroup
 

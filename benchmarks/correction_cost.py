@@ -35,8 +35,8 @@ from onpolicy.models.policy import PackedTokens
 from onpolicy.ops import make_operators
 from onpolicy.outputs.directory import versions
 from onpolicy.run.launch.contracts import contract_for
-from onpolicy.train import distributed
-from onpolicy.train.fsdp.sharding import load_sharded_policy
+from onpolicy.training import distributed
+from onpolicy.training.fsdp.sharding import load_sharded_policy
 
 SEQUENCES, LENGTH = 1024, 8192
 FORWARD_TOKENS = 8192

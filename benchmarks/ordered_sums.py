@@ -38,10 +38,10 @@ from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.models.hf_config import load_config
 from onpolicy.outputs.directory import versions
 from onpolicy.system.network import LOOPBACK
-from onpolicy.train import distributed, make_trainer
-from onpolicy.train.advantages import RewardEstimator
-from onpolicy.train.fsdp.fsdp_optimizer import OrderedReduceScatter, Turn
-from onpolicy.train.fsdp.replicas import Replicas
+from onpolicy.training import distributed, make_trainer
+from onpolicy.training.advantages import RewardEstimator
+from onpolicy.training.fsdp.fsdp_optimizer import OrderedReduceScatter, Turn
+from onpolicy.training.fsdp.replicas import Replicas
 
 Work = Callable[[], object]
 

@@ -28,8 +28,8 @@ from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import make_rollout_group
 from onpolicy.system.free_memory import num_gpus
 from onpolicy.system.network import LOOPBACK
-from onpolicy.train import distributed
-from onpolicy.train.weight_outlet import WeightOutlet
+from onpolicy.training import distributed
+from onpolicy.training.weight_outlet import WeightOutlet
 from onpolicy.weights.digest import WeightBucket, in_buckets
 from onpolicy.weights.push import Engine
 

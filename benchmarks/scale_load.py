@@ -195,7 +195,7 @@ def sent(groups: Sequence[Any], ranks: int) -> int:
     from ray.cloudpickle import dumps
 
     from onpolicy.outputs.totals import RunHash
-    from onpolicy.train.shares import Outcomes, make_shares
+    from onpolicy.training.shares import Outcomes, make_shares
 
     RunHash().add_step(groups, 0.0, "")
     samples = [sample for group in groups for sample in group.samples]

@@ -24,8 +24,8 @@ import torch
 
 from benchmarks.push_worker import Source, configured, load, servers
 from onpolicy.compat.process import prepare_process
-from onpolicy.train import distributed
-from onpolicy.train.weight_outlet import WeightOutlet
+from onpolicy.training import distributed
+from onpolicy.training.weight_outlet import WeightOutlet
 from onpolicy.weights.push import size_of
 from tests.support.gpu.machine import describe_machine, write_json
 

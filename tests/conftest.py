@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """Tests that make trainers check operators once. What has been imported and collected stays: no
     search for garbage walks through it again."""
-    if "onpolicy.train.policy_trainer" in sys.modules:
+    if "onpolicy.training.policy_trainer" in sys.modules:
         importlib.import_module("tests.support.checked_once")
     gc.freeze()
 

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from onpolicy.cli.main import main
 from onpolicy.rollout.server import EngineServer
-from onpolicy.train import distributed
+from onpolicy.training import distributed
 from tests.support.forked_processes import forked_processes
 from tests.support.processes import is_guard
 from tests.support.tiny import make_checkpoint, make_tokenizer

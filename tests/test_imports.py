@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "config": GROUND | {"algorithm"},
     "algorithm": set(),
     "chat": {"errors", "system"},
-    "cluster": GROUND | {"compat", "outputs", "rollout", "train", "weights"},
+    "cluster": GROUND | {"compat", "outputs", "rollout", "training", "weights"},
     "agents": GROUND | {"chat", "rollout"},
     "compat": {"contract", "errors", "system"},
     "ops": {"compat", "contract", "errors", "weights"},
@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "report": GROUND | {"outputs"},
     "rollout": GROUND | {"chat", "models"},
     "rewards": GROUND | {"chat", "models"},
-    "train": GROUND | {"algorithm", "compat", "ops", "models", "parity", "weights"},
+    "training": GROUND | {"algorithm", "compat", "ops", "models", "parity", "weights"},
 }
 """Rooms of onpolicy below the ones that compose; those may import anything."""
 
@@ -93,7 +93,7 @@ def test_directions_inside_onpolicy(file):
 
 
 def test_the_trainer_and_the_rollout_never_know_each_other():
-    for part, other in [("rollout", "train"), ("train", "rollout"), ("weights", "train")]:
+    for part, other in [("rollout", "training"), ("training", "rollout"), ("weights", "training")]:
         assert other not in MAY_IMPORT[part]
 
 
@@ -131,7 +131,7 @@ def test_grammars_are_known_where_tokens_are_sampled_and_scored_alone():
     modules = {"onpolicy.models.token_grammars", "sglang_patches.engine_grammars"}
     assert {str(f.relative_to(ROOT)) for f in CORE if modules & {*imported(f)}} == {
         "onpolicy/rollout/turns.py",
-        "onpolicy/train/batch.py",
+        "onpolicy/training/batch.py",
         "sglang_patches/engine_grammars.py",
         "sglang_patches/engine_sampler.py",
         "sglang_patches/plugin.py",
@@ -172,7 +172,7 @@ def test_fallback_correction_stands_alone_on_torch(file):
 
 @of_each(files("onpolicy"))
 def test_only_training_and_what_composes_reach_fallback_correction(file):
-    if part_of(file) not in COMPOSING | {"train", "algorithm"}:
+    if part_of(file) not in COMPOSING | {"training", "algorithm"}:
         records = {"config", "ranges"} if part_of(file) == "config" else set()
         assert ours(file, "fallback_correction") <= records
 

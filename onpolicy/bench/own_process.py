@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from onpolicy.compat.process import STRICT_SUMS
 from onpolicy.contract import NO_SPLIT_K
-from onpolicy.train.policy_trainer import PolicyTrainer
+from onpolicy.training.policy_trainer import PolicyTrainer
 
 T = TypeVar("T")
 

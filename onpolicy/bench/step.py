@@ -22,9 +22,9 @@ from onpolicy.cluster.placement import share_of_cores
 from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.models.hf_config import load_config
 from onpolicy.system.number_arrays import Floats, Ints
-from onpolicy.train import make_trainer
-from onpolicy.train.advantages import RewardEstimator
-from onpolicy.train.policy_trainer import PolicyTrainer
+from onpolicy.training import make_trainer
+from onpolicy.training.advantages import RewardEstimator
+from onpolicy.training.policy_trainer import PolicyTrainer
 from onpolicy.trajectory import Completion, FinishReason, Span, Trajectory
 from onpolicy.types import Prompt, Sample
 

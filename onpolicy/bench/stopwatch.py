@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.ops import Operators
-from onpolicy.train.policy_trainer import PolicyTrainer
+from onpolicy.training.policy_trainer import PolicyTrainer
 
 OPERATORS = {
     "linear": (

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from onpolicy.config import TrainConfig
     from onpolicy.contract import NumericsContract
-    from onpolicy.train.policy_trainer import PolicyTrainer
+    from onpolicy.training.policy_trainer import PolicyTrainer
 
 LINE = "[%(asctime)s] %(levelname)s: %(name)s: %(message)s"
 
@@ -94,14 +94,14 @@ class TrainerRank:
 
     def open_store(self, address: str) -> int:
         """Open the store at which the ranks meet, on this address of rank 0's host; return its port."""
-        from onpolicy.train import distributed
+        from onpolicy.training import distributed
 
         self._store, port = distributed.open_store(address)
         return port
 
     def join(self, address: str, port: int, world_size: int) -> None:
         """Form the group of all ranks."""
-        from onpolicy.train import distributed
+        from onpolicy.training import distributed
 
         distributed.join(address, port, rank=self.rank, world_size=world_size)
 
@@ -109,7 +109,7 @@ class TrainerRank:
         """Make the trainer, on that GPU of the host, if any; return this rank's data-parallel index."""
         import torch
 
-        from onpolicy.train import distributed, make_trainer
+        from onpolicy.training import distributed, make_trainer
 
         if gpu is not None:
             torch.cuda.set_device(gpu)

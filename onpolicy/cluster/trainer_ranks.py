@@ -34,9 +34,9 @@ from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import VARIABLES, NumericsContract
 from onpolicy.errors import ConfigError, ContractError, OnPolicyError, TrainerLostError
 from onpolicy.system.network import LOOPBACK
-from onpolicy.train.base import Rescored, Trainer, TrainerMemory
-from onpolicy.train.policy_trainer import PolicyTrainer
-from onpolicy.train.shares import Outcomes, make_shares
+from onpolicy.training.base import Rescored, Trainer, TrainerMemory
+from onpolicy.training.policy_trainer import PolicyTrainer
+from onpolicy.training.shares import Outcomes, make_shares
 from onpolicy.types import Sample, TrainOutcome
 from onpolicy.weights.push import Engine
 

@@ -27,21 +27,21 @@ from onpolicy.explain.taps.attachment import experts_scope, packed_keys, watched
 from onpolicy.explain.taps.evidence import ATTENTION, Scope, Together
 from onpolicy.explain.taps.recorder import INPUTS, Call, Recorder
 from onpolicy.ops.row_parallel import WHOLE, RowParallel
-from onpolicy.train.megatron.collectives import gather_rows
-from onpolicy.train.megatron.gpt_model import PolicyGptModel
-from onpolicy.train.megatron.megatron_adapters import PartLowRank
-from onpolicy.train.megatron.megatron_batch import LocalTokens
-from onpolicy.train.megatron.megatron_weights import first_layer, global_name
-from onpolicy.train.megatron.modules import (
+from onpolicy.training.megatron.collectives import gather_rows
+from onpolicy.training.megatron.gpt_model import PolicyGptModel
+from onpolicy.training.megatron.megatron_adapters import PartLowRank
+from onpolicy.training.megatron.megatron_batch import LocalTokens
+from onpolicy.training.megatron.megatron_weights import first_layer, global_name
+from onpolicy.training.megatron.modules import (
     AlignedAttention,
     AlignedColumnLinear,
     AlignedMLP,
     AlignedRowLinear,
     JoinedHeadsNorm,
 )
-from onpolicy.train.megatron.moe import AlignedExperts, Exchange
-from onpolicy.train.megatron.rank_layout import MegatronLayout
-from onpolicy.train.megatron.weight_map import WeightMap
+from onpolicy.training.megatron.moe import AlignedExperts, Exchange
+from onpolicy.training.megatron.rank_layout import MegatronLayout
+from onpolicy.training.megatron.weight_map import WeightMap
 
 WITHOUT_WEIGHTS = {
     "self_attention.core_attention": "self_attn",

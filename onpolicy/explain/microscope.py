@@ -42,8 +42,8 @@ from onpolicy.parity import ParityCounts, compare_log_probs
 from onpolicy.run.commands.verification import draw_adapters
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.cluster_engines import MakeEngines
-from onpolicy.train.engine import ShardedModel
-from onpolicy.train.policy_trainer import PolicyTrainer
+from onpolicy.training.engine import ShardedModel
+from onpolicy.training.policy_trainer import PolicyTrainer
 from onpolicy.trajectory import Completion
 from onpolicy.types import Request
 

@@ -15,8 +15,8 @@ from onpolicy.contract import NumericsContract
 from onpolicy.errors import CheckpointError
 from onpolicy.rollout.base import EnginesRestartedError, Progress, RolloutGroup, SamplingJob
 from onpolicy.run.launch.engine_specs import make_rollout_group
-from onpolicy.train import Trainer, make_trainer
-from onpolicy.train.base import Rescored
+from onpolicy.training import Trainer, make_trainer
+from onpolicy.training.base import Rescored
 from onpolicy.trajectory import UNPUSHED, Completion
 from onpolicy.types import Request
 

@@ -7,7 +7,7 @@ from fallback_correction.length_decay import LengthDecay
 from onpolicy.config import TrainConfig
 from onpolicy.errors import ConfigError
 from onpolicy.system.records import Count, Shape
-from onpolicy.train.rates import base_factor
+from onpolicy.training.rates import base_factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """A run of adapters that loses an engine and a rank, and what becomes of its adapters.
 
-Checkpoints of adapters on other ranks: tests/onpolicy/train/test_rank_invariance.py.
+Checkpoints of adapters on other ranks: tests/onpolicy/training/test_rank_invariance.py.
 """
 
 import json
@@ -9,7 +9,7 @@ import re
 import pytest
 
 from onpolicy.cli.main import main
-from onpolicy.train.policy_trainer import PolicyTrainer
+from onpolicy.training.policy_trainer import PolicyTrainer
 from tests.support.train_runs import (
     ROLLOUTS,
     a_rank_is_lost,

@@ -9,7 +9,7 @@ from onpolicy.cli.parse import parse
 from onpolicy.config.sft_flags import SftConfig
 from onpolicy.run.supervised import supervised_run
 from onpolicy.run.supervised.supervised_run import read_inputs
-from onpolicy.train import distributed
+from onpolicy.training import distributed
 from tests.onpolicy.run.supervised.test_supervised_run import ROWS, trainer_here
 from tests.support.train_runs import ROOT
 

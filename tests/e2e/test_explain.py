@@ -162,8 +162,8 @@ def test_megatron_with_adapters_and_two_ranks_of_a_rollout_are_explained_by_a_co
 
 ONE_RANK_IS_BROKEN = """
 import copy
-from onpolicy.train import distributed
-from onpolicy.train.fsdp.fsdp_model import FsdpModel
+from onpolicy.training import distributed
+from onpolicy.training.fsdp.fsdp_model import FsdpModel
 from tests.support.faults import rounded_in_between
 load = FsdpModel._load
 def load_and_break(self, *args):
@@ -179,8 +179,8 @@ FsdpModel._load = load_and_break
 
 
 ONE_STAGE_IS_BROKEN = """
-from onpolicy.train import distributed
-from onpolicy.train.megatron.megatron_model import MegatronModel
+from onpolicy.training import distributed
+from onpolicy.training.megatron.megatron_model import MegatronModel
 from tests.support.faults import rounded_in_between
 from tests.support.recorded_megatron import broken
 load = MegatronModel._load
@@ -209,7 +209,7 @@ def test_two_ranks_of_a_trainer_are_explained_by_a_command(checkpoint, tmp_path,
     backend = "megatron" if layout else "fsdp"
     if layout:
         pytest.importorskip("megatron.core")
-    customize = after_import(f"onpolicy.train.{backend}.{backend}_model", code, IN_RANKS)
+    customize = after_import(f"onpolicy.training.{backend}.{backend}_model", code, IN_RANKS)
     (tmp_path / "sitecustomize.py").write_text(customize)
     file, paths = tmp_path / "result.json", [str(tmp_path), str(ROOT)]
     onpolicy(

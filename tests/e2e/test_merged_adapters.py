@@ -10,7 +10,7 @@ from onpolicy.models.lora.merged import Updates
 from onpolicy.parity import compare_log_probs
 from onpolicy.run.commands.verification import fill_with_drawn
 from onpolicy.run.launch.contracts import contract_for
-from onpolicy.train import make_trainer
+from onpolicy.training import make_trainer
 from tests.support.engines_fixture import make_engines, make_requests, running
 from tests.support.train_runs import finish, metrics_of
 

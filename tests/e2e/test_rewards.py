@@ -13,7 +13,7 @@ KL = "--use-kl-loss", "--kl-loss-coef", "0.1", "--num-rollout", "2"
 
 
 def test_weighed_tokens_train_aligned(start, checkpoint, tmp_path):
-    """To other bits than others: tests/onpolicy/train/test_rank_invariance.py."""
+    """To other bits than others: tests/onpolicy/training/test_rank_invariance.py."""
     teacher = "--teacher-checkpoint", str(checkpoint), "--opd-loss", "full"
     finish(start(tmp_path, *WEIGHS, *KL, *teacher))
     records = metrics_of(tmp_path)

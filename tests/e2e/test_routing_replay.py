@@ -14,7 +14,7 @@ from onpolicy.rollout.sample_requests import trajectories_of
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import replays_routing
-from onpolicy.train import distributed
+from onpolicy.training import distributed
 from onpolicy.types import Prompt, Sample
 from onpolicy.weights.push import push_weights
 from onpolicy.weights.transports.shared_memory import SharedMemoryTransport

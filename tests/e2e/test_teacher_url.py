@@ -15,7 +15,7 @@ from onpolicy.run.launch.engine_specs import rollout_spec
 from onpolicy.run.teacher_servers import TeacherServers, require_teacher_servers
 from onpolicy.run.train_samples import make_train_samples
 from onpolicy.system.network import free_port
-from onpolicy.train import make_trainer
+from onpolicy.training import make_trainer
 from onpolicy.trajectory import Trajectory
 from onpolicy.types import Prompt, Sample, SampleGroup
 from tests.support.engines_fixture import make_engines, make_requests, running

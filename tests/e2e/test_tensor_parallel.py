@@ -14,7 +14,7 @@ from onpolicy.explain.findings import told
 from onpolicy.models.align import AlignedLinear
 from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.parity import compare_log_probs
-from onpolicy.train.weight_outlet import WeightOutlet
+from onpolicy.training.weight_outlet import WeightOutlet
 from onpolicy.weights.push import push_weights
 from onpolicy.weights.transports.shared_memory import SharedMemoryTransport
 from tests.support.engines_fixture import make_requests, nudge

@@ -200,7 +200,7 @@ def test_an_interrupted_run_stops_its_servers_and_had_its_directory_alone(start,
 
 ONE_BIT_OFF = """
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.train.policy_trainer import PolicyTrainer
+from onpolicy.training.policy_trainer import PolicyTrainer
 train = PolicyTrainer.train_share
 def train_with_another_softmax(self, share, outcomes, step, rates):
     if step == 1:

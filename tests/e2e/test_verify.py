@@ -9,10 +9,10 @@ from onpolicy.config.groups import ModelConfig, OperatorsConfig, ServersConfig
 from onpolicy.config.tool_flags import VerifyConfig
 from onpolicy.models.lora.adapters import without_adapters
 from onpolicy.run.commands.verification import passes, verify
-from onpolicy.train import loss_scale
-from onpolicy.train.policy_trainer import PolicyTrainer
-from tests.onpolicy.train.fsdp.test_adapters import drawn
-from tests.onpolicy.train.fsdp.test_trainer import maker_of
+from onpolicy.training import loss_scale
+from onpolicy.training.policy_trainer import PolicyTrainer
+from tests.onpolicy.training.fsdp.test_adapters import drawn
+from tests.onpolicy.training.fsdp.test_trainer import maker_of
 from tests.support.bytes_on_cpu import FORMATS, SIZES
 from tests.support.engines_of_bytes import engines_of_bytes
 from tests.support.tiny import make_checkpoint

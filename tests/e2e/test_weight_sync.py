@@ -8,7 +8,7 @@ import torch
 
 from onpolicy.config import groups
 from onpolicy.errors import EngineError, WeightSyncError
-from onpolicy.train.weight_outlet import WeightOutlet
+from onpolicy.training.weight_outlet import WeightOutlet
 from onpolicy.weights.push import push_weights
 from onpolicy.weights.transports import make_transport
 from onpolicy.weights.transports.shared_memory import SharedMemoryTransport

@@ -63,7 +63,7 @@ def test_flags_are_checked_as_those_of_a_file():
     paths = {"hf_checkpoint": "/m", "prompt_data": "/d.jsonl"}
     for flags, message in (
         ({**paths, "num_rollouts": 3}, r"onpolicy.train: .*num_rollouts.*num_rollout"),
-        ({**paths, "num_rollout": "3"}, r"onpolicy.train: num_rollout='3'"),
+        ({**paths, "num_rollout": [3]}, r"onpolicy.train: num_rollout=\[3\]"),
         ({**paths, "rm_type": "math"}, r"rewards=.*: the configuration has math already"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -73,7 +73,7 @@ def test_flags_are_checked_as_those_of_a_file():
 def test_a_configuration_that_is_given_whole_is_validated_before_anything_starts(tmp_path):
     config = TrainConfig(
         model=ModelConfig(hf_checkpoint=str(tmp_path / "none")),
-        data=DataConfig(prompt_data=str(tmp_path / "none.jsonl")),
+        data=DataConfig(prompt_data=(str(tmp_path / "none.jsonl"),)),
     )
     assert flag_values(config)["hf_checkpoint"].endswith("none")
     with pytest.raises(ConfigError, match="none"):

@@ -7,7 +7,7 @@ a process for all trainers under a contract. Runs that a test starts check their
 import functools
 
 from onpolicy.ops import make_operators
-from onpolicy.train import policy_trainer
+from onpolicy.training import policy_trainer
 
 _check = policy_trainer.checked_operators
 

@@ -16,7 +16,7 @@ from onpolicy.rollout.server import EngineServer
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import make_rollout_group
-from onpolicy.train import distributed
+from onpolicy.training import distributed
 from onpolicy.types import Request, SamplingParams
 from tests.support.forked_processes import forked_processes
 

@@ -7,7 +7,7 @@ import pytest
 
 from onpolicy.ops import backends
 from onpolicy.ops.hopper import gemm
-from onpolicy.train import policy_trainer
+from onpolicy.training import policy_trainer
 from tests.support import checked_once
 from tests.support.after_import import after_import
 from tests.support.train_runs import ROOT

@@ -24,7 +24,7 @@ MODULES = (
 )  # fmt: skip
 RUN = (
     "onpolicy.cluster.trainer_rank", "onpolicy.run.loop", "onpolicy.run.commands.verification",
-    "onpolicy.train.fsdp.fsdp_model", "transformers.models.qwen3.modeling_qwen3",
+    "onpolicy.training.fsdp.fsdp_model", "transformers.models.qwen3.modeling_qwen3",
 )  # fmt: skip
 """What the processes of a run import, less the engine's: SGLang changes transformers."""
 

@@ -15,7 +15,7 @@ from onpolicy.compat.process import collect_rarely
 
 IMPORTED = (
     "tests.support.recorded_megatron", "tests.support.megatron_training", "tests.support.checked_once",
-    "onpolicy.train.fsdp.fsdp_model", "onpolicy.train.megatron.megatron_model",
+    "onpolicy.training.fsdp.fsdp_model", "onpolicy.training.megatron.megatron_model",
     "tests.support.one_gloo_device", "tests.support.all_is_imported",
 )  # fmt: skip
 """What ranks call, or import when they make a trainer: each would import it for itself."""

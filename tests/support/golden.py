@@ -69,7 +69,7 @@ def _digest(x):
 def _learnt():
     from onpolicy.config.groups import TrainerConfig
     from onpolicy.ops.checks.fixed_numbers import probe
-    from onpolicy.train.fsdp.fsdp_optimizer import make_optimizer
+    from onpolicy.training.fsdp.fsdp_optimizer import make_optimizer
 
     weight = torch.nn.Parameter(probe(1003, seed=31))
     optimizer = make_optimizer([weight], TrainerConfig(), portable=True)

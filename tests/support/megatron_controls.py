@@ -11,7 +11,7 @@ import torch
 
 from tests.support.violations import next_up
 
-MEGATRON = "onpolicy.train.megatron"
+MEGATRON = "onpolicy.training.megatron"
 OFF_BY_ONE_BIT = {
     "column_linear": (f"{MEGATRON}.modules.AlignedColumnLinear", "_forward_impl"),
     "row_linear": (f"{MEGATRON}.modules.AlignedRowLinear", "forward"),
@@ -59,7 +59,7 @@ def rounded_parts():
 
 def rotary():
     """Megatron's own, which counts positions through the pack and knows no RoPE scaling."""
-    from onpolicy.train.megatron.gpt_model import PolicyGptModel
+    from onpolicy.training.megatron.gpt_model import PolicyGptModel
 
     localize = PolicyGptModel.localize
 

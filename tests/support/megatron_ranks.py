@@ -26,7 +26,7 @@ from onpolicy.models.stored import stored_tensors
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.ops.kept_tokens import packed
 from onpolicy.system.rendezvous import open_store
-from onpolicy.train.megatron.rank_layout import MegatronLayout
+from onpolicy.training.megatron.rank_layout import MegatronLayout
 from tests.support.forked_ranks import CONTEXT, ranks_are_forked, require_imported
 from tests.support.processes import end_with_parent
 
@@ -204,8 +204,8 @@ def reference(job, micro_batches=1):
 
 
 def make_model(job):
-    from onpolicy.train import distributed
-    from onpolicy.train.megatron.make import initialize
+    from onpolicy.training import distributed
+    from onpolicy.training.megatron.make import initialize
 
     end_groups()
     distributed.init_process_group()
@@ -214,8 +214,8 @@ def make_model(job):
     if job.layout.needs_cuda_names:
         megatron_on_cpu.activate()
     initialize(job.layout)
-    from onpolicy.train.megatron.gpt_model import build_model
-    from onpolicy.train.megatron.megatron_weights import load_hf_weights
+    from onpolicy.training.megatron.gpt_model import build_model
+    from onpolicy.training.megatron.megatron_weights import load_hf_weights
 
     model = build_model(config, job.contract, CpuOperators(1), job.layout)
     load_hf_weights(model, job.path)
@@ -243,7 +243,7 @@ def data_rank():
 
 def score(job):
     """(data rank, log_probs, entropy) without gradients."""
-    from onpolicy.train.megatron.gpt_model import packed_forward
+    from onpolicy.training.megatron.gpt_model import packed_forward
 
     model = make_model(job)
     with torch.no_grad():
@@ -261,7 +261,7 @@ def score_broken(job, name):
 
 def differentiate(job):
     """(data rank, log_probs, entropy, gradients by Hugging Face names on rank 0)."""
-    from onpolicy.train.megatron.gpt_model import packed_forward
+    from onpolicy.training.megatron.gpt_model import packed_forward
 
     model = make_model(job)
     log_probs, entropy, *_ = packed_forward(model, job.packed(data_rank()))
@@ -272,7 +272,7 @@ def differentiate(job):
 
 def train(job, micro_batches=1):
     """As `differentiate`, through Megatron's schedule and its DistributedDataParallel."""
-    from onpolicy.train.megatron.schedule import score
+    from onpolicy.training.megatron.schedule import score
 
     model, wrapped = make_wrapped(job)
     batches = job.micro_batches(data_rank(), micro_batches)
@@ -299,7 +299,7 @@ def make_wrapped(job, **settings):
 
 
 def accumulate(wrapped, batches):
-    from onpolicy.train.megatron.schedule import accumulate_gradients
+    from onpolicy.training.megatron.schedule import accumulate_gradients
 
     wrapped.zero_grad_buffer()
     accumulate_gradients(wrapped, batches, lambda number, scores: loss_of(*scores))
@@ -312,7 +312,7 @@ def step_and_reload(job, directory, distributed_optimizer):
     """
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    from onpolicy.train.megatron.megatron_model import read_tensors, write_tensors
+    from onpolicy.training.megatron.megatron_model import read_tensors, write_tensors
 
     model, wrapped = make_wrapped(job, use_distributed_optimizer=distributed_optimizer)
     before = export_weights(model)
@@ -339,7 +339,7 @@ def layer_forwards(job):
     """How many MLPs run forward in a forward and backward pass of one micro-batch."""
     from unittest.mock import patch
 
-    from onpolicy.train.megatron.modules import AlignedMLP
+    from onpolicy.training.megatron.modules import AlignedMLP
 
     calls = []
     forward = AlignedMLP.forward
@@ -354,7 +354,7 @@ def layer_forwards(job):
 
 
 def score_in_stages(job):
-    from onpolicy.train.megatron.schedule import score
+    from onpolicy.training.megatron.schedule import score
 
     return [x for both in score(make_model(job), [job.packed(0)]) for x in both]
 
@@ -367,7 +367,7 @@ def stand_in_at_start(job):
     import logging
 
     from onpolicy.errors import ContractError
-    from onpolicy.train.megatron.make import initialize
+    from onpolicy.training.megatron.make import initialize
 
     before = dict(vars(torch)), dict(vars(torch.cuda))
     messages = []
@@ -401,7 +401,7 @@ def dispatch_rows(experts):
 
     from onpolicy.ops.mixture_of_experts import expert_outputs, gated_halves
     from onpolicy.ops.row_parallel import RowParallel
-    from onpolicy.train.megatron.moe import all_to_all
+    from onpolicy.training.megatron.moe import all_to_all
 
     rank = dist.get_rank()
     rows, gate_up, down = expert_weights(experts)
@@ -453,7 +453,7 @@ def export_gradients(model):
 
 
 def export_weights(model):
-    from onpolicy.train.megatron.megatron_weights import export_buckets
+    from onpolicy.training.megatron.megatron_weights import export_buckets
 
     return {name: tensor for bucket in export_buckets(model, 1 << 20) for name, tensor in bucket}
 
@@ -461,7 +461,7 @@ def export_weights(model):
 def export(job, max_bytes, part="all", frozen=(), ranks=(0,)):
     """Names of the tensors in every bucket and all tensors, on every rank; of a model that does not
     train parameters whose names end so."""
-    from onpolicy.train.megatron.megatron_weights import export_buckets
+    from onpolicy.training.megatron.megatron_weights import export_buckets
 
     model = make_model(job)
     for name, parameter in model.named_parameters():

@@ -17,7 +17,7 @@ from onpolicy.config import TrainConfig, groups
 from onpolicy.errors import ParityError
 from onpolicy.models.hf_config import load_config
 from onpolicy.run.launch.contracts import contract_for
-from onpolicy.train import distributed, make_trainer
+from onpolicy.training import distributed, make_trainer
 from tests.support.megatron_ranks import end_groups
 from tests.support.processes import command_line
 from tests.support.samples import make_train_sample, with_trajectory
@@ -168,13 +168,13 @@ FROZEN = {
 def train_with_frozen(job, **more):
     """What `train` of `more` returns of a model whose FROZEN parameters ask for no gradient; and the
     digests of those of this rank before and after."""
-    import onpolicy.train.fsdp.fsdp_model
-    import onpolicy.train.megatron.megatron_model as megatron
-    from onpolicy.train.megatron.megatron_weights import first_layer, global_name
+    import onpolicy.training.fsdp.fsdp_model
+    import onpolicy.training.megatron.megatron_model as megatron
+    from onpolicy.training.megatron.megatron_weights import first_layer, global_name
 
     of_backend = {
         "megatron": megatron.MegatronModel,
-        "fsdp": onpolicy.train.fsdp.fsdp_model.FsdpModel,
+        "fsdp": onpolicy.training.fsdp.fsdp_model.FsdpModel,
     }[job.backend]
     load_whole, digests = of_backend._load, []
 
@@ -250,8 +250,8 @@ def load_crafted_with_megatrons_readers(job, directory, attack):
     from megatron.core.dist_checkpointing.strategies import torch as strategies
     from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 
-    from onpolicy.train import state
-    from onpolicy.train.megatron import megatron_model as megatron_state
+    from onpolicy.training import state
+    from onpolicy.training.megatron import megatron_model as megatron_state
 
     with pytest.MonkeyPatch.context() as patch:
         reader = strategies.CachedMetadataFileSystemReader

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from onpolicy.train.batch import packed_batch
-from onpolicy.train.shares import make_shares
+from onpolicy.training.batch import packed_batch
+from onpolicy.training.shares import make_shares
 from tests.support.samples import make_train_sample
 
 

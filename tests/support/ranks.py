@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _set_thread_isolation_mode
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-from onpolicy.train import distributed
+from onpolicy.training import distributed
 
 HANGS_AFTER = 300.0
 """Seconds; a rank that leaves a collective operation out lets the others wait for ever."""

@@ -14,7 +14,7 @@ from onpolicy.explain.taps.recorder import Recorder
 from onpolicy.explain.taps.row_keys import prefix_keys
 from onpolicy.models.lora.adapters import add_adapters, drawn_values, is_adapters
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.train import distributed
+from onpolicy.training import distributed
 from tests.onpolicy.models.test_policy import load_policy
 from tests.support import faults
 from tests.support.megatron_ranks import data_rank, make_model, pack
@@ -57,7 +57,7 @@ def sources_of_faults(job, cases):
 @torch.no_grad()
 def draw_adapters(model, policy, shape):
     """Give Megatron's model and Hugging Face's the same numbers, B too."""
-    from onpolicy.train.megatron.megatron_weights import fill_adapters
+    from onpolicy.training.megatron.megatron_weights import fill_adapters
 
     fill_adapters(model, partial(drawn_values, seed=0))
     add_adapters(policy.causal_lm, policy.operators, shape)
@@ -94,8 +94,8 @@ def record_all(model, job, recorder=None, evidence_of=0):
 
 def record_passes(model, sequences, recorder):
     from onpolicy.explain.megatron import passes_of
-    from onpolicy.train.megatron.config import replaced
-    from onpolicy.train.megatron.gpt_model import packed_forward
+    from onpolicy.training.megatron.config import replaced
+    from onpolicy.training.megatron.gpt_model import packed_forward
 
     tap = replaced(model.config, "operators", tapped(model.config.operators, recorder))
     with tap, passes_of(model, recorder) as passes, torch.no_grad():

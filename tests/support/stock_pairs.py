@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from onpolicy.models.hf_config import load_config
 from onpolicy.run.engines import trainer_here
 from onpolicy.run.launch.contracts import contract_for
-from onpolicy.train import distributed
+from onpolicy.training import distributed
 from tests.support.policies_in_memory import PolicyHost
 from tests.support.tiny import make_checkpoint
 from tests.support.tiny_combinations import make_base

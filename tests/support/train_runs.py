@@ -51,7 +51,7 @@ def start_train(
     script = directory / "run.py"
     script.parent.mkdir(parents=True, exist_ok=True)
     script.write_text("if __name__ == '__main__':\n" + re.sub("^", "    ", code, flags=re.M))
-    code = after_import("onpolicy.train.policy_trainer", in_ranks, IN_RANKS) if in_ranks else ""
+    code = after_import("onpolicy.training.policy_trainer", in_ranks, IN_RANKS) if in_ranks else ""
     (directory / "sitecustomize.py").write_text(code)
     return subprocess.Popen(
         [

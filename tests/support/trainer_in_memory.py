@@ -10,13 +10,13 @@ from onpolicy.algorithm.estimators import group_advantages
 from onpolicy.config import TrainConfig, groups
 from onpolicy.errors import ParityError
 from onpolicy.run.engines import EnginePair
-from onpolicy.train import Trainer, distributed
-from onpolicy.train.base import Rescored
-from onpolicy.train.batch import packed_batch
-from onpolicy.train.learner import with_draws
-from onpolicy.train.parity_gate import ParityGate
-from onpolicy.train.shares import Outcomes, make_shares, split_into_steps
-from onpolicy.train.weight_outlet import WeightOutlet
+from onpolicy.training import Trainer, distributed
+from onpolicy.training.base import Rescored
+from onpolicy.training.batch import packed_batch
+from onpolicy.training.learner import with_draws
+from onpolicy.training.parity_gate import ParityGate
+from onpolicy.training.shares import Outcomes, make_shares, split_into_steps
+from onpolicy.training.weight_outlet import WeightOutlet
 from onpolicy.types import TrainOutcome
 from tests.support.engines_in_memory import SELF_CHECK
 from tests.support.tiny_policy import ALIGNED, draw_again, log_probs_of, make_weights

@@ -9,7 +9,7 @@ from onpolicy.outputs.totals import RunTotals
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.saving import RunState, digest_prompts, digest_sets
-from onpolicy.train import distributed, make_trainer
+from onpolicy.training import distributed, make_trainer
 from onpolicy.types import Prompt
 
 PROMPTS = [Prompt(index=i, prompt_ids=[i + 2], label="x", text="a") for i in range(3)]

@@ -24,7 +24,7 @@ from onpolicy.run.launch.cluster_engines import places_on_cluster
 from onpolicy.run.launch.engine_specs import make_rollout_group
 from onpolicy.run.launch.inputs import Inputs
 from onpolicy.run.run import Run
-from onpolicy.train.weight_outlet import bucket_bytes
+from onpolicy.training.weight_outlet import bucket_bytes
 from onpolicy.weights.digest import WeightBucket, in_buckets
 from onpolicy.weights.push import push_weights
 from onpolicy.weights.rounding import format_of_push, rounded

@@ -45,8 +45,8 @@ from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import rollout_spec
 from onpolicy.run.launch.input_checks import check_layout, require_transport
 from onpolicy.run.launch.memory import require_run_fits
-from onpolicy.train.base import Rescored
-from onpolicy.train.policy_trainer import PolicyTrainer
+from onpolicy.training.base import Rescored
+from onpolicy.training.policy_trainer import PolicyTrainer
 from onpolicy.types import Prompt, Request, Sample, SamplingParams, TrainOutcome
 
 logger = logging.getLogger(__name__)

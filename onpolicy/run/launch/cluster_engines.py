@@ -44,7 +44,7 @@ from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.engine_specs import make_rollout_group, places_in, rollout_spec
 from onpolicy.run.launch.memory import ProcessMemory, RunMemory, require_gpu, require_host
 from onpolicy.system.free_memory import Gpu
-from onpolicy.train import Trainer
+from onpolicy.training import Trainer
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from onpolicy.outputs.recorded_order import RolloutJournal
 from onpolicy.rollout.engine_args import CONTEXT_MARGIN
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.saving.checkpoint import digest_prompts
-from onpolicy.train.megatron import make as megatron
+from onpolicy.training.megatron import make as megatron
 from onpolicy.types import Prompt
 from onpolicy.weights.transports import shares_gpus
 

@@ -62,8 +62,8 @@ from onpolicy.run.launch.teacher_checks import require_teachers
 from onpolicy.run.saving import digest_sets
 from onpolicy.system.files import read_text
 from onpolicy.token_weights import require_terms
-from onpolicy.train.loss import LossSettings
-from onpolicy.train.rollout_correction import Corrections
+from onpolicy.training.loss import LossSettings
+from onpolicy.training.rollout_correction import Corrections
 from onpolicy.types import Prompt, SamplingParams
 
 logger = logging.getLogger(__name__)

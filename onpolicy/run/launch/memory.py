@@ -24,7 +24,7 @@ from onpolicy.rollout.engine_args import EngineSpec, require_cache
 from onpolicy.run.launch.contracts import rollout_format
 from onpolicy.run.launch.teacher_checks import teacher_bytes
 from onpolicy.system.free_memory import free_memory, gib, gpus
-from onpolicy.train.engine import recomputes_activations
+from onpolicy.training.engine import recomputes_activations
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from onpolicy.rollout.data_files import Row
 from onpolicy.rollout.prompts import rows_of
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.teacher_servers import require_teacher_servers
-from onpolicy.train.megatron import make as megatron
+from onpolicy.training.megatron import make as megatron
 
 FLAG = "--teacher-checkpoint"
 

@@ -39,7 +39,7 @@ from onpolicy.run.saving.checkpoint import (
 )
 from onpolicy.system import files
 from onpolicy.system.free_memory import gib
-from onpolicy.train import Trainer
+from onpolicy.training import Trainer
 
 logger = logging.getLogger(__name__)
 

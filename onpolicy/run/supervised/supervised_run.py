@@ -34,8 +34,8 @@ from onpolicy.run.launch.memory import RunMemory, require_memory
 from onpolicy.run.launch.stop_tokens import stop_token_ids
 from onpolicy.run.learning_rate import LearningRate
 from onpolicy.run.supervised.answers import Example, load_examples, samples_of
-from onpolicy.train import Trainer
-from onpolicy.train.supervised import policy_digest, supervised_loss, supervised_step
+from onpolicy.training import Trainer
+from onpolicy.training.supervised import policy_digest, supervised_loss, supervised_step
 
 logger = logging.getLogger(__name__)
 

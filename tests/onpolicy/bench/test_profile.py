@@ -27,7 +27,7 @@ from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.models.hf_config import load_config
 from onpolicy.ops.base import Operators
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.train import make_trainer
+from onpolicy.training import make_trainer
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from onpolicy.config import groups
 from onpolicy.config.tool_flags import BenchConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
-from onpolicy.train import distributed
+from onpolicy.training import distributed
 from tests.support.engines_in_memory import Host
 from tests.support.tiny_policy import VOCAB_SIZE
 from tests.support.trainer_in_memory import pair_maker

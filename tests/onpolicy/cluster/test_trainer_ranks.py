@@ -19,7 +19,7 @@ from onpolicy.explain.source import count_sites
 from onpolicy.explain.taps.recorder import Recorder, Recording
 from onpolicy.models.hf_config import load_config
 from onpolicy.run.launch.contracts import contract_for
-from onpolicy.train import make_trainer
+from onpolicy.training import make_trainer
 from tests.support.forked_processes import forked_processes
 from tests.support.processes import is_gone
 from tests.support.samples import make_train_sample

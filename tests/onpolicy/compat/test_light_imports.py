@@ -5,7 +5,7 @@ import sys
 
 from onpolicy.compat.light_imports import OF_IMAGES, UNUSED
 
-USED = "onpolicy.train.policy_trainer, onpolicy.train.fsdp.fsdp_model"
+USED = "onpolicy.training.policy_trainer, onpolicy.training.fsdp.fsdp_model"
 """What a rank of the trainer imports."""
 
 

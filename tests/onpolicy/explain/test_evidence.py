@@ -6,7 +6,7 @@ from onpolicy.explain.microscope import recording
 from onpolicy.explain.proof import prove
 from onpolicy.explain.taps.recorder import CHOSEN_EXPERTS, Recorder, Recording
 from onpolicy.ops import make_operators
-from onpolicy.train import make_trainer
+from onpolicy.training import make_trainer
 from tests.onpolicy.models.test_policy import random_sequences
 from tests.support.engines_fixture import make_engines
 from tests.support.tiny import make_checkpoint

@@ -3,7 +3,7 @@
 import pytest
 
 from onpolicy.contract import AdapterShape
-from onpolicy.train.megatron.rank_layout import MegatronLayout
+from onpolicy.training.megatron.rank_layout import MegatronLayout
 from tests.onpolicy.models.test_policy import random_sequences
 from tests.support.megatron_ranks import Job, Ranks, asked_for
 from tests.support.recorded_megatron import sources_of_faults

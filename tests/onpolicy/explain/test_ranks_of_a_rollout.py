@@ -10,7 +10,7 @@ from onpolicy.explain.source import count_sites, first_source
 from onpolicy.explain.taps.recorder import CHOSEN_EXPERTS, HEAD, Recorder
 from onpolicy.explain.taps.row_keys import prefix_keys
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.train import distributed
+from onpolicy.training import distributed
 from tests.onpolicy.models.test_policy import random_sequences
 from tests.support import faults
 from tests.support.recorded_policies import record_trainer, replace_in

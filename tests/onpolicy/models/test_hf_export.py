@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from onpolicy.run import saving
-from onpolicy.train.advantages import RewardEstimator
+from onpolicy.training.advantages import RewardEstimator
 from tests.support.samples import make_train_sample
 from tests.support.tiny import make_tokenizer
 from tests.support.unstarted_run import make_run, state_after

@@ -21,7 +21,7 @@ from onpolicy.ops.checks.fixed_numbers import probe
 from onpolicy.ops.cpu.gemms import Gemms
 from onpolicy.ops.cpu.linear import tiled_linear
 from onpolicy.ops.cpu.threads import PiecePool
-from onpolicy.train.fsdp.fsdp_optimizer import make_optimizer
+from onpolicy.training.fsdp.fsdp_optimizer import make_optimizer
 from tests.support.golden import DIGESTS, bare_environment, digests_elsewhere, expected
 from tests.support.instruction_sets import intel_kernels
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from onpolicy.train import distributed
+from onpolicy.training import distributed
 
 
 @pytest.fixture(scope="module")

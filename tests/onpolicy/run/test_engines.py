@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onpolicy.errors import ContractError, EngineError, WeightSyncError
-from onpolicy.train import distributed
+from onpolicy.training import distributed
 from onpolicy.trajectory import UNPUSHED
 from tests.support.engines_in_memory import Engine, Host, make_requests
 from tests.support.tiny_policy import ALIGNED, STOCK, make_weights

@@ -9,7 +9,7 @@ from onpolicy.config import TrainConfig, groups
 from onpolicy.contract import NumericsContract, OperatorShapes
 from onpolicy.errors import ConfigError
 from onpolicy.run.ladder import Ladder, first_rung
-from onpolicy.train.rollout_correction import Corrections, with_stale_samples
+from onpolicy.training.rollout_correction import Corrections, with_stale_samples
 
 SHAPES = OperatorShapes(linear=(), attention=(), norm=(), vocab_size=1)
 ALIGNED = NumericsContract(backend="cpu", device="cpu", dtype="float32", shapes=SHAPES)

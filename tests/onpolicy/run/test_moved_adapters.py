@@ -11,7 +11,7 @@ from onpolicy.models.lora.merged import Merged, merge_push
 from onpolicy.models.weight_files import matched_model
 from onpolicy.run.commands.verification import fill_with_drawn
 from onpolicy.run.launch.contracts import contract_for
-from tests.onpolicy.train.test_merging import parts_of, whole
+from tests.onpolicy.training.test_merging import parts_of, whole
 from tests.support.engines_in_memory import make_requests
 from tests.support.policies_in_memory import run_policy
 from tests.support.stock_pairs import stock_pairs

@@ -3,7 +3,7 @@
 import pytest
 
 from onpolicy.errors import ConfigError, TrainingError
-from onpolicy.train import rollout_correction
+from onpolicy.training import rollout_correction
 from tests.support.policies_in_memory import run_policy
 from tests.support.run_in_memory import records_of
 from tests.support.tiny_combinations import make_base

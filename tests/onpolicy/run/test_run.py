@@ -13,7 +13,7 @@ from onpolicy.run import saving
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.inputs import read_inputs
 from onpolicy.run.run import Run
-from onpolicy.train import distributed
+from onpolicy.training import distributed
 from tests.support.unstarted_run import make_run, state_after
 
 

@@ -21,7 +21,7 @@ from onpolicy.outputs.totals import RunHash
 from onpolicy.rollout.prompt_order import Curriculum, PromptSource
 from onpolicy.rollout.statistics import eval_metrics, rollout_metrics
 from onpolicy.run.train_samples import has_signal, make_train_samples, worth_training
-from onpolicy.train.shares import Outcomes
+from onpolicy.training.shares import Outcomes
 from onpolicy.types import Prompt, Sample, SampleGroup
 from tests.support.run_in_memory import even_tokens, records_of, run_in_memory, samples_of
 from tests.support.samples import answered, make_completion

@@ -25,8 +25,8 @@ from onpolicy.run.launch.memory import (
     RunMemory,
     server_memory,
 )
-from onpolicy.train import distributed, make_trainer
-from onpolicy.train.state import create_missing_moments
+from onpolicy.training import distributed, make_trainer
+from onpolicy.training.state import create_missing_moments
 from onpolicy.types import Prompt
 from tests.support.run_in_memory import PROMPTS, make_inputs
 from tests.support.run_in_memory import make_config as make_run_config

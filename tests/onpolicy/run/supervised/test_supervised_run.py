@@ -12,7 +12,7 @@ from onpolicy.errors import ConfigError
 from onpolicy.models.weight_files import weight_files
 from onpolicy.run.supervised import supervised_run
 from onpolicy.run.supervised.supervised_run import read_inputs
-from onpolicy.train import distributed, make_trainer
+from onpolicy.training import distributed, make_trainer
 
 ROWS = [{"prompt": f"{a}{b}", "label": f"{b}{a}"} for a in "abcde" for b in "fghijk"]
 
