@@ -63,7 +63,7 @@ def correct(
     if config.has_weights:
         bounds = importance_weights(finite, r, config)
         if config.mode == "taper":
-            bounds = _tapered(finite, bounds, advantages)
+            bounds = tapered(finite, bounds, advantages)
         metrics |= _bound_metrics(finite, bounds, config, gather)
         if config.mode == "mask":
             kept = kept & ~(bounds.too_low | bounds.too_high)
@@ -197,8 +197,9 @@ def importance_weights(batch: TokenBatch, r: Tensor, config: CorrectionConfig) -
     )
 
 
-def _tapered(batch: TokenBatch, weights: Weights, advantages: Tensor | None) -> Weights:
-    """Return weights of 1 for tokens whose advantage is not negative (TOPR, arXiv 2503.14286)."""
+def tapered(batch: TokenBatch, weights: Weights, advantages: Tensor | None) -> Weights:
+    """Return weights of 1 for tokens whose advantage, float32 [N], is not negative (TOPR, arXiv
+    2503.14286). Raises ValueError without advantages."""
     if advantages is None:
         raise ValueError("mode=taper: needs the advantages of the tokens. Give `advantages`.")
     is_kept_whole = batch.mask & (advantages >= 0)

@@ -95,6 +95,15 @@ class TokenBatch:
             train_log_probs.reshape(-1), rollout_log_probs.reshape(-1), [t] * b, mask.reshape(-1)
         )
 
+    def with_turns(self) -> TokenBatch:
+        """Return the batch with a turn from the first token of each run of counting tokens, as where the
+        mask leaves out what tools answered."""
+        begins = self.mask & ~self.mask.roll(1)
+        begins[(self.lengths.cumsum(0) - self.lengths)[self.lengths > 0]] = True
+        starts = begins.nonzero()[:, 0]
+        ends = starts.new_tensor([len(begins)])
+        return dataclasses.replace(self, turns=torch.diff(starts, append=ends))
+
     def by_turn(self, name: str) -> TokenBatch:
         """Return the batch with its turns for sequences, if a level or an aggregation of this name is
         over turns."""
