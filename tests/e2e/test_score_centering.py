@@ -87,7 +87,7 @@ def learnt(pair, trajectories, k, **fallback):
         fallback=groups.FallbackConfig(**fallback),
     )
     learner.config = learner.corrections.config = config
-    learner.corrections.use(config.fallback)
+    learner.corrections.use(config.fallback, centers=True)
     return pair.trainer.train(samples_of(trajectories), 0, [0.0]).metrics
 
 

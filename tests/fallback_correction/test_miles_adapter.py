@@ -546,6 +546,8 @@ def test_kpop_rejects_what_miles_gives_and_what_it_does_not_give_is_refused():
     kept = [bool(t[2]) and binary(*t[:2]) <= 0.15 for row in OURS for t in row]
     assert torch.cat(masks).bool().tolist() == kept and 0 < sum(kept) < 5
     assert loss.tolist() == [1.0] * 6 and "mis_rs_mask_fraction_high" not in metrics
+    with pytest.raises(ValueError, match="only use_rs reads it"):
+        of_ours(rs_rules=["token_binary_kl=0.15"])
     with pytest.raises(ValueError, match="seq_max_kl needs whole distributions, and Miles gives"):
         of_ours(use_rs=True, rs_rules="seq_max_kl=0.05")
     with pytest.raises(ValueError, match=r"rs_rules=\('token_k3=1',\): Miles has no such"):

@@ -374,7 +374,11 @@ def test_nothing_outside_the_mask_matters():
         ({"rollout_is": "token", "rollout_is_taper": True}, r"mode=taper: needs the advantages"),
         (
             {"rollout_is": "token", "rollout_is_taper": True, "rollout_is_threshold": "0.5_2"},
-            r"rollout_is_taper=True: truncates, and rollout_is_threshold='0.5_2' has two bounds",
+            r"rollout_is_taper=True: truncates weights, .* rollout_is_threshold='0.5_2'",
+        ),
+        (
+            {"rollout_is_taper": True},
+            r"rollout_is_taper=True: truncates weights, and rollout_is=None",
         ),
         ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 2}, r"rollout_rs='seq_max_k1'"),
         ({"rollout_rs": "", "rollout_rs_threshold": 2}, r"rollout_rs='': must name"),

@@ -128,9 +128,9 @@ def compute_mis_weights(
 
     args: any object with the keys above as attributes. Log-probabilities in nats, masks of 0 and 1;
     gather: over the data-parallel ranks, used with `mis_fixed` only. advantages: of all tokens, float32
-    [N], or numbers of their signs, for mode taper. Returns float32 weights (None
-    without use_tis; 0 outside the loss mask), float32 masks (`loss_masks` itself where Miles does
-    nothing), and the metrics of Miles' README without `mis_`, per token; all without gradient.
+    [N], or numbers of their signs, for mode taper. Returns float32 weights (None without use_tis; 0
+    outside the loss mask), float32 masks (`loss_masks` itself where Miles does nothing), and the metrics
+    of Miles' README without `mis_`, per token; all without gradient.
 
     Raises ValueError for bad keys, for lists of different shapes, and, with mis_fixed, for
     log-probabilities that are not finite.
@@ -318,6 +318,10 @@ def correction_config(args: Any) -> CorrectionConfig:
 def _rules(args: Any) -> tuple[str, ...]:
     rules = getattr(args, "rs_rules", None) or ()
     rules = tuple(rules.split() if isinstance(rules, str) else rules)
+    if rules and not getattr(args, "use_rs", False):
+        raise ValueError(
+            f"rs_rules={rules}: only use_rs reads it. Set use_rs=True, or leave it out."
+        )
     if any(rule.startswith("seq_max_kl") for rule in rules):
         raise ValueError(
             f"rs_rules={rules}: seq_max_kl needs whole distributions, and Miles gives its hook "

@@ -81,6 +81,13 @@ def compute_rollout_correction(
     r = log_ratios(batch)
     weights: Tensor | None = None
     metrics: Metrics = {}
+    if _get(config, "rollout_is_taper") and (
+        _get(config, "rollout_is") is None or "_" in str(_get(config, "rollout_is_threshold", 2.0))
+    ):
+        raise ValueError(
+            f"rollout_is_taper=True: truncates weights, and rollout_is={_get(config, 'rollout_is')!r}, "
+            f"rollout_is_threshold={_get(config, 'rollout_is_threshold')!r}. Give a level and one bound."
+        )
     if (
         _get(config, "rollout_is") is not None
         and _get(config, "rollout_is_threshold", 2.0) is not None
@@ -105,11 +112,6 @@ def _importance(
     core = CorrectionConfig(level=level, lower=lower or 0.0, upper=upper, log_ratio_clamp=CLAMP)
     found = importance_weights(batch, r, core)
     if _get(config, "rollout_is_taper", False):
-        if lower is not None:
-            raise ValueError(
-                f"rollout_is_taper=True: truncates, and rollout_is_threshold="
-                f"{_get(config, 'rollout_is_threshold')!r} has two bounds. Give one."
-            )
         found = tapered(batch, found, None if advantages is None else advantages.reshape(-1))
     weights = found.bounded
     metrics: Metrics = {}

@@ -57,7 +57,7 @@ def learn(job):
     return {k: x for k, x in metrics.items() if not k.startswith("perf/")}, weights(trainer)
 
 
-TRM = {"use_rs": True, "rs_rules": ("seq_max_kl=1.5",)}
+TRM = {"use_rs": True, "rs_rules": ("seq_max_kl=5",)}
 
 
 @pytest.mark.parametrize(
