@@ -63,7 +63,7 @@ def correct(
     if config.has_weights:
         bounds = importance_weights(finite, r, config)
         if config.mode == "taper":
-            bounds = _tapered(finite, bounds, advantages)
+            bounds = tapered(finite, bounds, advantages)
         metrics |= _bound_metrics(finite, bounds, config, gather)
         if config.mode == "mask":
             kept = kept & ~(bounds.too_low | bounds.too_high)
@@ -197,8 +197,9 @@ def importance_weights(batch: TokenBatch, r: Tensor, config: CorrectionConfig) -
     )
 
 
-def _tapered(batch: TokenBatch, weights: Weights, advantages: Tensor | None) -> Weights:
-    """Return weights of 1 for tokens whose advantage is not negative (TOPR, arXiv 2503.14286)."""
+def tapered(batch: TokenBatch, weights: Weights, advantages: Tensor | None) -> Weights:
+    """Return weights of 1 for tokens whose advantage, float32 [N], is not negative (TOPR, arXiv
+    2503.14286). Raises ValueError without advantages."""
     if advantages is None:
         raise ValueError("mode=taper: needs the advantages of the tokens. Give `advantages`.")
     is_kept_whole = batch.mask & (advantages >= 0)
@@ -237,7 +238,7 @@ def mean_weight(
     """
     batch = batch.by_turn(config.level)
     sums, counts = batch.sums(weights), batch.counts
-    if config.level != "token":
+    if not config.weighs_tokens:
         sums, counts = sums / counts.clamp(min=1), (counts > 0).double()
     total, count = exact_sum(gather(sums)), exact_sum(gather(counts))
     return total / count if count else 1.0
@@ -253,6 +254,8 @@ def apply_rule(batch: TokenBatch, r: Tensor, rule: RejectionRule, limit: float |
         values = torch.exp(clamped(_aggregate_log_ratios(batch, r, rule), limit))
     elif rule.statistic == "binary_kl":
         values = _aggregate(batch, binary_kl(batch), rule)
+    elif rule.statistic == "kl":
+        values = _aggregate(batch, _known_kl(batch), rule)
     else:
         values = _aggregate(batch, divergence(clamped(r, limit), rule.statistic), rule)
     return Rejected(
@@ -295,6 +298,15 @@ def binary_kl(batch: TokenBatch) -> Tensor:
         return p * torch.log(p / q) + (1 - p) * torch.log((1 - p) / (1 - q))
 
     return torch.maximum(kl(p, q), kl(q, p)).float()
+
+
+def _known_kl(batch: TokenBatch) -> Tensor:
+    if batch.kl is None:
+        raise ValueError(
+            "seq_max_kl: needs the KL between whole distributions, and this batch has log-probabilities "
+            "of the sampled tokens alone. Give TokenBatch.kl, or use seq_max_k3, which estimates it."
+        )
+    return batch.kl
 
 
 def _aggregate_log_ratios(batch: TokenBatch, r: Tensor, rule: RejectionRule) -> Tensor:

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from fallback_correction.config import Level
+from fallback_correction.config import BY_TOKEN, Level
 from fallback_correction.ranges import require_choice
 from fallback_correction.tokens import TokenBatch
 
@@ -22,13 +22,14 @@ WEIGHT_SUMS = ("weights/count", "weights/sum", "weights/squares")
 def weight_sums(batch: TokenBatch, weights: Tensor, level: Level) -> tuple[Tensor, Tensor, Tensor]:
     """Return (B, sum w, sum w^2) of a part of the step's batch, to be added over its parts.
 
-    weights: float32 [N], 0 where a token was rejected. At level token every counting token has a weight,
-    at the others every sequence or turn: the mean over its tokens, equal unless some are rejected.
+    weights: float32 [N], 0 where a token was rejected. At levels token and prefix-min every counting
+    token has a weight, at the others every sequence or turn: the mean over its tokens, equal unless some
+    are rejected.
     """
     require_choice("level", level, Level)
     w = torch.where(batch.mask, weights, 0).double()
     count = batch.mask.double()
-    if level != "token":
+    if level not in BY_TOKEN:
         batch = batch.by_turn(level)
         w, count = batch.means(w), (batch.counts > 0).double()
     return count.sum(), w.sum(), w.square().sum()

@@ -40,10 +40,30 @@ def centering(log_probs: Tensor, rollout_log_probs: Tensor, config: CorrectionCo
             "another mode than taper."
         )
     terms = coefficients(log_probs.detach(), rollout_log_probs, config) * log_probs
-    total, sums = terms.sum(-1), (terms.detach().double() * _UNITS).round().long().sum(-1)
-    sums = (sums.double() / _UNITS).float()
-    sums = sums.masked_fill(~terms.detach().isfinite().all(-1), torch.nan)
-    return sums + (total - total.detach())
+    total = terms.sum(-1)
+    return _sum(terms.detach(), torch.nan) + (total - total.detach())
+
+
+@torch.no_grad()
+def likeliest_kl(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
+    """Return the KL of q to p between "one of H" and "any other token", in nats: float32 [N].
+
+    It is sum_H q log(q / p) and the same of the two rests. If H is the vocabulary it is the KL of the
+    distributions, by whose largest over a sequence TRM masks (arXiv 2512.23075); else it is at most that
+    (log-sum inequality), both within 1e-6, since the rests are at least that. log_probs,
+    rollout_log_probs: as for `centering`. It is inf where p is 0 and q is not, and for a NaN.
+    """
+    p, q = log_probs.double(), rollout_log_probs.double()
+    terms = torch.where(q == -torch.inf, 0, q.exp() * (q - p))
+    rest, ours = _rest(q.exp()), _rest(p.exp())
+    return _sum(torch.cat([terms, (rest * (rest / ours).log())[:, None]], -1), torch.inf)
+
+
+def _sum(terms: Tensor, otherwise: float) -> Tensor:
+    """Sum [N, k] to float32 [N], in no order; `otherwise` where a term is not finite."""
+    bad = ~terms.isfinite()
+    counted = (terms.double().masked_fill(bad, 0) * _UNITS).round().long().sum(-1)
+    return (counted.double() / _UNITS).float().masked_fill(bad.any(-1), otherwise)
 
 
 @torch.no_grad()

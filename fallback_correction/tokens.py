@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fallback_correction.config import CorrectionConfig, Level, WeightLevel
@@ -44,9 +45,14 @@ class TokenBatch:
     """Number of tokens of each turn, in the sequences' order, int64; None: a sequence is one turn.
     Example: [4, 3, 3]"""
 
+    kl: Tensor | None = None
+    """KL of the rollout's distribution to the trainer's where each token was drawn, float32 [N], in nats
+    (`score_centering.likeliest_kl`); None: not known."""
+
     def __post_init__(self) -> None:
         n = self.train_log_probs.shape
         same = self.rollout_log_probs.shape == self.mask.shape == n
+        same &= self.kl is None or self.kl.shape == n
         if self.turns is not None:
             starts = {0, *self.turns.cumsum(0).tolist()}
             same &= starts >= {*self.lengths.cumsum(0).tolist()} and max(starts) == n[0]
@@ -65,6 +71,7 @@ class TokenBatch:
         lengths: list[int],
         mask: Tensor | None = None,
         turns: list[int] | None = None,
+        kl: Tensor | None = None,
     ) -> TokenBatch:
         """Make a batch of sequences laid end to end, from three [N]; without a mask all tokens count."""
         if mask is None:
@@ -77,6 +84,7 @@ class TokenBatch:
             turns=None
             if turns is None
             else torch.tensor(turns, dtype=torch.int64, device=mask.device),
+            kl=kl,
         )
 
     @staticmethod
@@ -86,6 +94,15 @@ class TokenBatch:
         return TokenBatch.packed(
             train_log_probs.reshape(-1), rollout_log_probs.reshape(-1), [t] * b, mask.reshape(-1)
         )
+
+    def with_turns(self) -> TokenBatch:
+        """Return the batch with a turn from the first token of each run of counting tokens, as where the
+        mask leaves out what tools answered."""
+        begins = self.mask & ~self.mask.roll(1)
+        begins[(self.lengths.cumsum(0) - self.lengths)[self.lengths > 0]] = True
+        starts = begins.nonzero()[:, 0]
+        ends = starts.new_tensor([len(begins)])
+        return dataclasses.replace(self, turns=torch.diff(starts, append=ends))
 
     def by_turn(self, name: str) -> TokenBatch:
         """Return the batch with its turns for sequences, if a level or an aggregation of this name is
@@ -118,6 +135,14 @@ class TokenBatch:
         return torch.segment_reduce(
             values, "max", lengths=self.lengths, initial=-math.inf, unsafe=True
         )
+
+    def minima_before(self, values: Tensor) -> Tensor:
+        """Return the smallest value among the counting tokens before each in its sequence, 0 for the
+        first: [N] -> [N]."""
+        parts = torch.where(self.mask, values, math.inf).split(self.lengths.tolist())
+        before = [F.pad(x, (1, 0), value=math.inf)[:-1].cummin(0).values for x in parts if len(x)]
+        found = torch.cat(before) if before else values
+        return torch.where(found == math.inf, 0, found)
 
     def spread(self, values: Tensor) -> Tensor:
         """Give every token its sequence's value: [S] -> [N]."""
@@ -191,10 +216,16 @@ def _first_nonfinite(batch: TokenBatch, bad: Tensor) -> str:
 
 def level_log_ratios(batch: TokenBatch, r: Tensor, level: Level) -> Tensor:
     """Return the log-weight of every token before any bound: float32 [N]. Raises ValueError for the
-    level `none`."""
+    level `none`.
+
+    prefix-min: rho_t times the smallest rho_i, i < t (MinPRO, arXiv 2601.22718), in place of the product
+    of all of them; the first token has its own rho.
+    """
     require_choice("level", level, WeightLevel)
     if level == "token":
         return r
+    if level == "prefix-min":
+        return r + batch.minima_before(r)
     batch = batch.by_turn(level)
     per_sequence = batch.sums(r) if level in ("sequence", "turn") else batch.means(r)
     return batch.spread(per_sequence.float())

@@ -7,6 +7,7 @@ records.
 """
 
 from fallback_correction.config.correction_settings import (
+    BY_TOKEN,
     Aggregation,
     CorrectionConfig,
     CorrectionSettings,
@@ -22,6 +23,7 @@ from fallback_correction.config.governor_settings import GovernorConfig
 from fallback_correction.config.length_decay_settings import LengthDecayConfig, SurgeDetectorConfig
 
 __all__ = [
+    "BY_TOKEN",
     "Aggregation",
     "CorrectionConfig",
     "CorrectionSettings",

@@ -26,14 +26,20 @@ from fallback_correction.ranges import (
     require_ranges,
 )
 
-WeightLevel = Literal["token", "sequence", "geometric", "turn", "turn-geometric"]
-Level = Literal["none", "token", "sequence", "geometric", "turn", "turn-geometric"]
+RatioLevel = Literal["token", "sequence", "geometric", "turn", "turn-geometric"]
+WeightLevel = Literal["token", "sequence", "geometric", "turn", "turn-geometric", "prefix-min"]
+Level = Literal[
+    "none", "token", "sequence", "geometric", "turn", "turn-geometric", "prefix-min"
+]  # fmt: skip
 Mode = Literal["truncate", "clip", "mask", "taper"]
-Statistic = Literal["ratio", "k1", "k2", "k3", "binary_kl"]
+Statistic = Literal["ratio", "k1", "k2", "k3", "binary_kl", "kl"]
 Aggregation = Literal["token", "sum", "mean", "max", "turn-sum", "turn-mean"]
 Nonfinite = Literal["error", "reject"]
 VetoBy = Literal["ratio", "rollout_probability"]
 Clamp = Annotated[float | None, above(0)]
+
+BY_TOKEN: tuple[Level, ...] = ("token", "prefix-min")
+"""Levels at which each token has a weight of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +48,8 @@ class CorrectionConfig:
 
     level: Level = "none"
     """Weight of a token: rho (token), the product over its sequence (sequence) or turn (turn), the
-    geometric mean over it (geometric, turn-geometric), or no weights (none)."""
+    geometric mean over it (geometric, turn-geometric), rho times the smallest rho of the tokens before
+    it (prefix-min, MinPRO), or no weights (none)."""
 
     mode: Mode = "truncate"
     """Use of the bounds. truncate: min(w, upper); clip: into [lower, upper]; mask: reject weights
@@ -82,6 +89,16 @@ class CorrectionConfig:
         return self.level != "none"
 
     @property
+    def weighs_tokens(self) -> bool:
+        """Return whether each token has a weight of its own."""
+        return self.level in BY_TOKEN
+
+    @property
+    def bounds_kl(self) -> bool:
+        """Return whether a rule needs `TokenBatch.kl`."""
+        return any(rule.statistic == "kl" for rule in self.rules)
+
+    @property
     def needs_whole_batch(self) -> bool:
         """Return whether a token's weight depends on more of the global batch than its own sequence."""
         return self.self_normalize or not self.rejected_in_denominator
@@ -102,7 +119,8 @@ class RejectionRule:
 
     statistic: Statistic = "ratio"
     """Statistic of a token: ratio rho; k1 = -r, k2 = r^2 / 2, k3 = exp(r) - r - 1 (Schulman, 2020);
-    binary_kl, the larger of both KLs between this token and all others (KPop).
+    binary_kl, the larger of both KLs between this token and all others (KPop); kl, the KL of the
+    rollout's distribution to the trainer's (TRM).
 
     The bounds of ratio and k1 bound rho; those of the others, which grow on both sides of rho = 1,
     bound the statistic itself.
@@ -177,9 +195,10 @@ class CorrectionSettings:
 
     tis_level: Annotated[WeightLevel, WEIGHTS] = "token"
     """Ratio that weighs a token: its own (token), the product over its sequence (sequence), or the
-    geometric mean over it (geometric). turn and turn-geometric are over its turn of the policy."""
+    geometric mean over it (geometric). turn and turn-geometric are over its turn of the policy;
+    prefix-min is its ratio times the smallest before it in its sequence (MinPRO)."""
 
-    rs_level: Annotated[WeightLevel, REJECTION] = "token"
+    rs_level: Annotated[RatioLevel, REJECTION] = "token"
     """Ratio that rejects: a token's own (token), the product over a sequence (sequence), or the
     geometric mean over it (geometric); over a turn of the policy (turn, turn-geometric)."""
 
@@ -269,7 +288,7 @@ class CorrectionSettings:
         return (RejectionRule(aggregation=AGGREGATIONS[self.rs_level], lower=lower, upper=upper),)
 
 
-AGGREGATIONS: dict[WeightLevel, Aggregation] = {
+AGGREGATIONS: dict[RatioLevel, Aggregation] = {
     "token": "token",
     "turn": "turn-sum",
     "turn-geometric": "turn-mean",
@@ -287,8 +306,9 @@ METRICS: dict[str, tuple[Statistic, Aggregation]] = {
     "seq_sum_k1": ("k1", "sum"), "seq_sum_k2": ("k2", "sum"), "seq_sum_k3": ("k3", "sum"),
     "seq_mean_k1": ("k1", "mean"), "seq_mean_k2": ("k2", "mean"), "seq_mean_k3": ("k3", "mean"),
     "seq_max_k2": ("k2", "max"), "seq_max_k3": ("k3", "max"), "token_binary_kl": ("binary_kl", "token"),
+    "seq_max_kl": ("kl", "max"),
 }  # fmt: skip
-"""Statistics of tokens or sequences, by their names in verl's `rollout_rs`."""
+"""Statistics of tokens or sequences, by their names in verl's `rollout_rs` where it has them."""
 
 EXAMPLE = "Write NAME=UPPER or NAME=LOWER_UPPER, as in token_k1=0.5_2 or seq_mean_k3=0.01."
 

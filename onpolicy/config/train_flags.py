@@ -122,6 +122,11 @@ class TrainConfig(SglangArgs):
     @property
     def num_likeliest(self) -> int:
         """Return the number of likeliest tokens that engines return with each sampled one."""
+        return self.distillation.opd_top_k * bool(self.num_centered or self.fallback.may_bound_kl)
+
+    @property
+    def num_centered(self) -> int:
+        """Return the number of them over which scores are centered; 0 without."""
         return self.distillation.opd_top_k * (self.algorithm.policy_loss == "centered")
 
     @property
@@ -188,7 +193,7 @@ def _plan_of(config: TrainConfig) -> RunPlan:
     weighs_lag = corrects_lag and not bypasses_lag
     takes_all = governed or bool(fallback.custom_tis_function_path)
     # A governor that centers scores weighs too only if --use-tis is given.
-    may_weigh = weighs_lag or (takes_all and not config.num_likeliest)
+    may_weigh = weighs_lag or (takes_all and not config.num_centered)
     degrees = {"--megatron-tp": config.megatron.megatron_tp}
     if may_align:
         degrees["--sglang-tp-size"] = tensor_parallel_size(config.sglang_args)

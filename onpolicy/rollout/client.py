@@ -420,7 +420,7 @@ def _likeliest(
     if not len(values) == len(ids) == count * k:
         raise EngineError(
             f"{url}: {count} tokens, and {len(values)} log-probabilities of the likeliest ones. "
-            f"--policy-loss=centered needs {k} for each; use SGLang from the supported range."
+            f"--opd-top-k asks for {k} with each; use SGLang from the supported range."
         )
     values, ids = values.reshape(count, k), ids.reshape(count, k)
     own, is_own = log_probs.array[:, None], ids == response_ids.array[:, None]

@@ -51,7 +51,7 @@ class Ladder:
         importance weights on stock, too."""
         height, flags = RUNGS.index(self._governor.rung), self.config.fallback
         weighs = self.config.plan.weighs_lag or (
-            height >= 1 and (flags.use_tis or not self.config.num_likeliest)
+            height >= 1 and (flags.use_tis or not self.config.num_centered)
         )
         flags = replace(flags, use_tis=weighs, use_rs=height >= 2, get_mismatch_metrics=True)
         if height < 1:
@@ -112,4 +112,4 @@ def first_rung(config: TrainConfig) -> Rung:
         return "aligned"
     if {"use_rs", "rs_veto_threshold"}.intersection(plan.corrections):
         return "mis"
-    return "tis" if plan.corrections or config.num_likeliest else "stock"
+    return "tis" if plan.corrections or config.num_centered else "stock"

@@ -88,6 +88,10 @@ class MicroBatch:
     ref_log_probs: Tensor | None = None
     """Log-probabilities under the reference model; None without a KL penalty in the loss."""
 
+    kl: Tensor | None = None
+    """KL of the engine's distributions to those of the policy before the first step, as in `TokenBatch`;
+    None unless a rule rejects by it."""
+
     old_values: Tensor | None = None
     """Values of the critic before its first step; None without a critic."""
 
@@ -146,7 +150,12 @@ class MicroBatch:
     def tokens(self, train_log_probs: Tensor) -> TokenBatch:
         """Return the tokens that count, with these log-probabilities of the trainer."""
         return TokenBatch.packed(
-            train_log_probs, self.rollout_log_probs, self.response_lens, self.mask, self.turn_lens
+            train_log_probs,
+            self.rollout_log_probs,
+            self.response_lens,
+            self.mask,
+            self.turn_lens,
+            self.kl,
         )
 
     def with_weights(self, factors: Tensor, term: Term) -> Tensor:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fallback_correction.score_centering import likeliest_kl
 from onpolicy.config import TrainConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ParityError
@@ -50,7 +51,7 @@ from onpolicy.training.engine import Role, ShardedModel, no_step, optimizer_step
 from onpolicy.training.loss import LossSettings, policy_loss
 from onpolicy.training.loss_scale import LossScale
 from onpolicy.training.parity_gate import ParityGate
-from onpolicy.training.rollout_correction import Corrections, TrainedStep
+from onpolicy.training.rollout_correction import Corrections, TrainedStep, likeliest_tokens
 from onpolicy.training.shares import Outcomes, Steps
 from onpolicy.training.teachers import Teachers
 from onpolicy.types import LearntTokens, Sample, TrainOutcome
@@ -146,8 +147,9 @@ class Learner:
         # The rollout's log-probabilities are the old policy's in bypass, and on-policy under an
         # aligned contract, where computing them again would give the same bits.
         has_old = self.corrections.bypass or not is_corrected
-        asked = self._asked(len(steps), has_old)
-        batches, scores = self._score([*chain.from_iterable(steps)], asked)
+        k = self.corrections.kl_top_k if is_corrected else 0
+        asked = self._asked(len(steps), has_old) | ({"policy"} if k else set())
+        batches, scores = self._score([*chain.from_iterable(steps)], asked, k)
         batches, metrics = self._advantages(batches, outcomes, scores, has_old)
         metrics["perf/log_probs_time"] = time.perf_counter() - start
         rest = iter(batches)
@@ -159,18 +161,28 @@ class Learner:
         return metrics | gate.metrics(), learnt_tokens(trained)
 
     def _score(
-        self, batches: Sequence[MicroBatch], asked: set[Role]
+        self, batches: Sequence[MicroBatch], asked: set[Role], k: int
     ) -> tuple[Sequence[MicroBatch], ScoresByRole]:
-        """Return the micro-batches with the inputs of a distillation loss, and each model's scores."""
+        """Return the micro-batches with the inputs of a distillation loss, and with the KL over the
+        engine's k likeliest tokens (0: without), and each model's scores."""
         own = [batch.packed.with_own_routing() for batch in batches]
         squares = self.estimator.reads_squares
+        told = [likeliest_tokens(batch, k) for batch in batches]
         # With the rollout's experts.
-        packed = [replace(batch.packed, wants_squares=squares) for batch in batches]
+        packed = [
+            replace(batch.packed, wants_squares=squares, likeliest=each)
+            for batch, each in zip(batches, told, strict=True)
+        ]
         scores: dict[Role, Sequence[Any]] = {
             role: model.score(packed if role == "policy" else own)
             for role, model in self.models.items()
             if role in asked
         }
+        if k:
+            theirs = [each.log_probs for each in told if each is not None]
+            ours = [each.likeliest_log_probs for each in scores["policy"]]
+            kls = map(likeliest_kl, ours, theirs)
+            batches = [replace(batch, kl=kl) for batch, kl in zip(batches, kls, strict=True)]
         if self.teachers is not None:
             scores["teacher"], batches = self.teachers.score(batches)
         return batches, scores

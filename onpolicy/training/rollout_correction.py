@@ -76,7 +76,7 @@ class Corrections:
         self.penalty = self._penalty if flags.dc.mode else None
         self.custom = self._custom(flags)
         self.bypass = flags.use_rollout_logprobs
-        self.num_likeliest = self.config.num_likeliest * centers
+        self.num_centered = self.config.num_centered * centers
 
     def _custom(self, flags: FallbackConfig) -> CustomCorrection | None:
         """Load the user's own correction, if there is one; it gets all flags of the run, with `flags`
@@ -99,6 +99,12 @@ class Corrections:
         """
         whole = self.weights is not None and self.weights.needs_whole_batch
         return num_steps > 1 or whole or self.penalty is not None
+
+    @property
+    def kl_top_k(self) -> int:
+        """Return the number of likeliest tokens over whose KL sequences are rejected; 0 for none."""
+        bounds_kl = self.weights is not None and self.weights.bounds_kl
+        return self.config.num_likeliest * bounds_kl
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the next rollout depends on."""
@@ -199,7 +205,7 @@ class Corrections:
         lens = [len(batch.mask) for batch in step]
         columns = (shares, kept, weights, centered)
         parts = zip(step, *(column.split(lens) for column in columns), strict=True)
-        k = self.num_likeliest if active else 0
+        k = self.num_centered if active else 0
         weighed = [
             replace(
                 batch,
@@ -245,8 +251,8 @@ def likeliest_tokens(batch: MicroBatch, k: int) -> LikeliestTokens | None:
     for sample, each in zip(batch.samples, rows, strict=True):
         if {*map(len, each)} != {8 * k}:
             raise TrainingError(
-                f"--policy-loss=centered: {sample.name}: its engine did not return the {k} likeliest "
-                "tokens with each token, as one that was asked before --policy-loss or --opd-top-k "
+                f"--opd-top-k={k}: {sample.name}: its engine did not return the {k} likeliest tokens "
+                "with each token, as one that was asked before --policy-loss, --rs-rules or --opd-top-k "
                 "changed. Give the former flags."
             )
     return LikeliestTokens.of([x for each in rows for x in each], device)
@@ -309,12 +315,14 @@ def _advantages(batches: Sequence[MicroBatch]) -> Tensor:
 
 
 def _tokens(batches: Sequence[MicroBatch], train_log_probs: Sequence[Tensor]) -> TokenBatch:
+    kl = [batch.kl for batch in batches if batch.kl is not None]
     return TokenBatch.packed(
         torch.cat(list(train_log_probs)),
         torch.cat([batch.rollout_log_probs for batch in batches]),
         [n for batch in batches for n in batch.response_lens],
         torch.cat([batch.sampled for batch in batches]),
         [n for batch in batches for n in batch.turn_lens],
+        torch.cat(kl) if kl else None,
     )
 
 

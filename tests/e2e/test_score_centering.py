@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from fallback_correction.score_centering import likeliest_kl
 from onpolicy.config import groups
 from onpolicy.errors import EngineError
 from onpolicy.models.policy import PackedTokens
@@ -78,12 +79,15 @@ def stock(checkpoint, tmp_path_factory):
         yield pair
 
 
-def learnt(pair, trajectories, k):
+def learnt(pair, trajectories, k, **fallback):
     learner = pair.trainer.learner
     config = dataclasses.replace(
-        learner.config, distillation=groups.DistillationConfig(opd_top_k=k)
+        learner.config,
+        distillation=groups.DistillationConfig(opd_top_k=k),
+        fallback=groups.FallbackConfig(**fallback),
     )
     learner.config = learner.corrections.config = config
+    learner.corrections.use(config.fallback, centers=True)
     return pair.trainer.train(samples_of(trajectories), 0, [0.0]).metrics
 
 
@@ -151,3 +155,32 @@ def test_a_centered_run_learns(start, tmp_path, flags):
     *_, last = metrics_of(tmp_path)
     assert 0 < last[TOLD] < 1
     assert last[LOSS] != 0 and last["train/grad_norm"] > 0
+
+
+def test_the_kl_of_a_stock_engine_is_that_of_its_whole_distributions_and_rejects_by_sequence(stock):
+    """Against float64, from the trainer's logits of every token; the engine tells all of them."""
+    requests = [
+        dataclasses.replace(r, params=dataclasses.replace(r.params, num_likeliest=VOCABULARY))
+        for r in make_requests(6, seed=33, max_new_tokens=10)
+    ]
+    trajectories = trajectories_of(requests, stock.generate(requests))
+    largest = []
+    for (theirs, ours), each in zip(compared(stock, trajectories), trajectories, strict=True):
+        packed = PackedTokens.pack([each.token_ids], [each.sampled], [each.temperatures])
+        hidden = dataclasses.replace(packed, wants_hidden=True)
+        with torch.no_grad():
+            found = stock.trainer.policy.module(hidden).hidden
+            logits = stock.trainer.policy.module.head().logits(found).double()
+        p = (logits / packed.temperature[:, None].double()).log_softmax(-1)
+        q = torch.empty_like(p).scatter_(
+            1, LikeliestTokens.of(each.likeliest).tokens, theirs.double()
+        )
+        wanted = (q.exp() * (q - p)).sum(-1)
+        kl = likeliest_kl(ours, theirs)
+        assert torch.allclose(kl.double(), wanted, rtol=1e-3, atol=3e-6) and wanted.max() > 1e-5
+        largest.append(kl.max().item())
+    bound = sorted(largest)[2] * 1.01
+    for limit, kept in ((bound, 3), (max(largest) * 1.01, 6)):
+        rules = (f"seq_max_kl={limit}",)
+        found = learnt(stock, trajectories, VOCABULARY, use_rs=True, rs_rules=rules)
+        assert found["correction/rejected_fraction"] == pytest.approx(1 - kept / 6)

@@ -476,3 +476,105 @@ def test_context_parallel_ranks_take_their_part_of_the_whole(batch, changed, siz
         assert torch.equal(part, loss[index])
         assert all(map(torch.equal, part_masks, masks))
         assert all(torch.equal(part_metrics[name], metrics[name][index]) for name in metrics)
+
+
+# What Miles lacks, in its layout: a loss mask that leaves out what a tool answered.
+
+OURS = [
+    [(-0.5, -1.0, 1), (-2.0, -1.0, 1), (8.0, -1.0, 0), (-0.75, -1.0, 1)],
+    [(-0.25, -1.0, 1), (-1.5, -1.0, 1)],
+]
+
+
+def fixed_keys(**changed):
+    plain = {"use_rs": False, "rs_veto_threshold": None, "tis_batch_normalize": False}
+    return keys(**{**plain, "tis_upper_bound": 9.0, "mis_fixed": True, **changed})
+
+
+def of_ours(pg_loss=None, **changed):
+    loss = torch.ones(6) if pg_loss is None else torch.tensor(pg_loss)
+    return hook(fixed_keys(**changed), OURS, loss)
+
+
+@pytest.mark.parametrize(
+    ("level", "logs"),
+    [
+        ("prefix-min", [0.5, -0.5, None, -0.75, 0.75, 0.25]),
+        ("turn", [-0.5, -0.5, None, 0.25, 0.25, 0.25]),
+        ("turn-geometric", [-0.25, -0.25, None, 0.25, 0.125, 0.125]),
+    ],
+)
+def test_minpro_and_turns_weigh_what_miles_gives(level, logs):
+    wanted = [0.0 if x is None else math.exp(x) for x in logs]
+    assert of_ours(tis_level=level)[0].tolist() == pytest.approx(wanted)
+    with pytest.raises(ValueError, match=f"tis_level='{level}': Miles has no such correction"):
+        of_ours(tis_level=level, mis_fixed=False)
+
+
+def test_topr_tapers_by_the_sign_of_miles_loss():
+    """pg_loss is positive where the advantage is negative."""
+    wanted = [math.exp(-0.25), math.exp(-0.25), 0.0, math.exp(-0.25), -1.0, -1.0]
+    changed = {"tis_mode": "taper", "tis_level": "sequence", "tis_upper_bound": 1.0}
+    loss, _, metrics = of_ours([1.0] * 4 + [-1.0] * 2, **changed)
+    assert loss.tolist() == pytest.approx(wanted)
+    assert metrics["mis_tis_weight_after_bound"].tolist() == pytest.approx(list(map(abs, wanted)))
+    with pytest.raises(ValueError, match="advantage_estimator=cispo has a log-probability"):
+        of_ours(**changed, advantage_estimator="cispo")
+
+
+@pytest.mark.parametrize(("level", "mode"), [("prefix-min", "clip"), ("turn", "taper")])
+def test_context_parallel_ranks_take_their_part_of_ours_too(level, mode):
+    """radixark/miles#3097: a prefix over one rank's shard alone is another number."""
+    args, whole = fixed_keys(tis_level=level, tis_mode=mode, tis_lower_bound=0.8), tensors(OURS)
+    pg_loss = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, -1.0])
+    loss, *_ = hook(args, OURS, pg_loss)
+    flat = {name: torch.cat(whole[name]) for name in ("train_log_probs", "rollout_log_probs")}
+    gathered = [*flat.values(), pg_loss][: 3 if mode == "taper" else 2]
+    for rank in range(2):
+        index = miles.zigzag_shard([9, 5], [4, 2], rank, 2).index
+        part, _, _ = miles.compute_mis_weights_with_cp(
+            args, pg_loss=pg_loss[index], loss_masks=whole["loss_masks"],
+            **{name: [values[index]] for name, values in flat.items()},
+            total_lengths=[9, 5], response_lengths=[4, 2],
+            context_shard=FakeShard(index, gathered),
+        )  # fmt: skip
+        assert torch.equal(part, loss[index])
+
+
+def test_kpop_rejects_what_miles_gives_and_what_it_does_not_give_is_refused():
+    loss, masks, metrics = of_ours(use_tis=False, use_rs=True, rs_rules=["token_binary_kl=0.15"])
+    kept = [bool(t[2]) and binary(*t[:2]) <= 0.15 for row in OURS for t in row]
+    assert torch.cat(masks).bool().tolist() == kept and 0 < sum(kept) < 5
+    assert loss.tolist() == [1.0] * 6 and "mis_rs_mask_fraction_high" not in metrics
+    with pytest.raises(ValueError, match="only use_rs reads it"):
+        of_ours(rs_rules=["token_binary_kl=0.15"])
+    with pytest.raises(ValueError, match="seq_max_kl needs whole distributions, and Miles gives"):
+        of_ours(use_rs=True, rs_rules="seq_max_kl=0.05")
+    with pytest.raises(ValueError, match=r"rs_rules=\('token_k3=1',\): Miles has no such"):
+        of_ours(use_rs=True, rs_rules=["token_k3=1"], mis_fixed=False)
+
+
+def binary(train, rollout):
+    """The larger KL between a token and all others, in float64."""
+    p, q = math.exp(train), math.exp(rollout)
+
+    def kl(p, q):
+        return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+    return max(kl(p, q), kl(q, p))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mode", MODES)
+def test_the_hook_is_that_of_miles_newest_code(level, mode):
+    name = "examples.infra_features.train_infer_mismatch_helper.mis"
+    newest = pytest.importorskip(name, reason="no Miles: put a checkout of it on PYTHONPATH")
+    sequence = [t for t in OURS[0] if t[2]]
+    args = keys(
+        tis_level=level, tis_mode=mode, rs_level=level, tis_batch_normalize=level != "geometric"
+    )
+    batch = [sequence, OURS[1]]
+    theirs = newest.compute_mis_weights(args, **tensors(batch))
+    weights, masks, _ = miles.compute_mis_weights(args, **tensors(batch))
+    for ours, wanted in ((weights, theirs[0]), (masks, theirs[1])):
+        assert all(map(torch.allclose, ours, wanted))

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -8,6 +9,7 @@ from fallback_correction.config import CorrectionSettings, RejectionRule, Veto
 from fallback_correction.config.correction_settings import METRICS
 from fallback_correction.correction import apply_rule, apply_veto, binary_kl, correct, divergence
 from fallback_correction.ranges import FieldError
+from fallback_correction.score_centering import likeliest_kl
 from fallback_correction.tokens import TokenBatch, log_ratios
 from tests.support.token_batches import by_log_ratios
 
@@ -190,7 +192,7 @@ def verls(names, thresholds):
     return mask.bool()
 
 
-@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize("name", sorted(METRICS.keys() - {"seq_max_kl"}))  # which verl cannot know
 def test_a_metric_keeps_what_verls_of_its_name_keeps(name):
     bound = "0.9_1.1111111" if name.endswith("k1") else "0.03"  # as much of rho as of 1 / rho
     theirs = name.removeprefix("token_") if name.endswith("kl") else name
@@ -244,3 +246,44 @@ def test_what_is_no_rule_is_refused(rules, message):
     with pytest.raises(FieldError) as error:
         CorrectionSettings(use_rs=True, rs_rules=tuple(rules))
     assert message in str(error.value)
+
+
+def with_kl(kl, lengths, mask=None):
+    flat = torch.zeros(len(kl))
+    mask = None if mask is None else torch.tensor(mask)
+    return TokenBatch.packed(flat, flat, lengths, mask, kl=torch.tensor(kl))
+
+
+def test_trm_drops_a_sequence_whose_largest_kl_is_above_the_bound():
+    settings = CorrectionSettings(use_rs=True, rs_rules=("seq_max_kl=0.0625",))
+    batch = with_kl([0.0, 0.0625, 0.03, 0.07, 0.0, 9.0, 0.01], [3, 2, 2], [1, 1, 1, 1, 1, 0, 1])
+    found = correct(batch, settings.correction())
+    assert found.mask.tolist() == [True] * 3 + [False] * 2 + [False, True]
+    assert found.metrics["correction/rejected_high_fraction"] == pytest.approx(2 / 6)
+    assert settings.correction().bounds_kl and settings.correction().looks_at_sequences
+    above = with_kl([torch.tensor(0.0625).nextafter(torch.tensor(1.0)).item()], [1])
+    assert not correct(above, settings.correction()).mask.any()
+    for worst in (math.inf, math.nan):
+        assert not correct(with_kl([0.0, worst], [2]), settings.correction()).mask.any()
+
+
+def test_trm_sees_tokens_apart_whose_ratios_cancel():
+    """THUDM/slime#1568: sums and means over a sequence let such a sequence pass."""
+    p, q = (
+        torch.tensor([[0.2, 0.8], [0.8, 0.2]]).log(),
+        torch.tensor([[0.8, 0.2], [0.2, 0.8]]).log(),
+    )
+    batch = TokenBatch.packed(p[:, 0], q[:, 0], [2])
+    batch = dataclasses.replace(batch, kl=likeliest_kl(p, q))
+    assert batch.kl.tolist() == pytest.approx([0.6 * math.log(4)] * 2, abs=1e-5)
+    for rule, passes in (("seq_sum_k1=0.9_1.1", True), ("seq_max_kl=0.05", False)):
+        settings = CorrectionSettings(use_rs=True, rs_rules=(rule,))
+        assert bool(correct(batch, settings.correction()).mask.all()) == passes
+
+
+def test_trm_is_refused_where_only_the_sampled_tokens_are_known():
+    settings = CorrectionSettings(use_rs=True, rs_rules=("seq_max_kl=0.05",))
+    with pytest.raises(ValueError, match="seq_max_kl: needs the KL between whole distributions"):
+        correct(by_log_ratios(R), settings.correction())
+    with pytest.raises(ValueError, match="must be the same number of tokens"):
+        TokenBatch.packed(torch.zeros(2), torch.zeros(2), [1, 1], kl=torch.zeros(3))

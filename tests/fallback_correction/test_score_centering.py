@@ -1,13 +1,16 @@
 """Score centering: the mean over what a token could have been, against its definition in float64 and
 against a peer's numbers."""
 
+import itertools
 import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fallback_correction.config import CorrectionConfig
-from fallback_correction.score_centering import centering, coefficients
+from fallback_correction.score_centering import centering, coefficients, likeliest_kl
 
 P = [[0.40, 0.25, 0.10], [0.05, 0.60, 0.15], [0.20, 0.30, 0.4999]]
 Q = [[0.50, 0.20, 0.15], [0.20, 0.45, 0.05], [0.30, 0.30, 0.30]]
@@ -142,3 +145,52 @@ def test_weights_that_are_not_of_one_tokens_ratio_are_refused(level, mode):
     p = torch.zeros(1, 1)
     with pytest.raises(ValueError, match=f"level={level}, mode={mode}: .*Use level token"):
         centering(p, p, CorrectionConfig(level=level, mode=mode))
+
+
+def told_of(k, seed=0, vocabulary=9):
+    """(log p, log q, float32 [4, k], of the tokens likeliest by q; KL(q || p) in float64 [4])."""
+    logits, q = policies(vocabulary, seed=seed)
+    p = logits.detach().log_softmax(-1)
+    log_q, ids = q.topk(k)
+    return p.gather(1, ids).float(), log_q.float(), (q.exp() * (q - p)).sum(-1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_over_the_whole_vocabulary_the_kl_is_that_of_the_rollouts_distribution_to_the_trainers(
+    seed,
+):
+    p, q, wanted = told_of(9, seed)
+    assert likeliest_kl(p, q).tolist() == pytest.approx(wanted.tolist(), abs=2e-6)
+    # Not in the other direction.
+    assert likeliest_kl(q, p).tolist() != pytest.approx(wanted.tolist(), abs=1e-2)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_over_fewer_tokens_the_kl_is_of_the_partition_and_a_lower_bound_that_grows(seed):
+    found = [likeliest_kl(*told_of(k, seed)[:2]).double() for k in range(1, 10)]
+    p, q, whole = told_of(3, seed)
+    rest, ours = (1 - x.double().exp().sum(-1) for x in (q, p))
+    partition = (q.double().exp() * (q - p)).sum(-1) + rest * (rest / ours).log()
+    assert found[2].tolist() == pytest.approx(partition.tolist(), abs=2e-6)
+    for less, more in itertools.pairwise(found):
+        assert (less <= more + 2e-6).all()
+    assert (found[0] < whole - 1e-3).any() and (found[-1] <= whole + 2e-6).all()
+
+
+def test_the_kl_is_0_for_equal_policies_and_infinite_where_only_the_trainer_never_draws_a_token():
+    p, q, _ = told_of(9)
+    assert torch.equal(likeliest_kl(q, q), torch.zeros(4))
+    cut = torch.tensor([[0.75, 0.25, 0.0]]).log()
+    assert likeliest_kl(cut, torch.tensor([[0.5, 0.25, 0.25]]).log()).tolist() == [math.inf]
+    kept = torch.tensor([[0.5, 0.25, 0.25]]).log()
+    wanted = 0.75 * math.log(1.5)
+    assert likeliest_kl(kept, cut).tolist() == pytest.approx([wanted], abs=2e-6)
+    assert likeliest_kl(p.masked_fill(p == p[0, 0], math.nan), q)[0] == math.inf
+
+
+@given(st.permutations(range(4)), st.permutations(range(6)))
+def test_the_kls_bits_depend_on_no_other_token_and_on_no_order(rows, tokens):
+    p, q, _ = told_of(6)
+    found = likeliest_kl(p[rows][:, tokens], q[rows][:, tokens])
+    assert torch.equal(found, likeliest_kl(p, q)[rows])
+    assert torch.equal(found[:1], likeliest_kl(p[rows[:1]], q[rows[:1]]))

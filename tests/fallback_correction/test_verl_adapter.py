@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fallback_correction.adapters import verl
+from fallback_correction.effective_rate import rate_factor, weight_sums
+from fallback_correction.tokens import TokenBatch
 
 TOKEN_OPTIONS = ("token_k1", "token_k2", "token_k3", "binary_kl")
 SEQUENCE_OPTIONS = (
@@ -356,14 +358,28 @@ def test_nothing_outside_the_mask_matters():
     ("config", "message"),
     [
         (
-            {"rollout_is": "geometric"},
-            r"rollout_is='geometric': unknown. Use one of token, sequence",
+            {"rollout_is": "word"},
+            r"rollout_is='word': unknown. Use one of token, sequence",
         ),
         ({"rollout_is": "token", "rollout_is_threshold": "a"}, r"rollout_is_threshold='a'"),
         ({"rollout_is": "token", "rollout_is_threshold": True}, r"rollout_is_threshold='True'"),
         ({"rollout_is": "token", "rollout_is_threshold": -1}, r"must be positive"),
         ({"rollout_is": "token", "rollout_is_threshold": "3_2"}, r"lower bound 3\.0 exceeds"),
         ({"rollout_rs": "token_k1"}, r"rollout_rs_threshold=None"),
+        (
+            {"rollout_rs": "seq_max_kl", "rollout_rs_threshold": 1},
+            r"verl's rollout keeps the log-prob",
+        ),
+        ({"loss_type": "centered"}, r"loss_type=centered: score centering needs .* does not keep"),
+        ({"rollout_is": "token", "rollout_is_taper": True}, r"mode=taper: needs the advantages"),
+        (
+            {"rollout_is": "token", "rollout_is_taper": True, "rollout_is_threshold": "0.5_2"},
+            r"rollout_is_taper=True: truncates weights, .* rollout_is_threshold='0.5_2'",
+        ),
+        (
+            {"rollout_is_taper": True},
+            r"rollout_is_taper=True: truncates weights, and rollout_is=None",
+        ),
         ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 2}, r"rollout_rs='seq_max_k1'"),
         ({"rollout_rs": "", "rollout_rs_threshold": 2}, r"rollout_rs='': must name"),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2"}, r"token_k2 has an upper"),
@@ -393,3 +409,75 @@ def test_one_threshold_serves_all_options():
     a = correct(batch, rollout_rs="token_k2,token_k3", rollout_rs_threshold=0.2)[1]
     b = correct(batch, rollout_rs="token_k2,token_k3", rollout_rs_threshold="0.2,0.2")[1]
     assert torch.equal(a, b)
+
+
+# What verl lacks, in its layout: padded, and the mask leaves out what a tool answered.
+
+R = torch.tensor([[0.5, -1.0, 9.0, 0.25, -0.5, 7.0], [0.75, 0.5, -0.25, 9.0, 9.0, 9.0]])
+MASK = torch.tensor([[1, 1, 0, 1, 1, 0], [1, 1, 1, 0, 0, 0]])
+IN_VERL = {
+    "old_log_prob": R - 1,
+    "rollout_log_prob": torch.full((2, 6), -1.0),
+    "response_mask": MASK,
+}
+
+
+def weights_of_verl(**config):
+    inputs = {**IN_VERL, **config.pop("inputs", {})}
+    return verl.compute_rollout_correction({"rollout_is_threshold": 9.0, **config}, **inputs)[0]
+
+
+def exps(rows):
+    return torch.tensor(rows).exp() * MASK
+
+
+@pytest.mark.parametrize(
+    ("level", "logs"),
+    [
+        ("prefix-min", [[0.5, -0.5, 0, -0.75, -1.5, 0], [0.75, 1.25, 0.25, 0, 0, 0]]),
+        ("turn", [[-0.5, -0.5, 0, -0.25, -0.25, 0], [1, 1, 1, 0, 0, 0]]),
+        ("turn-geometric", [[-0.25, -0.25, 0, -0.125, -0.125, 0], [1 / 3] * 3 + [0] * 3]),
+    ],
+)
+def test_minpro_and_turns_weigh_what_verl_gives(level, logs):
+    found = weights_of_verl(rollout_is=level)
+    assert torch.allclose(found, exps(logs), rtol=1e-6)
+    assert not torch.allclose(found, weights_of_verl(rollout_is="sequence"))
+
+
+def test_topr_tapers_what_verl_gives():
+    advantages = torch.tensor([[-1.0] * 6, [0.5] * 6])
+    config = {"rollout_is": "sequence", "rollout_is_threshold": 1.0, "rollout_is_taper": True}
+    found = weights_of_verl(**config, inputs={"advantages": advantages})
+    assert torch.allclose(found, exps([[-0.75] * 6, [0.0] * 6]))
+
+
+def test_the_weights_and_the_rate_of_vcpo_are_those_of_verls_newest_code():
+    """verl lacks KPop, MinPRO, TOPR, turns and VCPO; it has OTB, and ESS / B among its metrics."""
+    reason = "no verl: pip install verl==0.9.1 tensordict"
+    helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper", reason=reason)
+    algorithms = pytest.importorskip("verl.trainer.ppo.core_algos", reason=reason)
+    assert "binary_kl" not in helper.SUPPORTED_ROLLOUT_RS_OPTIONS
+    assert {"optimal_token_baseline", "bypass_mode"} <= {
+        *algorithms.ADV_ESTIMATOR_REGISTRY, *algorithms.POLICY_LOSS_REGISTRY
+    }  # fmt: skip
+    keys = {"rollout_rs": "seq_max_k3,token_k1", "rollout_rs_threshold": "2.0,0.4_1.5"}
+    for level in ("token", "sequence"):
+        config = {"rollout_is": level, "rollout_is_threshold": 1.4, **keys}
+        theirs, mask, metrics = helper.compute_rollout_correction_and_rejection_mask(
+            **IN_VERL, **config
+        )
+        ours = verl.compute_rollout_correction(config, **IN_VERL)
+        assert torch.allclose(ours[0], theirs.batch["rollout_is_weights"])
+        assert torch.equal(ours[1].bool(), mask.bool())
+        assert ours[2].keys() == metrics.keys()
+        assert ours[2] == pytest.approx(metrics, rel=1e-5, abs=1e-5)
+    for lacks in ("prefix-min", "turn"):
+        with pytest.raises(ValueError, match="Invalid rollout_is"):
+            helper.compute_rollout_correction_and_rejection_mask(**IN_VERL, rollout_is=lacks)
+    token = {"rollout_is": "token", "rollout_is_threshold": 1.4}
+    weights, _, metrics = verl.compute_rollout_correction(token, **IN_VERL)
+    batch = TokenBatch.padded(*IN_VERL.values())
+    factor = rate_factor(*map(float, weight_sums(batch, weights.reshape(-1), "token")))
+    share = metrics["rollout_corr/rollout_is_eff_sample_size"]
+    assert 0 < factor < 1 and factor == pytest.approx(math.sqrt(share), rel=1e-6)

@@ -5,8 +5,8 @@ Start Miles or slime with `--custom-config-path mis.yaml` and
     --custom-tis-function-path fallback_correction.adapters.miles.compute_mis_weights_with_cp
 
 Keys: use_tis use_rs tis_level rs_level tis_mode tis_lower_bound tis_upper_bound rs_lower_bound
-rs_upper_bound rs_veto_threshold tis_batch_normalize, and one of ours, `mis_fixed`. Without it the
-results equal Miles', including these mistakes; with `mis_fixed: true`
+rs_upper_bound rs_veto_threshold tis_batch_normalize, and two of ours, `mis_fixed` and `rs_rules`.
+Without them the results equal Miles', including these mistakes; with `mis_fixed: true`
 
 1. weights are normalised over the global batch, where Miles takes the micro-batch of one rank. The
    means are over the values of one call that `gather` gathers: within Miles' hook still a micro-batch
@@ -18,7 +18,13 @@ results equal Miles', including these mistakes; with `mis_fixed: true`
    without `--use-tis` only if `--get-mismatch-metrics` is given;
 5. rejected tokens have the weight 0 and do not enter the mean that normalises weights, where in Miles
    one rejected weight of e^20 makes all others vanish. The denominator of the loss is outside the
-   hook: Miles counts rejected tokens there, although its README says otherwise.
+   hook: Miles counts rejected tokens there, although its README says otherwise;
+6. what Miles lacks: `tis_level: prefix-min` (MinPRO), tis_level or rs_level `turn` and `turn-geometric`,
+   whose turns are the runs of a sample's loss mask, `tis_mode: taper` (TOPR), and
+   `rs_rules: [token_binary_kl=0.1]` (KPop) or other rules in place of rs_level and its bounds.
+
+Miles gives the hook the log-probabilities of sampled tokens in one micro-batch: score centering, TRM's
+exact maximum (`seq_max_kl`) and VCPO's learning rate are beyond it.
 
 With context parallelism the hook needs to know which tokens a rank holds. For Miles:
 
@@ -47,13 +53,22 @@ import torch
 from torch import Tensor
 
 from fallback_correction.adapters.miles.context import Shard
-from fallback_correction.config import CorrectionConfig, CorrectionSettings, Veto, WeightLevel
+from fallback_correction.config import (
+    BY_TOKEN,
+    CorrectionConfig,
+    CorrectionSettings,
+    Veto,
+    WeightLevel,
+)
 from fallback_correction.correction import SMALLEST_MEAN, apply_veto, correct, divergence
 from fallback_correction.mismatch_metrics import CLAMP
 from fallback_correction.ranges import require_choice
-from fallback_correction.tokens import Gather, TokenBatch, alone, clamped
+from fallback_correction.tokens import Gather, TokenBatch, alone, clamped, level_log_ratios
 
 TokenMetrics = dict[str, Tensor]
+
+MILES = ("token", "sequence", "geometric", "truncate", "clip", "mask")
+"""Levels and modes that Miles has."""
 
 Applied = tuple[Tensor | None, Tensor, TokenMetrics]
 """Weights float32 [N] or None, tokens to train on bool [N], metrics."""
@@ -88,6 +103,7 @@ def compute_mis_weights_with_cp(
         rollout_log_probs=rollout_log_probs,
         loss_masks=loss_masks,
         gather=gather,
+        advantages=_signs(args, pg_loss, context_shard),
     )
 
     def held(values: list[Tensor]) -> Tensor:
@@ -106,23 +122,25 @@ def compute_mis_weights(
     rollout_log_probs: list[Tensor],
     loss_masks: list[Tensor],
     gather: Gather = alone,
+    advantages: Tensor | None = None,
 ) -> tuple[list[Tensor] | None, list[Tensor], dict[str, list[Tensor]]]:
     """Return weights, masks and metrics of whole sequences; lists of one 1-D tensor a sequence.
 
     args: any object with the keys above as attributes. Log-probabilities in nats, masks of 0 and 1;
-    gather: over the data-parallel ranks, used with `mis_fixed` only. Returns float32 weights (None
-    without use_tis; 0 outside the loss mask), float32 masks (`loss_masks` itself where Miles does
-    nothing), and the metrics of Miles' README without `mis_`, per token; all without gradient.
+    gather: over the data-parallel ranks, used with `mis_fixed` only. advantages: of all tokens, float32
+    [N], or numbers of their signs, for mode taper. Returns float32 weights (None without use_tis; 0
+    outside the loss mask), float32 masks (`loss_masks` itself where Miles does nothing), and the metrics
+    of Miles' README without `mis_`, per token; all without gradient.
 
     Raises ValueError for bad keys, for lists of different shapes, and, with mis_fixed, for
     log-probabilities that are not finite.
     """
     settings, fixed = read_keys(args), bool(getattr(args, "mis_fixed", False))
-    batch = _packed(train_log_probs, rollout_log_probs, loss_masks)
+    batch = _packed(train_log_probs, rollout_log_probs, loss_masks).with_turns()
     lengths: list[int] = batch.lengths.tolist()
     if not (settings.use_tis or fixed):
         return None, loss_masks, _split_all(mismatch_token_metrics(batch), lengths)
-    applied = _fixed(settings, batch, gather) if fixed else _as_miles(settings, batch)
+    applied = _fixed(settings, batch, gather, advantages) if fixed else _as_miles(settings, batch)
     weights, kept, metrics = applied
     return (
         None if weights is None else _split(weights, lengths),
@@ -131,19 +149,34 @@ def compute_mis_weights(
     )
 
 
-def _fixed(settings: CorrectionSettings, batch: TokenBatch, gather: Gather) -> Applied:
+def _signs(args: Any, pg_loss: Tensor, shard: Shard | None) -> Tensor | None:
+    """Return numbers with the signs of the advantages A, which the hook is not given, for mode taper:
+    pg_loss is -A times a ratio."""
+    if getattr(args, "tis_mode", None) != "taper":
+        return None
+    if getattr(args, "advantage_estimator", None) == "cispo":
+        raise ValueError(
+            "tis_mode=taper: needs the signs of the advantages, and the loss of "
+            "advantage_estimator=cispo has a log-probability for a factor. Use mode truncate."
+        )
+    return -(pg_loss.detach() if shard is None else shard.gather(pg_loss.detach().float()))
+
+
+def _fixed(
+    settings: CorrectionSettings, batch: TokenBatch, gather: Gather, advantages: Tensor | None
+) -> Applied:
     """Return the correction that the keys describe, with Miles' metrics."""
-    correction = correct(batch, settings.correction(), gather)
+    correction = correct(batch, settings.correction(), gather, advantages)
     weights, kept = correction.weights, correction.mask
     metrics: TokenMetrics = {}
     if weights is not None:
-        bounded, metrics = _bounded(settings, batch)
+        bounded, metrics = _bounded(settings, batch, advantages)
         metrics["is_ratio_mean_after_tis_rs"] = torch.where(kept, bounded, 0)
         if settings.tis_batch_normalize:
             factor = correction.metrics["correction/batch_norm_factor"]
             metrics["batch_norm_factor"] = torch.full_like(bounded, _divisor(factor))
         metrics |= final_metrics(dataclasses.replace(batch, mask=kept), weights)
-    if settings.use_rs:
+    if settings.use_rs and not settings.rs_rules:
         metrics |= rejection_metrics(settings, ratios(batch, settings.rs_level))
     if settings.rs_veto_threshold is not None:
         metrics |= veto_metrics(batch, settings.rs_veto_threshold)
@@ -151,6 +184,12 @@ def _fixed(settings: CorrectionSettings, batch: TokenBatch, gather: Gather) -> A
 
 
 def _as_miles(settings: CorrectionSettings, batch: TokenBatch) -> Applied:
+    for name in ("tis_level", "rs_level", "tis_mode", "rs_rules"):
+        if (value := getattr(settings, name)) not in (*MILES, ()):
+            raise ValueError(
+                f"{name}={value!r}: Miles has no such correction, and without mis_fixed the results are "
+                "Miles'. Set mis_fixed=True."
+            )
     weights, metrics = _bounded(settings, batch)
     kept = batch.mask
     if settings.tis_mode == "mask":
@@ -170,11 +209,15 @@ def _as_miles(settings: CorrectionSettings, batch: TokenBatch) -> Applied:
     return weights, kept, metrics | final_metrics(batch, weights)
 
 
-def _bounded(settings: CorrectionSettings, batch: TokenBatch) -> tuple[Tensor, TokenMetrics]:
+def _bounded(
+    settings: CorrectionSettings, batch: TokenBatch, advantages: Tensor | None = None
+) -> tuple[Tensor, TokenMetrics]:
     """Return bounded weights, or unbounded ones in mode mask: float32 [N], 0 outside the mask."""
     raw = bounded = ratios(batch, settings.tis_level)
-    if settings.tis_mode == "truncate":
+    if settings.tis_mode in ("truncate", "taper"):
         bounded = raw.clamp(max=settings.tis_upper_bound)
+        if advantages is not None:
+            bounded = bounded.masked_fill(advantages >= 0, 1)
     elif settings.tis_mode == "clip":
         bounded = raw.clamp(*settings.weight_bounds)
     bounded = torch.where(batch.mask, bounded, 0)
@@ -245,7 +288,7 @@ def read_keys(args: Any) -> CorrectionSettings:
     lower = _or(_number(args, "tis_lower_bound", 0.5), 1 / upper)
     rs_lower = _or(_number(args, "rs_lower_bound", None), lower)
     rs_upper = _or(_number(args, "rs_upper_bound", None), upper)
-    if use_tis and mode != "truncate":
+    if use_tis and mode in ("clip", "mask"):
         _require_order("tis", lower, upper)
     if use_rs:
         _require_order("rs", rs_lower, rs_upper)
@@ -261,6 +304,7 @@ def read_keys(args: Any) -> CorrectionSettings:
         rs_level=getattr(args, "rs_level", "token"),
         rs_lower_bound=rs_lower if use_rs else None,
         rs_upper_bound=rs_upper if use_rs else None,
+        rs_rules=_rules(args),
         rs_veto_threshold=_number(args, "rs_veto_threshold", 1e-4),
         rejected_in_denominator=False,
     )
@@ -269,6 +313,21 @@ def read_keys(args: Any) -> CorrectionSettings:
 def correction_config(args: Any) -> CorrectionConfig:
     """Return the keys' correction under `mis_fixed`, set or not. Raises ValueError for bad keys."""
     return read_keys(args).correction()
+
+
+def _rules(args: Any) -> tuple[str, ...]:
+    rules = getattr(args, "rs_rules", None) or ()
+    rules = tuple(rules.split() if isinstance(rules, str) else rules)
+    if rules and not getattr(args, "use_rs", False):
+        raise ValueError(
+            f"rs_rules={rules}: only use_rs reads it. Set use_rs=True, or leave it out."
+        )
+    if any(rule.startswith("seq_max_kl") for rule in rules):
+        raise ValueError(
+            f"rs_rules={rules}: seq_max_kl needs whole distributions, and Miles gives its hook "
+            "log-probabilities of the sampled tokens alone. Use seq_max_k3, which estimates it."
+        )
+    return rules
 
 
 def _number(args: Any, name: str, default: float | None) -> float | None:
@@ -300,8 +359,8 @@ def ratios(batch: TokenBatch, level: WeightLevel) -> Tensor:
     """Return rho > 0 of every token or its sequence, log rho clamped to +- 20: float32 [N]."""
     require_choice("level", level, WeightLevel)
     r = batch.train_log_probs - batch.rollout_log_probs
-    if level == "token":
-        return torch.exp(clamped(r, CLAMP))
+    if level in BY_TOKEN:
+        return torch.exp(clamped(level_log_ratios(batch, r, level), CLAMP))
     batch = batch.by_turn(level)
     logs = batch.sums(r) if level in ("sequence", "turn") else batch.means(r)
     return batch.spread(torch.exp(clamped(logs, CLAMP))).float()

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
+from fallback_correction.config import WeightLevel
 from fallback_correction.ranges import require_choice, require_choices
 
 Spec = str | float | None
@@ -39,6 +40,11 @@ def rejection_options(names: str, threshold: Spec) -> list[RejectionOption]:
     options = list(dict.fromkeys(_parts(names)))
     if not options:
         raise ValueError(f"rollout_rs={names!r}: must name some of {', '.join(get_args(Option))}.")
+    if "seq_max_kl" in options:
+        raise ValueError(
+            "rollout_rs=seq_max_kl: needs whole distributions, and verl's rollout keeps the "
+            "log-probabilities of sampled tokens alone. Use seq_max_k3, which estimates it."
+        )
     for name in options:
         require_choice("rollout_rs", name, Option)
     if threshold is None:
@@ -129,7 +135,9 @@ def _parts(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-Level = Literal["token", "sequence"]
+Level = WeightLevel
+"""verl has token and sequence."""
+
 LossType = Literal["ppo_clip", "reinforce"]
 
 
@@ -139,6 +147,10 @@ class RolloutCorrectionConfig:
 
     rollout_is: Level | None = "sequence"
     rollout_is_threshold: str | float | None = 2.0
+
+    rollout_is_taper: bool = False
+    """TOPR, not in verl: tokens without a negative advantage weigh 1."""
+
     rollout_is_batch_normalize: bool = False
     rollout_rs: str | None = None
     rollout_rs_threshold: str | float | None = None

@@ -1,7 +1,9 @@
 """verl's rollout correction: `verl/trainer/ppo/rollout_corr_helper.py` on plain tensors.
 
 Keys: rollout_is, rollout_is_threshold, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold;
-named presets: `PRESETS`. Results equal verl's, so
+named presets: `PRESETS`. verl lacks `rollout_rs: binary_kl` (KPop), `rollout_is: prefix-min` (MinPRO),
+`geometric`, `turn` and `turn-geometric`, whose turns are the runs of response_mask, and
+`rollout_is_taper: true` (TOPR). With verl's own keys results equal verl's, so
 
 - bounds of `*_k1` options apply to 1 / rho = pi_rollout / pi_train, of rollout_is_threshold to rho;
 - the mask rejects and weights do not: a rejected token keeps its weight, one that IcePop zeroes stays
@@ -39,6 +41,7 @@ from fallback_correction.correction import (
     divergence,
     importance_weights,
     mean_weight,
+    tapered,
 )
 from fallback_correction.mismatch_metrics import CLAMP
 from fallback_correction.ranges import require_choice
@@ -55,27 +58,41 @@ def compute_rollout_correction(
     rollout_log_prob: Tensor,
     response_mask: Tensor,
     gather: Gather = alone,
+    advantages: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Metrics]:
     """Return weights, the mask after rejection, and metrics named `rollout_corr/*`, without gradient.
 
     config: a mapping or any object with verl's keys; a missing key has verl's default, which is no
     correction. Tensors [B, T], log-probabilities in nats. gather: over data-parallel ranks, for the
-    mean of rollout_is_batch_normalize. Weights are float32 and 0 outside response_mask, or None; the
-    mask has the dtype of response_mask.
+    mean of rollout_is_batch_normalize. advantages: [B, T], for rollout_is_taper. Weights are float32
+    and 0 outside response_mask, or None; the mask has the dtype of response_mask.
 
     Raises ValueError for bad keys, shapes that differ, or a response_mask without a token.
     """
+    if _get(config, "loss_type") == "centered":
+        raise ValueError(
+            "loss_type=centered: score centering needs the engine's log-probabilities of its likeliest "
+            "tokens, which verl does not keep. Use reinforce, or keep them and call "
+            "fallback_correction.score_centering in a loss of your own."
+        )
     require_choice("loss_type", _get(config, "loss_type", "ppo_clip"), LossType)
     _require_same_shapes(old_log_prob, rollout_log_prob, response_mask)
-    batch = TokenBatch.padded(old_log_prob, rollout_log_prob, response_mask)
+    batch = TokenBatch.padded(old_log_prob, rollout_log_prob, response_mask).with_turns()
     r = log_ratios(batch)
     weights: Tensor | None = None
     metrics: Metrics = {}
+    if _get(config, "rollout_is_taper") and (
+        _get(config, "rollout_is") is None or "_" in str(_get(config, "rollout_is_threshold", 2.0))
+    ):
+        raise ValueError(
+            f"rollout_is_taper=True: truncates weights, and rollout_is={_get(config, 'rollout_is')!r}, "
+            f"rollout_is_threshold={_get(config, 'rollout_is_threshold')!r}. Give a level and one bound."
+        )
     if (
         _get(config, "rollout_is") is not None
         and _get(config, "rollout_is_threshold", 2.0) is not None
     ):
-        weights, metrics = _importance(config, batch, r, gather)
+        weights, metrics = _importance(config, batch, r, gather, advantages)
         weights = weights.view(response_mask.shape)
     keep = torch.ones_like(batch.mask)
     if _get(config, "rollout_rs") is not None:
@@ -87,13 +104,15 @@ def compute_rollout_correction(
 
 
 def _importance(
-    config: Any, batch: TokenBatch, r: Tensor, gather: Gather
+    config: Any, batch: TokenBatch, r: Tensor, gather: Gather, advantages: Tensor | None
 ) -> tuple[Tensor, Metrics]:
     level = _get(config, "rollout_is")
     require_choice("rollout_is", level, Level)
     lower, upper = importance_bounds(_get(config, "rollout_is_threshold", 2.0))
     core = CorrectionConfig(level=level, lower=lower or 0.0, upper=upper, log_ratio_clamp=CLAMP)
     found = importance_weights(batch, r, core)
+    if _get(config, "rollout_is_taper", False):
+        found = tapered(batch, found, None if advantages is None else advantages.reshape(-1))
     weights = found.bounded
     metrics: Metrics = {}
     if lower is not None:
@@ -192,7 +211,7 @@ def importance(
         "rollout_is_mean": token_mean(batch, applied),
         "rollout_is_std": token_std(batch, limited),
         "rollout_is_eff_sample_size": 1 / squares if squares else 0.0,
-        **(of_tokens if level == "token" else _range_of_sequences(batch.sums(r), bounds)),
+        **(of_tokens if level != "sequence" else _range_of_sequences(batch.sums(r), bounds)),
         **_means_of_sequences(batch.means(raw), batch.means(applied), bounds),
     }
 

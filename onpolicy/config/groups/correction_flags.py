@@ -64,6 +64,19 @@ IN_A_RUN: dict[str, list[object]] = {
     "rs_rules": [
         Against(_other_rejection,
             "it says all that is rejected by, and {found} would do nothing"),
+        Against(lambda run: run.config.fallback.may_bound_kl and run.advantage_estimator == "otb",
+            "seq_max_kl and --advantage-estimator otb each take their own numbers from the forward pass "
+            "before the loss, which returns those of one"),
+        Against(lambda run: run.config.fallback.may_bound_kl and run.train_backend == "megatron"
+            and run.megatron_pp > 1,
+            "with --megatron-pp={run.megatron_pp} only the last stage knows the distributions that "
+            "seq_max_kl compares",
+            "Leave --megatron-pp at 1, or use seq_max_k3."),
+        Against(lambda run: run.config.fallback.may_bound_kl and not run.plan.starts_aligned
+            and (run.rollout_top_p, run.rollout_top_k, run.rollout_min_p) != (1, -1, 0),
+            "seq_max_kl needs the policy that tokens are drawn from, and with --rollout-top-p, "
+            "--rollout-top-k or --rollout-min-p an engine without --true-on-policy-mode returns another",
+            "Leave these out, align the engines, or use seq_max_k3."),
     ],
     "dc_mode": [
         NOTHING_TO_CORRECT,
@@ -141,6 +154,11 @@ class FallbackConfig(CorrectionSettings):
             "custom_tis_function_path": self.custom_tis_function_path,
         }
         return tuple(name for name, value in switches.items() if value)
+
+    @property
+    def may_bound_kl(self) -> bool:
+        """Return whether --rs-rules holds a metric of whole distributions."""
+        return any(rule.startswith("seq_max_kl=") for rule in self.rs_rules)
 
     @property
     def is_measured(self) -> bool:

@@ -76,11 +76,12 @@ class DistillationConfig:
 
     opd_top_k: Annotated[
         Count,
-        ReadBy("--opd-loss=top-k or --policy-loss=centered",
-            lambda run: run.opd_loss == "top-k" or run.policy_loss == "centered"),
+        ReadBy("--opd-loss=top-k, --policy-loss=centered or --rs-rules seq_max_kl",
+            lambda run: run.opd_loss == "top-k" or run.policy_loss == "centered"
+                or run.config.fallback.may_bound_kl),
     ] = 64  # fmt: skip
     """Number of tokens for --opd-loss top-k, or of those that the engine returns with each token for
-    --policy-loss centered, which is exact with the whole vocabulary's size."""
+    --policy-loss centered and --rs-rules seq_max_kl, exact with the whole vocabulary's size."""
 
     opd_kl_coef: Annotated[
         NonNegative, HAS_TEACHER,

@@ -185,7 +185,7 @@ def make_contract(
     if config.num_likeliest > hf_config.vocab_size:
         raise ConfigError(
             f"--opd-top-k={config.num_likeliest}: the model knows {hf_config.vocab_size} tokens, over "
-            "which --policy-loss=centered is exact. Give no more."
+            "which what reads it is exact. Give no more."
         )
     try:
         LossSettings.of(config)

@@ -79,7 +79,7 @@ def test_score_centering_is_a_cure_that_the_lowest_rung_lacks_alone_or_with_weig
         ladder.load_state_dict({"rung": rung, "bad": 0, "calm": 0, "falls": 0})
         corrections.use(ladder.fallback, ladder.centers)
         assert corrections.flags.use_tis == (weighs and rung != "stock")
-        assert (corrections.num_likeliest > 0) == (rung != "stock")
+        assert (corrections.num_centered > 0) == (rung != "stock")
 
 
 def test_on_the_lowest_rung_nothing_is_corrected_and_lambda_waits():

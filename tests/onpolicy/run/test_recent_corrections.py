@@ -105,3 +105,26 @@ def test_kpop_rejects_in_a_run(base, tmp_path):
     flags = {**LAG, "use_rs": True, "lr": 0.03}
     found = last_of(base, tmp_path, rs_rules=("token_binary_kl=1e-4",), **flags)
     assert 0 < found["correction/rejected_high_fraction"] < 1
+
+
+TRM = {**LAG, "lr": 0.03, "rs_rules": ("seq_max_kl=0.055",), "use_rs": True, "opd_top_k": 137}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"global_batch_size": 4, "tis_batch_normalize": True, "use_tis": True},
+        {"use_rollout_logprobs": True, "global_batch_size": 4},
+        {"policy_loss": "centered"},
+        {"tis_level": "prefix-min", "use_tis": True, "kl_coef": 0.01},
+    ],
+    ids=["alone", "two steps", "bypass", "centered", "minpro and a penalty"],
+)
+def test_sequences_are_rejected_by_the_largest_kl_of_distributions(base, tmp_path, flags):
+    flags = {**TRM, **flags}
+    found = last_of(base, tmp_path / "some", **flags)
+    assert 0 < found["correction/rejected_high_fraction"] < 1
+    none = last_of(base, tmp_path / "none", **{**flags, "rs_rules": ("seq_max_kl=9",)})
+    assert none["correction/rejected_fraction"] == 0
+    assert none["train/grad_norm"] != found["train/grad_norm"]

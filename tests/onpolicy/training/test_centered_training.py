@@ -57,8 +57,15 @@ def learn(job):
     return {k: x for k, x in metrics.items() if not k.startswith("perf/")}, weights(trainer)
 
 
-@pytest.mark.parametrize(("objective", "estimator"), [("centered", "reinforce"), ("ppo", "otb")])
-def test_it_is_the_same_on_any_number_of_ranks(policy, backend, objective, estimator):
+TRM = {"use_rs": True, "rs_rules": ("seq_max_kl=5",)}
+
+
+@pytest.mark.parametrize(
+    ("objective", "estimator", "rules"),
+    [("centered", "reinforce", {}), ("ppo", "otb", {}), ("ppo", "reinforce", TRM)],
+    ids=["centered", "otb", "trm"],
+)
+def test_it_is_the_same_on_any_number_of_ranks(policy, backend, objective, estimator, rules):
     """By Megatron-core the vocabulary, the sequences and the layers are shared out too, where gradients
     are added in another order."""
     layouts = (
@@ -66,13 +73,14 @@ def test_it_is_the_same_on_any_number_of_ranks(policy, backend, objective, estim
         if backend == "fsdp"
         else [{}, {"megatron_tp": 2}, {"megatron_cp": 2}, {"megatron_pp": 2}]
     )
-    if estimator == "otb":
+    if objective != "centered":
         layouts = layouts[:3]
-    whole = job(policy, backend, objective, estimator, use_tis=True)
+    whole = job(policy, backend, objective, estimator, use_tis=True, **rules)
     alone, pair = Ranks(1), Ranks(2)
     (metrics, after), *_ = alone.run(learn, whole)
     if objective == "centered":
         assert metrics[LOSS] != 0 < metrics[TOLD] < 1
+    assert not rules or 0 < metrics["correction/rejected_high_fraction"] < 1
     for layout in layouts:
         (others, together), *_ = pair.run(learn, whole.under(layout))
         assert others.pop("train/grad_norm") == pytest.approx(metrics["train/grad_norm"])

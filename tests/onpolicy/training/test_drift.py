@@ -142,6 +142,11 @@ def geometric(rho):
     return rho.log().mean().exp()
 
 
+def smallest_before(rho):
+    """Of the ratios before each token; 1 before the first."""
+    return torch.stack([rho[:t].min() if t else rho.new_ones(()) for t in range(len(rho))])
+
+
 TIS, MIS = ["--use-tis", "--tis-upper-bound", "1.3"], ["--use-tis", "--tis-mode", "mask"]
 BOUNDS = ["--tis-lower-bound", "0.8", "--tis-upper-bound", "1.3"]
 DC = ["--dc-mode", "fixed", "--dc-lambda", "0.4"]
@@ -168,6 +173,14 @@ CORRECTIONS = {
         ["--use-tis", "--tis-mode", "taper", "--tis-level", "sequence", "--tis-upper-bound", "1"],
         lambda rho, _: B * rho.prod().clamp(max=1) + 0 * rho,
     ),
+    "MinPRO": (
+        ["--use-tis", "--tis-level", "prefix-min", "--tis-mode", "clip", *BOUNDS],
+        lambda rho, _: B * (rho * smallest_before(rho)).clamp(0.8, 1.3),
+    ),
+    "MinPRO of the current policy": (
+        ["--use-rollout-logprobs", "--policy-loss", "reinforce", *TIS, "--tis-level", "prefix-min"],
+        lambda rho, _: B * (rho * smallest_before(rho)).clamp(max=1.3),
+    ),
     "discrepancy": (DC, lambda rho, delta: B - 0.4 * delta),
     "bypass": (["--use-rollout-logprobs"], lambda rho, _: B * rho * (rho >= 0.8)),
 }
@@ -190,7 +203,7 @@ def test_tapered_weights_leave_good_responses_as_they_are():
     assert torch.equal(drift(mu, logits, flags, 0.5), drift(mu, logits, [], 0.5))
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", ["token", "sequence", "prefix-min"])
 @pytest.mark.parametrize("seed", range(3))
 def test_unbounded_weights_take_the_drift_away(level, seed):
     mu, logits = policies(seed)

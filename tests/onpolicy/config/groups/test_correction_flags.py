@@ -13,6 +13,7 @@ GOOD = ["--hf-checkpoint", "/m", "--prompt-data", "/d.jsonl", "--rm-type", "exac
 BYPASS = ["--use-rollout-logprobs"]
 REINFORCE = [*BYPASS, "--policy-loss", "reinforce"]
 LAG = ["--rollout-lag", "1"]
+TRM = ["--use-rs", "--rs-rules", "seq_max_kl=0.1"]
 FREE = ["--rollout-schedule", "free"]
 
 
@@ -42,6 +43,12 @@ def check(*argv):
          r"--tis-upper-bound=0.5: --tis-mode clip bounds below by 1 / --tis-upper-bound = 2"),
         (["--use-rs", "--rs-rules", "token_k3=0.1", "--rs-level", "sequence"],
          r"--rs-rules=token_k3=0.1: it says all that is rejected by, and --rs-level would do nothing"),
+        ([*TRM, "--advantage-estimator", "otb"], r"seq_max_kl and --advantage-estimator otb each take"),
+        ([*TRM, "--train-backend", "megatron", "--megatron-pp", "2"],
+         r"--rs-rules=seq_max_kl=0.1: with --megatron-pp=2 only the last stage knows"),
+        ([*TRM, "--rollout-top-p", "0.9"], r"seq_max_kl needs the policy that tokens are drawn from"),
+        (["--use-rs", "--rs-rules", "seq_max_k3=0.1", "--opd-top-k", "9"],
+         r"--opd-top-k=9: only --opd-loss=top-k, --policy-loss=centered or --rs-rules seq_max_kl reads"),
         (["--rs-rules", "token_k3=0.1"], r"--rs-rules=token_k3=0.1: only --use-rs reads it"),
         (["--use-rs", "--rs-rules", "k3=0.1"],
          r"--rs-rules=k3=0.1: no such metric\. Use one of token_k1"),
@@ -95,6 +102,9 @@ def test_what_means_nothing_is_refused_with_the_true_reason(argv, message):
         [*BYPASS, "--custom-tis-function-path", "a.b", "--use-tis", "--tis-batch-normalize"],
         [*REINFORCE, "--use-tis", "--true-on-policy-mode", "--parity-policy", "fallback"],
         ["--mismatch-governor", "--rs-rules", "seq_mean_k2=0.01"],
+        [*TRM, "--opd-top-k", "9", *BYPASS],
+        [*LAG, "--true-on-policy-mode", *TRM, "--rollout-top-p", "0.9"],
+        [*REINFORCE, "--use-tis", "--tis-level", "prefix-min", "--tis-mode", "clip"],
         [*LAG, "--true-on-policy-mode", "--use-tis", "--tis-level", "sequence"],
         [*LAG, "--true-on-policy-mode", "--use-tis", "--tis-upper-bound", "5"],
         [*LAG, "--true-on-policy-mode", *BYPASS],
