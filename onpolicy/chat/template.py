@@ -13,20 +13,23 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from onpolicy.chat.messages import Message
+from onpolicy.chat.messages import Message, names_called
 from onpolicy.chat.rendering import ChatRenderer
 from onpolicy.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-DriftRule = Literal["new", "keep", "refuse"]
+DriftRule = Literal["new", "words", "keep", "refuse"]
 """The reaction to a template that rewrites the past: begin a new trajectory at the first token that
-differs, keep the tokens as they are, or raise ChatDriftError."""
+differs, keep the tokens if the template's text has the same words, keep them always, or raise
+ChatDriftError."""
 
 _MARK = "(the end of this answer)"
 """A placeholder for an answer, whose end is searched in the template's text."""
@@ -157,40 +160,80 @@ class ChatTemplate(ChatRenderer):
         drift = Drift(token=kept, had=have[length:][:40], wants=wanted[length:][:40])
         if self.rule == "refuse":
             raise ChatDriftError(f"--chat-drift refuse: {drift}.")
-        if self.rule == "keep":
-            more = self.after_answer(token_ids, messages, tools)
-            return Continuation(kept=len(token_ids), token_ids=more, drift=drift)
-        return Continuation(kept=kept, token_ids=self.encode(wanted[length:]), drift=drift)
+        new = Continuation(kept=kept, token_ids=self.encode(wanted[length:]), drift=drift)
+        if self.rule == "new":
+            return new
+        try:
+            more = self.after_answer(token_ids, messages, tools, known)
+        except ValueError:
+            if self.rule == "keep":
+                raise
+            return new
+        if self.rule == "words" and self._words(have + self._text(more)) != self._words(wanted):
+            return new
+        return Continuation(kept=len(token_ids), token_ids=more, drift=drift)
+
+    def _words(self, text: str) -> Counter[str]:
+        """Return how often each word and each punctuation mark occurs besides the frame."""
+        frame = "|".join(map(re.escape, sorted(self._frame, key=len, reverse=True)))
+        return Counter(re.findall(r"\w+|[^\w\s]", re.sub(frame, " ", text)))
+
+    @cached_property
+    def _frame(self) -> set[str]:
+        """The special tokens without a meaning of their own: all, unless the stop tokens are the
+        roles of the next messages, as in GLM's templates, which end no answer."""
+        has_end = self._after_mark((), (), ())[0]
+        return self._special if has_end else self._special - self._stops
 
     def after_answer(
         self,
         token_ids: Sequence[int],
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
+        known: Sequence[Message] = (),
     ) -> list[int]:
         """Return the tokens that the template adds for messages after an answer, whatever came
         before it. They begin with the end of the answer, unless the last of `token_ids` has ended
-        it: a stop token that the template also writes there occurs once."""
-        rest = self._after_mark(messages, tools)
-        if self._decode(token_ids[-1:]) in self._stops:
-            ends = [text for text in self._special if rest.startswith(text)]
-            rest = rest.removeprefix(max(ends, key=len, default=""))
-        return self.encode(rest)
+        it: a stop token that the template also writes there occurs once. known: the messages up to
+        the answer, whose calls name the functions of results."""
+        end, rest = self._after_mark(messages, tools, known)
+        names = names_called([{"tool_calls": tools}])
+        if any(name in rest for name in names):
+            # Mistral's moves the tools to the last user message; they stay where they were read.
+            bare = self._after_mark(messages, (), known)[1]
+            rest = bare if any(rest.count(name) > bare.count(name) for name in names) else rest
+        if (last := self._decode(token_ids[-1:])) not in self._stops:
+            return self.encode(end + rest)
+        return self.encode(rest if end else rest.removeprefix(last))
 
-    def _after_mark(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-        """Return the template's text from the end of an answer on."""
-        for answer in _marked_answers(messages):
-            text = self._render([{"role": "user", "content": "?"}, answer, *messages], tools)
-            if _MARK in text:
-                rest = text[text.rindex(_MARK) + len(_MARK) :]
-                ends = [rest.index(stop) for stop in self._stops if stop in rest]
-                return rest[min(ends) :] if ends and answer.get("tool_calls") else rest
+    def _after_mark(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        known: Sequence[Message],
+    ) -> tuple[str, str]:
+        """Return the special token that ends an answer in the template, and the text after it. Where
+        nothing ends an answer (GLM's; a call in DeepSeek-V3's), that is empty, and what follows."""
+        for answer in _marked_answers(messages, names_called(known[-1:])):
+            chat = [{"role": "user", "content": "?"}, answer]
+            text = self._render([*chat, *messages], tools)
+            if _MARK not in text:
+                continue
+            rest = text[text.rindex(_MARK) + len(_MARK) :]
+            closing = self._render(chat, tools, goes_on=False).rpartition(_MARK)[2]
+            if answer.get("tool_calls"):
+                same = rest[: _agreement(rest, closing)]
+                cut = min((same.index(x) for x in self._stops if x in same), default=len(same))
+                rest, closing = rest[cut:], closing[cut:]
+            has_end = closing.startswith(tuple(self._special))
+            ends = [text for text in self._special if has_end and rest.startswith(text)]
+            end = max(ends, key=len, default="")
+            return end, rest.removeprefix(end)
         raise ValueError("the chat template leaves answers out, so where one ends is not known")
 
     def _common(self, token_ids: Sequence[int], have: str, wanted: str) -> tuple[int, int]:
         """Return how many leading tokens agree with `wanted`, and how many characters they have."""
-        pairs = enumerate(zip(have, wanted, strict=False))
-        same = next((i for i, (one, other) in pairs if one != other), min(len(have), len(wanted)))
+        same = _agreement(have, wanted)
         sizes = range(len(token_ids) + 1)
         count = bisect_right(sizes, same, key=lambda k: len(self._text(token_ids[:k]))) - 1
         # The last token may end within a character: go back until the text is a prefix.
@@ -240,6 +283,12 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=not has_begun))
 
 
+def _agreement(one: str, other: str) -> int:
+    """Return the number of leading characters that two texts share."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 def _replaced(value: Any, texts: Mapping[str, str]) -> Any:
     """Return a message, or a part of one, with texts in it replaced."""
     if isinstance(value, Mapping):
@@ -261,11 +310,13 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(each)
 
 
-def _marked_answers(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
-    """Yield answers that may precede the messages, each ending with a mark."""
+def _marked_answers(messages: Sequence[Message], called: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield answers that may precede the messages, each ending with a mark. called: the names of the
+    functions that the answer called."""
     first = messages[0] if messages else {}
     if first.get("role") == "tool":
-        function = {"name": first.get("name") or "f", "arguments": json.dumps({"x": _MARK})}
+        name = first.get("name") or next(iter(called), "f")
+        function = {"name": name, "arguments": json.dumps({"x": _MARK})}
         call = {"type": "function", "id": first.get("tool_call_id", ""), "function": function}
         yield {"role": "assistant", "content": "", "tool_calls": [call]}
     yield {"role": "assistant", "content": _MARK}

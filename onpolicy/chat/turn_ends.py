@@ -19,7 +19,11 @@ from onpolicy.chat.bounded import bound_templates
 
 _MARK = "(the end of this answer)"
 _NEXT = "(the words of the next message)"
-_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "", "parameters": {"type": "object"}},
+}
+"""A tool with all that templates ask for: GPT-OSS's refuses one without a description."""
 _CALL_ID = "call00001"
 
 Message = dict[str, Any]

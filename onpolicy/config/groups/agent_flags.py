@@ -76,11 +76,12 @@ class GatewayConfig:
     """SGLang parser that finds reasoning in answers, as in SGLang's --reasoning-parser. By default
     reasoning is part of the content."""
 
-    chat_drift: Literal["new", "keep", "refuse"] = "new"
+    chat_drift: Literal["new", "words", "keep", "refuse"] = "new"
     """What happens if the chat template renders earlier messages of a chat differently from the tokens
-    that were sampled. `new`: a new trajectory begins at the first token that differs. `keep`: the
-    sampled tokens stay, and the new messages follow them. `refuse`: the episode fails. All cases are
-    counted (docs/agents.md)."""
+    that were sampled. `new`: a new trajectory begins at the first token that differs. `words`: so it
+    does, unless only special tokens, space and order differ; then the tokens stay. `keep`: they
+    stay, and the new messages follow them. `refuse`: the episode fails. All cases are counted
+    (docs/agents.md)."""
 
 
 BY_SESSIONS = ReadBy("--sessions", lambda run: run.sessions)

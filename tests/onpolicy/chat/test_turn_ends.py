@@ -68,6 +68,12 @@ KNOWN = {
         ),
         ["<|start|>", "<|message|>", "<|return|>", "<|call|>"], [], ["<|return|>", "<|call|>"],
     ),
+    "one that wants a tool's description, as GPT-OSS's does": (
+        "{% for t in tools or [] %}{{ '// ' + t.function.description }}{% endfor %}"
+        + each("<|head|>{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}"
+               "<|call|>{% else %}{{ m.content }}<|return|>{% endif %}"),
+        ["<|head|>", "<|return|>", "<|call|>"], [], ["<|return|>", "<|call|>"],
+    ),
     "Llama's, whose calls end otherwise": (
         each(
             "<|head|>{{ m.role }}\n{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}"
