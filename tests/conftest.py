@@ -19,6 +19,8 @@ import tempfile
 import pytest
 from hypothesis import settings
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before huggingface_hub is imported
+
 import tests.support.quick_disk
 import tests.support.quick_parsing
 import tests.support.triton_interpreter  # noqa: F401 (before anything imports Triton)

@@ -280,7 +280,7 @@ TRAIN = [
     ("sglang-value", NOTHING, "--sglang-chunked-prefill-size many", "--sglang-chunked-prefill-size: invalid int value: 'many'"),
     # Checkpoints
     ("model-missing", NOTHING, "--hf-checkpoint {d}/none", "--hf-checkpoint=.*none: no config.json there"),
-    ("model-is-a-name", NOTHING, "--hf-checkpoint Qwen/Qwen3-4B", "--hf-checkpoint=Qwen/Qwen3-4B: no config.json there. It must be a local directory"),
+    ("model-is-a-name", NOTHING, "--hf-checkpoint Qwen/Qwen3-4B", "--hf-checkpoint=Qwen/Qwen3-4B: there is no such path on this host, .*HF_HUB_OFFLINE is set.*hf download Qwen/Qwen3-4B"),
     ("model-is-a-file", NOTHING, "--hf-checkpoint {d}/data.jsonl", "data.jsonl: no config.json there"),
     ("model-loop", link("loop", "{d}/loop"), "--hf-checkpoint {d}/loop", "loop: no config.json there"),
     ("config-directory", directory("model/config.json"), "", "model: no config.json there"),

@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 from onpolicy.cli.parse import parse
 from onpolicy.config import validate
-from onpolicy.config.flags import spelled
+from onpolicy.config.flags import flag_values, spelled, with_flags
 from onpolicy.outputs.console import configure_logging
 from onpolicy.outputs.destinations import require_writable, tried_directory, write_output
+from onpolicy.system.hub import model_path
 from onpolicy.system.json_values import finite
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,26 @@ def begin(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
     config = parse(config_class, argv, prog)
     validate(config)
     begin_with(config)
-    return config
+    return with_checkpoints(config)
+
+
+_CHECKPOINTS = (
+    "hf_checkpoint", "ref_checkpoint", "critic_load", "teacher_checkpoint", "checkpoint",
+)  # fmt: skip
+"""Flags that take a checkpoint of the hub by its name."""
+
+
+def with_checkpoints(config: Config) -> Config:
+    """Return a configuration with the local path of each checkpoint that is named as on the hub."""
+    values = flag_values(config)
+    named = {name: values[name] for name in _CHECKPOINTS if values.get(name)}
+    paths = {
+        name: model_path(value, spelled(name))
+        if isinstance(value, str)
+        else tuple(model_path(each, spelled(name)) for each in value)
+        for name, value in named.items()
+    }
+    return with_flags(config, paths)
 
 
 def begin_with(config: Any) -> None:

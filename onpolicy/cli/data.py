@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from onpolicy.cli.command import with_checkpoints
 from onpolicy.cli.parse import parse
 from onpolicy.config.rules import require_ranges
 from onpolicy.config.tool_flags import LookConfig
@@ -21,6 +22,6 @@ def main(argv: Sequence[str]) -> int:
 
     from onpolicy.run.commands.prompt_statistics import look
 
-    found = look(config)
+    found = look(with_checkpoints(config))
     print(visible(found.told()))
     return 1 if found.refused or found.too_long else 0

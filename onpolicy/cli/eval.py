@@ -23,6 +23,7 @@ from onpolicy.config.secrets import HIDDEN, is_secret
 from onpolicy.config.sglang_flags import PREFIX
 from onpolicy.config.tool_flags import EvaluateConfig
 from onpolicy.errors import ConfigError
+from onpolicy.system.hub import model_path
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
     from onpolicy.run.saving.checkpoint import find_published
 
-    found = find_published(given.checkpoint)
+    found = find_published(model_path(given.checkpoint, "CHECKPOINT"))
     taken = [*_of_the_run(found.config, given)]
     config = parse(EvaluateConfig, [*taken, *argv], PROG)
     require_ranges(config)

@@ -10,6 +10,7 @@ from onpolicy.config.flags import flags_of, spelled
 from onpolicy.config.rules import decides_results
 from onpolicy.config.sft_flags import AnyRun, SftConfig
 from onpolicy.config.train_flags import TrainConfig
+from onpolicy.system.hub import pinned
 
 _FLAGS = [flag for command in (TrainConfig, SftConfig) for flag in flags_of(command)]
 
@@ -97,5 +98,6 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Return a value as in the record: a list for a tuple, and NaN equal to itself."""
-    return json.dumps(value)
+    """Return a value as in the record: a list for a tuple, and NaN equal to itself. A checkpoint of
+    the hub is its name and commit, in whatever cache."""
+    return json.dumps(pinned(value))

@@ -70,7 +70,7 @@ def load_config(
             f"export --hf-checkpoint BASE --merge {path} --output OUT`, and give OUT."
             if (directory / ADAPTER).is_file()
             else "no config.json there. It must be a local directory with a Hugging Face checkpoint "
-            f"(config.json and *.safetensors): `hf download {path} --local-dir DIR` gets one of the Hub."
+            "(config.json and *.safetensors), or OWNER/NAME of the hub."
         )
         raise ConfigError(f"{flag}={path}: {rule}")
     raw = read_json_object(directory / "config.json", f"{flag}={path}: config.json")

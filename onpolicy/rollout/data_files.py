@@ -42,8 +42,8 @@ def read_rows(path: Path, name: str) -> Iterator[Row]:
     if path.suffix not in READERS:
         raise ConfigError(
             f"{name}: unknown kind {path.suffix!r}. Known: {', '.join(READERS)}, and a directory that "
-            "save_to_disk of the datasets package wrote. A data set of the Hub becomes one by "
-            "`datasets.load_dataset(NAME, split=...).save_to_disk(DIR)`."
+            "save_to_disk of the datasets package wrote. A data set of the hub is OWNER/NAME:SPLIT, "
+            "such as openai/gsm8k:train."
         )
     require_file(path, name)
     try:

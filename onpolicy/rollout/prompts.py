@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cached_property, partial
 from math import isfinite
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -20,6 +19,7 @@ from onpolicy.config.groups import DataConfig, template_options
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.rollout import generated_prompts
 from onpolicy.rollout.data_files import Row, read_rows
+from onpolicy.system.hub import data_path
 from onpolicy.types import Prompt
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def rows_of(source: str, size: int, seed: int, flag: str) -> Iterator[Row]:
     """Yield the rows of a file, or the problems of a generator: `size` of each dataset."""
     if generated_prompts.is_procedural(source):
         return generated_prompts.rows_of(source, size, seed, flag)
-    return read_rows(Path(source), f"{flag}={source}")
+    return read_rows(data_path(source, flag), f"{flag}={source}")
 
 
 def make_prompts(

@@ -14,7 +14,7 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     hf_checkpoint: str = ""
-    """Local directory with the Hugging Face checkpoint. Required."""
+    """Directory with the Hugging Face checkpoint, or OWNER/NAME[@REVISION] of the hub. Required."""
 
     dtype: Dtype = "bfloat16"
     """Compute dtype of both engines. Master weights and gradient sums are always float32. In float16 the
@@ -82,8 +82,8 @@ class DataConfig(RowsConfig):
             "--prompt-data={found}: one of its paths is empty. Give a path, or leave it out."),
     ] = ()  # fmt: skip
     """Training prompts: one or more .jsonl, .json, .csv, .parquet or .arrow files, directories written
-    by save_to_disk, or reasoning-gym:NAME[,NAME] for generated problems. Required, unless --environment
-    is verifiers:NAME."""
+    by save_to_disk, OWNER/NAME[@REVISION]:[CONFIG:]SPLIT of the hub, or reasoning-gym:NAME[,NAME] for
+    generated problems. Required, unless --environment is verifiers:NAME."""
 
     prompt_data_weights: Annotated[
         tuple[float, ...], above(0),

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +13,7 @@ from onpolicy.config.sft_flags import AnswersConfig
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.rollout.data_files import read_rows
 from onpolicy.rollout.prompts import field_of, tools_of
+from onpolicy.system.hub import data_path
 from onpolicy.trajectory import Trajectory
 from onpolicy.types import Prompt, Sample
 
@@ -47,7 +47,7 @@ def load_examples(
     place, for the first row that cannot be used or is longer than `max_tokens`."""
     reader = _Reader(config, tokenizer, stop_token_ids)
     examples: list[Example] = []
-    for where, row in read_rows(Path(path), f"{flag}={path}"):
+    for where, row in read_rows(data_path(path, flag), f"{flag}={path}"):
         example = reader.example(len(examples), row, where)
         if example.num_tokens > max_tokens:
             raise ConfigError(
