@@ -58,7 +58,7 @@ def train(
             folder = on_exit.enter_context(tempfile.TemporaryDirectory(prefix="onpolicy-rewards-"))
             config = _with_rewards(config, rewards, Path(folder))
         validate(config)
-        begin_with(config)
+        config = begin_with(config)
         on_exit.enter_context(_no_event_loop())
         return run_configured(config, rollouter=rollouter, on_metrics=on_metrics)
 

@@ -23,13 +23,10 @@ def begin(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
     """Return the checked configuration, before heavy imports. Raises ConfigError."""
     config = parse(config_class, argv, prog)
     validate(config)
-    begin_with(config)
-    return with_checkpoints(config)
+    return begin_with(config)
 
 
-_CHECKPOINTS = (
-    "hf_checkpoint", "ref_checkpoint", "critic_load", "teacher_checkpoint", "checkpoint",
-)  # fmt: skip
+_CHECKPOINTS = ("hf_checkpoint", "ref_checkpoint", "critic_load", "teacher_checkpoint")
 """Flags that take a checkpoint of the hub by its name."""
 
 
@@ -40,14 +37,23 @@ def with_checkpoints(config: Config) -> Config:
     paths = {
         name: model_path(value, spelled(name))
         if isinstance(value, str)
-        else tuple(model_path(each, spelled(name)) for each in value)
+        else tuple(_named_path(each, spelled(name)) for each in value)
         for name, value in named.items()
     }
     return with_flags(config, paths)
 
 
-def begin_with(config: Any) -> None:
-    """Start to log; raise ConfigError if its logs or its result could not be written."""
+def _named_path(value: str, flag: str) -> str:
+    """Return a checkpoint, or a teacher's name with `=` and its checkpoint."""
+    name, equals, source = value.partition("=")
+    if not equals or "/" in name:
+        return model_path(value, flag)
+    return f"{name}={model_path(source, flag)}"
+
+
+def begin_with(config: Config) -> Config:
+    """Start to log, and return the configuration with checkpoints of the hub as local paths. Raises
+    ConfigError if logs or the result could not be written, or the hub does not give a checkpoint."""
     written = getattr(config, "output", config)
     with ExitStack() as tried:  # a result may be written beside the logs
         for name in ("run_dir", "save", "save_hf"):
@@ -57,7 +63,9 @@ def begin_with(config: Any) -> None:
             if file := getattr(config, name, ""):
                 require_writable(f"--{name}", file)
     configure_logging()
+    config = with_checkpoints(config)
     logger.info("loading PyTorch and transformers")
+    return config
 
 
 def put_out(result: dict[str, Any], json_file: str) -> None:

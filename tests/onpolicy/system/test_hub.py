@@ -38,10 +38,9 @@ def hub(tmp_path, monkeypatch):
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(product, "REVISIONS", {})
-        product.model_path.cache_clear()
+        again()
         yield there
-    product.model_path.cache_clear()
+    again()
 
 
 def path_of(value):
