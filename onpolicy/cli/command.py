@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, TypeVar
 
 from onpolicy.cli.parse import parse
@@ -11,7 +12,7 @@ from onpolicy.config import validate
 from onpolicy.config.flags import flag_values, spelled, with_flags
 from onpolicy.outputs.console import configure_logging
 from onpolicy.outputs.destinations import require_writable, tried_directory, write_output
-from onpolicy.system.hub import model_path
+from onpolicy.system.hub import data_name, model_path
 from onpolicy.system.json_values import finite
 
 logger = logging.getLogger(__name__)
@@ -26,34 +27,37 @@ def begin(config_class: type[Config], argv: Sequence[str], prog: str) -> Config:
     return begin_with(config)
 
 
-_CHECKPOINTS = ("hf_checkpoint", "ref_checkpoint", "critic_load", "teacher_checkpoint")
-"""Flags that take a checkpoint of the hub by its name."""
+def with_commits(config: Config) -> Config:
+    """Return a configuration whose names of the hub are those of commits: checkpoints as local paths,
+    and rows as OWNER/NAME@COMMIT:SPLIT."""
+    values, told = flag_values(config), dict[str, Any]()
+    for flag, place in _NAMED.items():
+        if given := values.get(flag):
+            names = [given] if isinstance(given, str) else given
+            found = tuple(place(name, spelled(flag)) for name in names)
+            told[flag] = found[0] if isinstance(given, str) else found
+    return with_flags(config, told)
 
 
-def with_checkpoints(config: Config) -> Config:
-    """Return a configuration with the local path of each checkpoint that is named as on the hub."""
-    values = flag_values(config)
-    named = {name: values[name] for name in _CHECKPOINTS if values.get(name)}
-    paths = {
-        name: model_path(value, spelled(name))
-        if isinstance(value, str)
-        else tuple(_named_path(each, spelled(name)) for each in value)
-        for name, value in named.items()
-    }
-    return with_flags(config, paths)
-
-
-def _named_path(value: str, flag: str) -> str:
+def _checkpoint(value: str, flag: str) -> str:
     """Return a checkpoint, or a teacher's name with `=` and its checkpoint."""
     name, equals, source = value.partition("=")
-    if not equals or "/" in name:
+    if not equals or "/" in name or Path(value).exists():
         return model_path(value, flag)
     return f"{name}={model_path(source, flag)}"
 
 
+_NAMED = {
+    **dict.fromkeys(("hf_checkpoint", "ref_checkpoint", "critic_load"), _checkpoint),
+    **dict.fromkeys(("prompt_data", "eval_prompt_data"), data_name),
+    "teacher_checkpoint": _checkpoint,
+}
+"""Flags that take names of the hub."""
+
+
 def begin_with(config: Config) -> Config:
-    """Start to log, and return the configuration with checkpoints of the hub as local paths. Raises
-    ConfigError if logs or the result could not be written, or the hub does not give a checkpoint."""
+    """Start to log, and return the configuration with names of the hub at their commits. Raises
+    ConfigError if logs or the result could not be written, or the hub lacks a name."""
     written = getattr(config, "output", config)
     with ExitStack() as tried:  # a result may be written beside the logs
         for name in ("run_dir", "save", "save_hf"):
@@ -63,7 +67,7 @@ def begin_with(config: Config) -> Config:
             if file := getattr(config, name, ""):
                 require_writable(f"--{name}", file)
     configure_logging()
-    config = with_checkpoints(config)
+    config = with_commits(config)
     logger.info("loading PyTorch and transformers")
     return config
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from onpolicy.cli.command import with_checkpoints
+from onpolicy.cli.command import with_commits
 from onpolicy.cli.parse import parse
 from onpolicy.config.rules import require_ranges
 from onpolicy.config.tool_flags import LookConfig
@@ -22,6 +22,6 @@ def main(argv: Sequence[str]) -> int:
 
     from onpolicy.run.commands.prompt_statistics import look
 
-    found = look(with_checkpoints(config))
+    found = look(with_commits(config))
     print(visible(found.told()))
     return 1 if found.refused or found.too_long else 0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from onpolicy.cli.command import with_checkpoints
+from onpolicy.cli.command import with_commits
 from onpolicy.cli.parse import parse
 from onpolicy.config.flags import spelled
 from onpolicy.errors import ConfigError
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
     from onpolicy.models.lora.merged import export_merged
 
-    config = with_checkpoints(config)
+    config = with_commits(config)
     given = Path(config.hf_checkpoint), config.merge, Path(config.output), config.dtype
     print(f"{config.output}: {export_merged(*given)}, in {config.dtype}")
     return 0

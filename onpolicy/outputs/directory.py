@@ -30,7 +30,6 @@ from onpolicy.outputs.console import Visible
 from onpolicy.outputs.lock import locked
 from onpolicy.outputs.trackers import TrackerSink, trackers
 from onpolicy.system import files
-from onpolicy.system.hub import REVISIONS
 
 logger = logging.getLogger(__name__)
 
@@ -191,15 +190,14 @@ def check_sinks(output: OutputConfig) -> None:
 
 
 def versions() -> Mapping[str, Any]:
-    """Return the versions of everything that determines a run's numbers, also of what was read from
-    the hub."""
+    """Return the versions of everything that determines a run's numbers."""
     found = {"python": platform.python_version(), "machine": platform.machine()}
     for package in PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "not installed"
-    return {**found, "hub": dict(REVISIONS)}
+    return found
 
 
 def _holds_one_of(directory: Path, *configs: Mapping[str, Any]) -> bool:

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,11 +25,10 @@ _WEIGHTS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoke
 _OTHER_FORMS = ("original/*", "metal/*", "onnx/*")
 """Folders with the same weights for other programs."""
 
-REVISIONS: dict[str, str] = {}
-"""The commit hash of each repository that this process read, by its name."""
+_commits: dict[tuple[str, str, str | None], str] = {}
+"""The commit hash of each kind, name and revision that this process looked up."""
 
 
-@cache
 def model_path(value: str, flag: str) -> str:
     """Return the directory of a checkpoint: a path, or `OWNER/NAME[@REVISION]` of the hub, which is
     downloaded into its cache. What is on this host wins. Raises ConfigError."""
@@ -41,7 +39,17 @@ def model_path(value: str, flag: str) -> str:
     return str(_snapshot("model", name, revision, f"{flag}={value}", _WEIGHTS))
 
 
-@cache
+def data_name(value: str, flag: str) -> str:
+    """Return a name of rows with the commit hash as its revision; a path as it is. Raises
+    ConfigError."""
+    found = re.fullmatch(_DATA, value)
+    if found is None or Path(value).exists():
+        return value
+    name, revision, config, split = found.groups()
+    commit = _snapshot("dataset", name, revision, f"{flag}={value}", ("README.md",)).name
+    return f"{name}@{commit}:" + (f"{config}:" if config else "") + split
+
+
 def data_path(value: str, flag: str) -> Path:
     """Return the path of rows: a path, or `OWNER/NAME[@REVISION]:[CONFIG:]SPLIT` of the hub, which is
     saved within its cache. Without a config it is the only one, or `default` or `main`. Raises
@@ -84,17 +92,17 @@ def _snapshot(
 ) -> Path:
     from huggingface_hub import snapshot_download
 
+    key = kind, name, revision
+
     def download() -> str:
+        known = _commits.get(key, revision)
         return snapshot_download(
-            name, repo_type=kind, revision=revision, allow_patterns=[*files],
+            name, repo_type=kind, revision=known, allow_patterns=[*files],
             ignore_patterns=[*_OTHER_FORMS], dry_run=False,
         )  # fmt: skip
 
     path = Path(_asked(kind, name, given, download))
-    if REVISIONS.setdefault(name, path.name) != path.name:
-        raise ConfigError(
-            f"{given}: revision {path.name}, and {REVISIONS[name]} is used, too. Give one @REVISION."
-        )
+    _commits[key] = path.name
     logger.info("%s: revision %s, in %s", given, path.name, path)
     return path
 

@@ -11,11 +11,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from onpolicy.cli.command import with_commits
 from onpolicy.config import TrainConfig
+from onpolicy.config.flags import with_flags
 from onpolicy.config.groups import ModelConfig
 from onpolicy.config.settings import changes
 from onpolicy.errors import ConfigError
-from onpolicy.outputs.directory import versions
 from onpolicy.system import hub as product
 from tests.support.hub import Hub, served
 from tests.support.tiny import make_checkpoint
@@ -49,8 +50,7 @@ def path_of(value):
 
 def again():
     """Forget what was looked up, as another process does."""
-    product.model_path.cache_clear()
-    product.REVISIONS.clear()
+    product._commits.clear()
 
 
 def test_a_name_is_one_commit_for_a_whole_process_though_the_hub_moves_on(hub):
@@ -60,16 +60,33 @@ def test_a_name_is_one_commit_for_a_whole_process_though_the_hub_moves_on(hub):
     assert path.endswith(f"models--a--b/snapshots/{first}")
     assert sorted(os.listdir(path)) == ["config.json", "model.safetensors"]  # no other forms
     second = hub.push("models", "a/b", {**MODEL, "config.json": b"{ }"})
-    assert path_of("a/b") == path and [*product.REVISIONS.values()] == [first]
-    with pytest.raises(
-        ConfigError, match=f"{second}, and {first} is used, too. Give one @REVISION"
-    ):
-        path_of("a/b@main")
-    assert versions()["hub"] == {"a/b": first}  # the run directory's versions.json
+    assert path_of("a/b") == path == product.model_path("a/b", "--ref-checkpoint")
+    assert path_of("a/b@main").endswith(second)  # which says another revision
     again()
     assert path_of("a/b").endswith(second)
     again()
     assert path_of(f"a/b@{first}") == path
+
+
+def test_every_flag_with_a_checkpoint_or_rows_takes_a_name(hub):
+    commit = hub.push("models", "a/b", MODEL)
+    rows = hub.push("datasets", "a/b", {"README.md": b""})
+    config = with_commits(named("a/b"))
+    path = path_of("a/b")
+    assert config.data.prompt_data == (f"a/b@{rows}:main:train", "x.jsonl")
+    assert path.endswith(commit)
+    assert config.model.hf_checkpoint == config.critic.critic_load == path
+    assert config.distillation.teacher_checkpoint == (f"math={path}", "/x=1/a")
+
+
+def named(name):
+    """A run with this checkpoint for everything."""
+    flags = {
+        "hf_checkpoint": name, "ref_checkpoint": name, "critic_load": name,
+        "teacher_checkpoint": (f"math={name}", "/x=1/a"),
+        "prompt_data": (f"{name}:main:train", "x.jsonl"),
+    }  # fmt: skip
+    return with_flags(TrainConfig(), flags)
 
 
 def test_a_directory_of_that_name_wins_and_asks_no_hub(hub, tmp_path):
