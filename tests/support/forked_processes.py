@@ -31,7 +31,7 @@ RUN = (
 LIBRARIES = (
     "torch._inductor.compile_fx", "aiohttp.web", "compressed_tensors", "einops", "fastapi", "gguf",
     "google.protobuf.json_format", "huggingface_hub.hf_file_system", "IPython.display",
-    "jsonschema", "loguru", "matplotlib.pyplot", "mcp.server.fastmcp", "msgpack", "msgspec",
+    "jsonschema", "loguru", "matplotlib.pyplot", "msgpack", "msgspec",
     "networkx", "openai.types.realtime", "openai.types.responses", "openai_harmony", "pdb",
     "pydantic.v1", "tiktoken", "torchvision.transforms.v2", "transformers.image_processing_utils",
     "typeguard", "uvicorn", "uvloop", "wcwidth", "wsproto", "xgrammar", "zmq.asyncio",
