@@ -47,6 +47,11 @@ class MegatronLayout:
     def check(self, config: Any, contract: NumericsContract, world_size: int) -> None:
         """Raise ConfigError if a model of this Hugging Face configuration does not support this
         layout."""
+        if contract.dtype == "float16":
+            raise ConfigError(
+                "--dtype=float16: --train-backend megatron does not scale the loss. Choose "
+                "--train-backend fsdp, or --dtype bfloat16."
+            )
         family = family_of(config)
         for name in ("attention_bias", "mlp_bias"):
             if getattr(config, name, False) and name != family.qkv_bias:
@@ -70,11 +75,6 @@ class MegatronLayout:
                     f"--megatron-tp={tp}: does not divide {name}={size}, which "
                     "tensor-parallel ranks share equally. Choose a divisor."
                 )
-        if contract.dtype == "float16":
-            yield (
-                "--dtype=float16: --train-backend megatron does not scale the loss. Choose "
-                "--train-backend fsdp, or --dtype bfloat16."
-            )
         if contract.row_parallel_blocks % tp:
             yield (
                 f"--megatron-tp={tp}: does not divide row_parallel_blocks="
