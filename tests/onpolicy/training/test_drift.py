@@ -147,6 +147,12 @@ def smallest_before(rho):
     return torch.stack([rho[:t].min() if t else rho.new_ones(()) for t in range(len(rho))])
 
 
+def binary_kl(rho, mu):
+    """The larger KL between two policies of one token: mu, and rho mu."""
+    both = [torch.stack([q, 1 - q]) for q in (mu, rho * mu)]
+    return torch.stack([(p * (p / q).log()).sum(0) for p, q in (both, both[::-1])]).amax(0)
+
+
 TIS, MIS = ["--use-tis", "--tis-upper-bound", "1.3"], ["--use-tis", "--tis-mode", "mask"]
 BOUNDS = ["--tis-lower-bound", "0.8", "--tis-upper-bound", "1.3"]
 DC = ["--dc-mode", "fixed", "--dc-lambda", "0.4"]
@@ -180,6 +186,22 @@ CORRECTIONS = {
     "MinPRO of the current policy": (
         ["--use-rollout-logprobs", "--policy-loss", "reinforce", *TIS, "--tis-level", "prefix-min"],
         lambda rho, _: B * (rho * smallest_before(rho)).clamp(max=1.3),
+    ),
+    "geometric mask": (
+        [
+            "--use-rs",
+            "--rs-level",
+            "geometric",
+            "--rs-lower-bound",
+            "0.9",
+            "--rs-upper-bound",
+            "1.2",
+        ],
+        lambda rho, _: B * (0.9 <= geometric(rho) <= 1.2) + 0 * rho,
+    ),
+    "KPop": (
+        ["--use-rs", "--rs-rules", "token_binary_kl=0.05"],
+        lambda rho, delta: B * (binary_kl(rho, delta / (rho - 1).abs()) <= 0.05),
     ),
     "discrepancy": (DC, lambda rho, delta: B - 0.4 * delta),
     "bypass": (["--use-rollout-logprobs"], lambda rho, _: B * rho * (rho >= 0.8)),
