@@ -59,7 +59,7 @@ def under_way(tmp_path, process):
 
 
 MESSY_TESTS = (
-    "tests/onpolicy/outputs/test_wandb_sink.py::test_a_service_that_hangs_is_killed_and_another_can_follow",
+    "tests/onpolicy/outputs/test_trackers.py::test_a_service_that_hangs_is_killed_and_another_can_follow",
     "tests/e2e/test_server.py::test_it_refuses_to_serve_with[a hook that SGLang cannot apply]",
 )
 """A service that is killed, and a server without a guard."""
