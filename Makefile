@@ -39,8 +39,8 @@ $(INSTALLED): $(wildcard $(PINS)/*.*) pyproject.toml
 	$(INSTALL) --requirement $(PINS)/cpu.txt
 	$(INSTALL) --no-deps --requirement $(PINS)/cpu-no-deps.txt
 	$(INSTALL) --no-deps --editable .
-	cp $(PINS)/torchvision_beside_cpu_torch.* \
-	  "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	  cp onpolicy/compat/torchvision_on_cpu.py $(PINS)/torchvision_on_cpu.pth "$$site"
 	touch $@
 
 demo: setup

@@ -391,8 +391,6 @@ TRAIN = [
     ("rm-exits", write("r.py", "import sys\ndef f(s): sys.exit(3)"), f"{OWN} {{d}}/r.py:f", "it raised SystemExit: 3"),
     ("rm-dies", write("r.py", "import os\ndef f(s): os._exit(3)"), f"{OWN} {{d}}/r.py:f", "it ended its process .exit code 3"),
     ("rm-crashes", write("r.py", "import ctypes\ndef f(s): ctypes.string_at(0)"), f"{OWN} {{d}}/r.py:f", "it ended its process .SIGSEGV"),
-    ("rm-of-verl", write("r.py", "def f(data_source, solution_str, ground_truth): return 1"), f"{OWN} {{d}}/r.py:f", r"missing 2 required positional arguments: 'solution_str' and 'ground_truth'\. .*for one of verl's, def score\(sample\): return f\(\"\", sample\.response, sample\.prompt\.label\)"),
-    ("rm-of-trl", write("r.py", "def f(completions, ground_truth, **more): return [1]"), f"{OWN} {{d}}/r.py:f", r"for one of TRL's, def score\(sample\): return f\(\[sample\.response\], ground_truth=\[sample\.prompt\.label\]\)\[0\]"),
     ("rm-two-arguments", write("r.py", "def f(s, t): return 1"), f"{OWN} {{d}}/r.py:f", "missing 1 required positional argument: 't'.*must take one Sample"),
     ("rm-huge", write("r.py", "def f(s): return 10**400"), f"{OWN} {{d}}/r.py:f", "it returned 1000.*int too large to convert to float"),
     ("rm-weighs-what-the-loss-lacks", write("r.py", "def f(s): return {'score': 1, 'token_weights': {'kl_loss': [1] * len(s.response_ids)}}"), f"{OWN} {{d}}/r.py:f", r"token_weights\['kl_loss'\]: the loss of this run has no such term.*--use-kl-loss"),

@@ -107,8 +107,6 @@ class Scorer:
             rule = "It must answer before a run is started"
         elif self.config.group_rm:
             rule = f"It must take a list of Samples and return a list: for each {one}"
-        if wrapper := _wrapper(source, reason):
-            rule = f"{rule}: {wrapper}"
         return (
             f"{self._name(source)}: tried on the first prompt with its label as the response, it "
             f"{reason}. {rule}; see docs/rewards.md."
@@ -265,20 +263,6 @@ def _made_up(prompt: Prompt, sample_index: int) -> Sample:
         ),
         response=prompt.label or "",
     )
-
-
-def _wrapper(source: str, reason: str) -> str:
-    """Return how to wrap a function with the signature of verl or TRL, from its missing arguments."""
-    name = source.rpartition(":")[2].rpartition(".")[2]
-    if "missing" not in reason:
-        return ""
-    if "solution_str" in reason:
-        call = f'{name}("", sample.response, sample.prompt.label)'
-        return f"for one of verl's, def score(sample): return {call}"
-    if "completions" in reason or "ground_truth" in reason:
-        call = f"{name}([sample.response], ground_truth=[sample.prompt.label])[0]"
-        return f"for one of TRL's, def score(sample): return {call}"
-    return ""
 
 
 class Failures:
