@@ -213,7 +213,7 @@ def test_engines_of_another_contract_replace_the_old_ones_and_need_weights(direc
     pair.start()
     pair.push_weights(0)
     stock = sampled(pair)
-    pair.use(ALIGNED, pair.config.fallback)
+    pair.use(ALIGNED, pair.config.fallback, True)
     old, new = host.engines
     assert not old.is_running and new.is_running
     assert new.report()["contract"] == ALIGNED.to_json()
@@ -233,6 +233,6 @@ def test_other_corrections_under_the_same_contract_restart_nothing(directory):
     pair = make_pair(host, directory)
     pair.start()
     fallback = dataclasses.replace(pair.config.fallback, use_tis=True)
-    pair.use(ALIGNED, fallback)
+    pair.use(ALIGNED, fallback, True)
     assert pair.trainer.fallback == fallback
     assert len(host.engines) == 1 and host.num_restarts == 0
