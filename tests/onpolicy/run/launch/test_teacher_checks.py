@@ -117,7 +117,7 @@ NO_NAMES = "give one directory; or with --teacher-key several NAME=DIR"
         ([*TEACHER, "--rollout-temperature", "0.7"], "the teacher's is of temperature 1"),
         ([*TEACHER, "--opd-kl-coef", "0"], "nothing would be learnt from the teacher"),
         ([*TEACHER, "--opd-loss", "full", "--rollout-top-p", "0.9"], "KL over the whole vocabulary"),
-        ([*TEACHER, "--opd-top-k", "5"], "only --opd-loss=top-k, --policy-loss=centered or --rs-rules seq_max_kl reads it"),
+        ([*TEACHER, "--opd-top-k", "5"], "only --opd-loss=top-k, --policy-loss=centered or --rs-rules"),
         ([*TEACHER, "--opd-loss", "top-k", "--train-backend", "megatron", "--megatron-pp", "2"],
             "only the last stage"),
         ([*TEACHER, "--opd-reward-coef", "0", "--filter-equal-rewards"], "are not learnt from"),
