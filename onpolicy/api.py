@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import xxhash
 
 from onpolicy.cli.command import begin_with
 from onpolicy.cli.parse import config_of
@@ -20,6 +21,7 @@ from onpolicy.compat.process import collect_rarely, prepare_process
 from onpolicy.config import TrainConfig, validate
 from onpolicy.config.flags import with_flags
 from onpolicy.errors import ConfigError
+from onpolicy.system import files
 
 if TYPE_CHECKING:
     from onpolicy.outputs.totals import RunSummary
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 
 Reward = str | Callable[["Sample"], Any]
 """The name of a rule (math, dapo, exact), or a function as docs/rewards.md describes it."""
+
+CACHE = Path.home() / ".cache" / "onpolicy" / "rewards"
+"""Where functions of scripts and notebooks are kept for the processes that score."""
 
 
 def train(
@@ -53,13 +58,11 @@ def train(
     collect_rarely()
     if not isinstance(config, TrainConfig):
         config = config_of(TrainConfig, config, "onpolicy.train")
-    with ExitStack() as on_exit:
-        if rewards:
-            folder = on_exit.enter_context(tempfile.TemporaryDirectory(prefix="onpolicy-rewards-"))
-            config = _with_rewards(config, rewards, Path(folder))
-        validate(config)
-        config = begin_with(config)
-        on_exit.enter_context(_no_event_loop())
+    if rewards:
+        config = with_rewards(config, rewards)
+    validate(config)
+    config = begin_with(config)
+    with _no_event_loop():
         return run_configured(config, rollouter=rollouter, on_metrics=on_metrics)
 
 
@@ -107,32 +110,35 @@ def _no_event_loop() -> Iterator[None]:
         asyncio._set_running_loop(loop)
 
 
-def _with_rewards(config: TrainConfig, rewards: Sequence[Reward], folder: Path) -> TrainConfig:
-    """Return the configuration with these rewards in place of none."""
+def with_rewards(config: TrainConfig, rewards: Sequence[Reward]) -> TrainConfig:
+    """Return the configuration with these rewards in place of none. Raises ConfigError if it has any."""
     if config.reward.sources:
         raise ConfigError(
             f"rewards={list(rewards)}: the configuration has {', '.join(config.reward.sources)} already."
             " Give rewards in one of the two."
         )
-    sources = [
-        each if isinstance(each, str) else _path_of(each, folder / f"reward_{i}.py")
-        for i, each in enumerate(rewards)
-    ]
+    sources = [each if isinstance(each, str) else _path_of(each) for each in rewards]
     if len(sources) == 1 and not isinstance(rewards[0], str):
         return with_flags(config, {"custom_rm_path": sources[0]})
     return with_flags(config, {"rewards": tuple(f"{source}=1" for source in sources)})
 
 
-def _path_of(function: Callable[..., Any], file: Path) -> str:
-    """Return where worker processes find a function: in its module, or in a file that unpickles it."""
+def _path_of(function: Callable[..., Any]) -> str:
+    """Return where worker processes find a function: in its module, or in a file that unpickles it.
+
+    The file stays and has its digest for a name: the same function has the same path when a run is
+    resumed, and another one does not, which the checkpoint's settings tell.
+    """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     found = getattr(sys.modules.get(module or ""), name, None)
     if module not in (None, "__main__") and found is function:
         return f"{module}.{name}"
     import cloudpickle
 
-    file.write_text(f"import pickle\n\n{NAME} = pickle.loads({cloudpickle.dumps(function)!r})\n")
-    return f"{file}:{NAME}"
-
-
-NAME = "score"
+    name = name.rpartition(".")[2]
+    name = name if name.isidentifier() else "reward"
+    text = f"import pickle\n\n{name} = pickle.loads({cloudpickle.dumps(function)!r})\n"
+    file = CACHE / f"{xxhash.xxh3_128_hexdigest(text.encode())}.py"
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    files.write(file, text)
+    return f"{file}:{name}"

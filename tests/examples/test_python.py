@@ -5,14 +5,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import onpolicy
-from onpolicy import Sample, TrainConfig, train
+from onpolicy import Sample, TrainConfig, api, train
+from onpolicy.api import with_rewards
+from onpolicy.cli.parse import config_of
 from onpolicy.config.flags import flag_values
 from onpolicy.config.groups import DataConfig, ModelConfig
+from onpolicy.config.groups.reward_flags import name_of
 from onpolicy.errors import ConfigError
+from onpolicy.system.user_functions import load_function
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "python" / "train.ipynb"
@@ -68,6 +73,35 @@ def test_flags_are_checked_as_those_of_a_file():
     ):
         with pytest.raises(ConfigError, match=message):
             train(flags, rewards=["exact"])
+
+
+def of_a_notebook(source):
+    """The functions of a cell, which have no module that a worker process could import."""
+    names = {"__name__": "__main__"}
+    exec(source, names)
+    return [each for name, each in names.items() if name.startswith("reward_for")]
+
+
+CELL = "LIMIT = 3\ndef reward_for_brevity(sample): return float(len(sample.response) < LIMIT)\n"
+
+
+def test_functions_of_a_notebook_keep_their_names_and_a_resumed_run_finds_the_same(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(api, "CACHE", tmp_path / "rewards")
+    cell = f"{CELL}def reward_for_words(sample): return 1.0\n"
+    flags = {"hf_checkpoint": "/m", "prompt_data": "/d.jsonl"}
+    config = config_of(TrainConfig, flags, "onpolicy.train")
+    first, again, other = (
+        with_rewards(config, [*of_a_notebook(each), "math"]).reward
+        for each in (cell, cell, cell.replace("LIMIT = 3", "LIMIT = 4"))
+    )
+    assert [name_of(source) for source in first.sources] == [
+        "reward_for_brevity", "reward_for_words", "math",
+    ]  # fmt: skip
+    assert first == again != other
+    path = with_rewards(config, of_a_notebook(CELL)).reward.custom_rm_path
+    assert load_function(path, "--custom-rm-path")(SimpleNamespace(response="ab")) == 1.0
 
 
 def test_a_configuration_that_is_given_whole_is_validated_before_anything_starts(tmp_path):
