@@ -85,6 +85,7 @@ def test_without_a_reward_the_run_says_it_and_printed_megabytes_are_dropped(roll
         ("dies", "died", "ended with SIGKILL"),
         ("twice", "result", "printed 2 rewards, and an episode has one"),
         ("pays itself", "result", "printed a reward without the key of its session"),
+        ('{{"api_key": "another", "reward": 1}}', "result", "printed a reward without the key of"),
         ('{{"api_key": "{key}", "reward": "high"}}', "result", "reward='high', which must be a number"),
         ('{{"api_key": "{key}", "reward": true}}', "result", "reward=True, which must be a number"),
         ('{{"api_key": "{key}", "reward": NaN}}', "result", "reward.*nan"),

@@ -290,3 +290,12 @@ def test_gradients_are_those_of_finite_differences():
         torch.testing.assert_close(weight.grad[row, column].double(), slope, rtol=1e-4, atol=1e-5)
     nowhere_kept = ~mask.any(0)
     assert (weight.grad[nowhere_kept] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_token_that_is_cut_has_a_finite_logit_that_no_other_reaches_in_every_dtype(dtype):
+    """In float16 the lowest number, -65504, is one that a model may give."""
+    logits = torch.tensor([[-65504.0, 1.0, 2.0]], dtype=dtype)
+    cut = within(logits, torch.tensor([[True, True, False]]))
+    assert cut[0, 2].isfinite() and cut[0, 2] < cut[0, 0]
+    assert torch.equal(cut[0, :2], logits[0, :2].to(cut.dtype))
