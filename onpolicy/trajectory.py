@@ -267,6 +267,10 @@ class Trajectory:
     """Where each complete answer on its own branch ends, and why, in order; not compared, since it
     depends on the calls that asked for the tokens."""
 
+    times: tuple[tuple[float, float], ...] = field(default=(), compare=False)
+    """When each of these answers was asked for and complete, in seconds since the attempt began; it
+    is empty where nobody measured it, and not compared."""
+
     def __post_init__(self) -> None:
         _hold(self, token_ids=Ints, sampled=Flags, rollout_log_probs=Floats, temperatures=Doubles)
 
@@ -290,6 +294,8 @@ class Trajectory:
         ends = [end for end, _ in self.answers]
         if sorted({*ends}) != ends or (ends and ends[-1] > length):
             raise ValueError(f"answers={ends}: must be ends of answers in their order")
+        if len(self.times) not in (0, len(ends)):
+            raise ValueError(f"times={self.times!s:.60}: must be {len(ends)}, one for an answer")
         return self
 
     @staticmethod
@@ -327,9 +333,10 @@ class Trajectory:
             num_prefix_tokens=self.num_prefix_tokens + len(self.token_ids),
         )
 
-    def answered(self) -> Trajectory:
-        """Return it with its last answer as a complete one."""
-        return replace(self, answers=(*self.answers, (len(self.token_ids), self.finish_reason)))
+    def answered(self, times: tuple[float, float] | None = None) -> Trajectory:
+        """Return it with its last answer as a complete one, which took these `times`."""
+        answers = (*self.answers, (len(self.token_ids), self.finish_reason))
+        return replace(self, answers=answers, times=(*self.times, times) if times else ())
 
     def given(self, token_ids: Sequence[int]) -> Trajectory:
         """Return it with further given tokens."""
@@ -344,6 +351,7 @@ class Trajectory:
         count = self._num_sampled(length)
         spans = tuple(replace(s, end=min(s.end, count)) for s in self.spans if s.start < count)
         experts = self.routed_experts
+        answers = tuple(each for each in self.answers if each[0] <= length)
         return replace(
             self,
             token_ids=self.token_ids[:length],
@@ -359,14 +367,19 @@ class Trajectory:
                 replace(g, end=min(g.end, length)) for g in self.grammars if g.start < length
             ),
             weight_version=spans[-1].version if spans else self.weight_version,
-            answers=tuple(each for each in self.answers if each[0] <= length),
+            answers=answers,
+            times=self.times[: len(answers)],
         )
 
     def forked(self, length: int, key: str) -> Trajectory:
         """Return a new branch that shares its first `length` tokens."""
-        forks = (*self.forks, (key, length))
         return replace(
-            self.until(length), num_cached_tokens=0, num_prefix_tokens=0, forks=forks, answers=()
+            self.until(length),
+            num_cached_tokens=0,
+            num_prefix_tokens=0,
+            forks=(*self.forks, (key, length)),
+            answers=(),
+            times=(),
         )
 
     def as_given(self, length: int) -> Trajectory:

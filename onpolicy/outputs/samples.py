@@ -166,11 +166,13 @@ class SampleLog:
         begins_at = trajectory.forks[-1][1] if trajectory.forks else 0
         is_own = [i >= begins_at for i in range(len(trajectory.token_ids))]
         tokens = zip(trajectory.sampled, is_own, trajectory.token_ids, strict=True)
-        turns = [
-            {"sampled": is_sampled, "text": self._decode(ids), "num_tokens": len(ids)}
-            for (is_sampled, _), stretch in groupby(tokens, key=lambda token: token[:2])
-            for ids in [[token for *_, token in stretch]]
-        ]
+        turns: list[dict[str, Any]] = []
+        end = 0
+        for (is_sampled, _), stretch in groupby(tokens, key=lambda token: token[:2]):
+            ids = [token for *_, token in stretch]
+            start, end = end, end + len(ids)
+            turn = {"sampled": is_sampled, "text": self._decode(ids), "num_tokens": len(ids)}
+            turns.append(turn | _times(trajectory, start, end))
         found = {
             "turns": turns if len(turns) > 2 or num_trajectories > 1 else None,
             "forks": trajectory.forks or None,
@@ -181,6 +183,13 @@ class SampleLog:
             "info": sample.info or None,
         }
         return {name: value for name, value in found.items() if value is not None}
+
+
+def _times(trajectory: Trajectory, start: int, end: int) -> dict[str, Any]:
+    """Return when the answers that end in this stretch of tokens were asked for and complete."""
+    answers = zip(trajectory.answers, trajectory.times, strict=False)
+    found = [times for (answer, _), times in answers if start < answer <= end]
+    return {"seconds": [found[0][0], found[-1][1]]} if found else {}
 
 
 def _short(values: Sequence[float]) -> float | list[float | None] | None:

@@ -42,6 +42,7 @@ class Turn:
     sampled: bool
     text: str
     num_tokens: int = 0
+    seconds: Annotated[list[Number], Len(2, 2)] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,8 +207,10 @@ def _turns(line: Line, has_branches: bool) -> Iterator[Record]:
     key, length = line.forks[-1] if line.forks else (None, None)
     ends = accumulate(turn.num_tokens for turn in turns)
     start = 0
-    for turn, end in zip(turns, ends, strict=True):
+    for turn, end, seconds in zip(turns, ends, _durations(turns), strict=True):
         shown: Record = {"sampled": turn.sampled, "text": turn.text}
+        if seconds is not None:
+            shown["seconds"] = round(seconds, 3)
         if turn.sampled and tokens:
             shown |= {name: _part(each, start, turn.num_tokens) for name, each in tokens.items()}
             if line.token_rewards:
@@ -223,6 +226,17 @@ def _turns(line: Line, has_branches: bool) -> Iterator[Record]:
             if why is not None:
                 shown["branch"] += f", since its chat template writes the past anew ({why})"
         yield shown
+
+
+def _durations(turns: Sequence[Turn]) -> Iterator[float | None]:
+    """Yield the seconds that each sampled turn took from its request on, and each given turn between
+    the answer before it and the next request; None where no time is known."""
+    for i, turn in enumerate(turns):
+        before, after = (turns[j].seconds if 0 <= j < len(turns) else None for j in (i - 1, i + 1))
+        if turn.seconds:
+            yield turn.seconds[1] - turn.seconds[0]
+        else:
+            yield after[0] - before[1] if before and after else None
 
 
 def _part(column: Any, start: int, count: int) -> Any:

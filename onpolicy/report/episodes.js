@@ -273,6 +273,7 @@ function drawMessage(message, largest) {
   const { turn, role, branch } = message, isMono = role === "tool" || hasGrid(message.text);
   const facts = turn.texts && message.isLast ? [`${turn.texts.length} tokens`] : [];
   if (turn.reward !== undefined && message.isLast) facts.push(`reward ${format(turn.reward)}`);
+  if (turn.seconds !== undefined && message.isLast) facts.push(`${format(turn.seconds)} s`);
   const who = [role, turn.sampled ? "sampled" : "given"].filter(Boolean).join(", ");
   const kind = `turn ${turn.sampled ? "sampled" : "given"}${isMono ? " mono" : ""}`;
   const head = make("h3", { class: "role" }, who, ...facts.map((fact) => make("span", {}, fact)));

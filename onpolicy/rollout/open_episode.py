@@ -194,8 +194,14 @@ class OpenEpisode:
         self.turns = Turns(self, request, Trajectory.begin(request.prompt_ids), ())
         self.branches: Mapping[tuple[str, ...], Turns] = {(): self.turns}
         self._stopwatch = Stopwatch()
+        past = (end for each in self.past.values() for _, end in each.times)
+        self._begun_at = time.monotonic() - max(past, default=0.0)
         self.sampled_before = 0
         """Tokens that the first branch had sampled when the present job began."""
+
+    def _seconds(self) -> float:
+        """Return the seconds since the attempt began, without those between a kill and its resume."""
+        return round(time.monotonic() - self._begun_at, 3)
 
     @property
     def num_failures(self) -> int:
@@ -254,7 +260,7 @@ class OpenEpisode:
         with self._lock:
             if self.is_complete or self.branches.get(branch.key) is not branch:
                 raise ValueError("the episode has ended: nothing is sampled any more")
-            branch.ask = ask
+            branch.ask, branch.asked_at = ask, self._seconds()
             self._stopwatch.stop()
             if branch.past and answer_as_before(branch, ask, branch.past):
                 self._answered(branch)
@@ -303,7 +309,7 @@ class OpenEpisode:
             has_stopped = answer.finish_reason == FinishReason.STOP
             if not has_stopped and len(so_far.token_ids) - begins < params.max_new_tokens:
                 return False
-            branch.trajectory = so_far.answered()
+            branch.trajectory = so_far.answered((branch.asked_at, self._seconds()))
             self._answered(branch)
             return True
 

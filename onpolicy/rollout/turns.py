@@ -43,6 +43,9 @@ class Turns:
         self.before = trajectory
         """The tokens before the latest call of `sample`."""
 
+        self.asked_at = 0.0
+        """When that call began, in seconds since the attempt began."""
+
         self._answered: asyncio.Future[None] | None = None
         self._num_forks = self._num_observed = 0
 

@@ -77,7 +77,7 @@ CHAT = [
           "<|im_start|>assistant\n", 9),
     sampled("<think>Hm</think>I go.\n<tool_call>{}</tool_call><|im_end|>", 5),
     given("\n<|im_start|>tool\n" + HOSTILE + "<|im_end|>\n<|im_start|>assistant\n", 4),
-    sampled("İİ done.", 2),
+    {**sampled("İİ done.", 2), "seconds": [3.5, 4.75]},
 ]  # fmt: skip
 SAID = ["<think>", "Hm</think>I", " go.\n", "<tool_call>{}</tool", "_call><|im_end|>"]
 DONE = ["İİ do", "ne."]
@@ -110,7 +110,7 @@ def test_messages_stand_under_their_roles_and_calls_in_boxes_of_their_own(chats)
     chats.find_element("css selector", "tr[data-episode]").click()
     assert texts(chats, ".role") == [
         "system, given", "user, given", "assistant, sampled5 tokensreward 0", "tool, given",
-        "assistant, sampled2 tokensreward 0.5",
+        "assistant, sampled2 tokensreward 0.51.25 s",
     ]  # fmt: skip
     boxes = chats.find_elements("css selector", ".box")
     assert [(box.get_attribute("data-kind"), box.text) for box in boxes] == [

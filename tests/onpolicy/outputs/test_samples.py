@@ -102,6 +102,19 @@ def test_a_branch_begins_a_turn_of_its_own(log, files):
     assert record["turns"] == [turn(False, "1+1=2<eos>", 6), *own]
 
 
+def test_a_sampled_turn_says_when_its_answers_were_asked_for_and_complete(log, files):
+    (first,) = group(0, 1).samples
+    begun = dataclasses.replace(first.trajectory, answers=(), times=())
+    timed = begun.answered((0.5, 2.0)).given([ord("?")])
+    for moments in ((3.0, 3.5), (3.5, 5.0)):
+        timed = timed.plus(make_completion([ord("3")], [-1.0]), 1.0).answered(moments)
+    sample = dataclasses.replace(first, trajectory=timed)
+    log().write("rollout", 0, [SampleGroup(prompt=first.prompt, samples=[sample])])
+    ((record,),) = files().values()
+    found = [each.get("seconds") for each in record["turns"]]
+    assert found == [None, [0.5, 2.0], None, [3.0, 5.0]]
+
+
 def test_of_an_episode_all_is_told_that_was_given_and_sampled(log, files):
     (first,) = group(0, 1).samples
     more = first.trajectory.given([ord("?")]).plus(make_completion([ord("3"), 1], [-1.0] * 2), 1.0)

@@ -64,6 +64,17 @@ def test_a_single_answer_is_an_episode_of_one_turn(run):
     assert answer["advantages"] == 0.5
 
 
+def test_a_turn_says_how_long_it_took_and_a_given_one_what_passed_before_the_next_request(run):
+    turns = [given("ask", 3), sampled("ab", 2), given("tool", 1), sampled("c", 1)]
+    turns[1]["seconds"], turns[3]["seconds"] = [0.25, 2.0], [2.75, 3.0]
+    (timed, untimed) = episodes(run(sample(turns=turns), sample(sample=1, turns=turns[:2])))
+    shown = [turn.get("seconds") for turn in timed["trajectories"][0]["turns"]]
+    assert shown == [None, 1.75, 0.75, 0.25]
+    assert "seconds" not in untimed["trajectories"][0]["turns"][0]
+    with pytest.raises(ConfigError, match="seconds"):
+        episodes(run(sample(turns=[{**turns[1], "seconds": [1.0]}])))
+
+
 def test_tokens_stand_in_their_turns_and_a_branch_where_it_began(run):
     tokens = {"texts": ["a", "b", "c"], "log_probs": [-1.0, -2.0, -3.0]}
     first = [given("ask", 3), sampled("ab", 2), given("tool", 1), sampled("c", 1)]

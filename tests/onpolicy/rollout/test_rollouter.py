@@ -98,6 +98,24 @@ class Waits(Asks):
         return await super().roll_out(prompt, turns)
 
 
+def test_the_times_of_answers_follow_each_other_and_go_on_after_a_resume():
+    episode, done = open_episode(Asks()), 0
+    while not done:  # up to the first complete answer
+        drive(Part([episode], 1, 0), answer)
+        (so_far,) = episode.record()
+        done = len(so_far.times)
+    before = dataclasses.replace(so_far, times=tuple((a + 50, b + 50) for a, b in so_far.times))
+    again = open_episode(Asks())
+    again.resume([before])
+    drive(Part([again], None, 0), answer)
+    (whole,) = again.trajectories
+    moments = [moment for times in whole.times for moment in times]
+    assert len(whole.times) == len(whole.answers) > done
+    assert whole.times[:done] == before.times and moments == sorted(moments)
+    assert whole.until(before.answers[-1][0]).times == before.times
+    assert whole.forked(len(whole.token_ids), "0").times == ()
+
+
 def test_a_rollouter_may_wait_for_anything():
     assert drawn(Waits(), None) == drawn(Asks(), None)
 
