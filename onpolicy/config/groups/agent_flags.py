@@ -81,7 +81,7 @@ class GatewayConfig:
     that were sampled. `new`: a new trajectory begins at the first token that differs. `words`: so it
     does, unless only special tokens, space and order differ; then the tokens stay. `keep`: they
     stay, and the new messages follow them. `refuse`: the episode fails. All cases are counted
-    (docs/agents.md)."""
+    (docs/gateway.md)."""
 
 
 BY_SESSIONS = ReadBy("--sessions", lambda run: run.sessions)
@@ -97,7 +97,7 @@ def gateway_read_by(reader: ReadBy) -> dict[str, list[ReadBy]]:
 class SessionsConfig(GatewayConfig):
     sessions: bool = False
     """Also serve the gateway for agents: POST /sessions opens a session, and DELETE ends it and returns
-    the sampled trajectories (docs/agents.md)."""
+    the sampled trajectories (docs/gateway.md)."""
 
     chat_template_kwargs: Annotated[TemplateOptions, BY_SESSIONS] = "{}"
     """Variables of the chat template in sessions as a JSON object, such as '{"enable_thinking": false}'.
@@ -137,7 +137,7 @@ class AgentConfig(GatewayConfig):
     ] = ""  # fmt: skip
     """Your own agent: package.module.function or path/to/file.py:function, a `def function(base_url,
     api_key, prompt)`, async or not. It acts through an OpenAI or Anthropic client, and returns a reward
-    or nothing (docs/agents.md)."""
+    or nothing (docs/gateway.md)."""
 
     agent_command: Annotated[
         str,
@@ -146,7 +146,7 @@ class AgentConfig(GatewayConfig):
     ] = ""  # fmt: skip
     """Your own agent as a program in any Python or language, such as 'venv/bin/python agent.py'. It is
     started for each episode, with the gateway's address and the row, and acts through an OpenAI or
-    Anthropic client (docs/agents.md)."""
+    Anthropic client (docs/gateway.md)."""
 
     agent_command_repeats: Annotated[
         bool, ReadBy("--agent-command", lambda run: run.agent_command)

@@ -213,7 +213,7 @@ def trajectories(name: str, rule: str, thought: str) -> int:
 @pytest.mark.runs
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_templates_make_as_many_trajectories_as_documented(name: str) -> None:
-    text = (Path(__file__).parents[3] / "docs" / "agents.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "gateway.md").read_text()
     rows = [row.strip("| ").split("|") for row in text.splitlines() if row.startswith("| ")]
     cells = [row[1:3] for row in rows if name in re.split(", | ", row[0])]
     made = [[trajectories(name, r, t) for r in ("new", "words")] for t in ("", "hm let me")]
