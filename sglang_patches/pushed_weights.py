@@ -97,6 +97,12 @@ class HeldWeights:
             self._whole[name] = arrived[name].to("meta")
             if tensor is not arrived[name]:
                 self._shards.add(name, tensor)
+        hidden = arrived.keys() - self._parameters(arrived).keys()
+        if hidden and not self._rounds:
+            raise WeightSyncError(
+                f"parameter={min(hidden)}: the engine holds nothing of this name, so it cannot be "
+                "compared with what was pushed. Choose a supported architecture (docs/architectures.md)."
+            )
         self._fresh |= arrived.keys()
 
     def bases(self) -> Callable[[str], torch.Tensor]:
@@ -123,6 +129,10 @@ class HeldWeights:
         parameters = held_tensors(self._model)
         if not names.keys() <= parameters.keys():
             parameters = {**dict(self._model.named_parameters()), **parameters}
+        # SGLang's transformers backend holds some models under names of its own.
+        if mapper := getattr(self._model, "weight_mapper", None):
+            held = {name: mapper._map_name(name) for name in names.keys() - parameters.keys()}
+            parameters |= {name: parameters[own] for name, own in held.items() if own in parameters}
         return parameters
 
     def proof(self) -> str:

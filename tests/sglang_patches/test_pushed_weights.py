@@ -1,9 +1,12 @@
 """What is pushed to an engine is what it holds, or the push fails."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModel, Qwen3MoeConfig
+from transformers import AutoModel, AutoModelForCausalLM, Qwen3MoeConfig
 
 from onpolicy.errors import ContractError, WeightSyncError
 from sglang_patches import pushed_weights, registry
@@ -162,15 +165,47 @@ def test_what_came_with_an_earlier_push_is_proved_with_every_later_one(
     assert push_norm(1.0) == both
 
 
-def test_an_aligned_engine_that_does_not_show_an_earlier_weight_is_refused(path):
+def test_an_aligned_engine_that_does_not_show_a_weight_is_refused(path):
     for rounds in (False, True):
         engine = Engine(path, WHOLE)
-        held = engine.state_dict()
-        engine.load_weights = lambda pushed, held=held: [
-            held[name].copy_(x) for name, x in pushed if name in held
-        ]
+        engine.load_weights = lambda pushed: [*pushed]
         pushed_weights.watch_loads(engine, rounds=rounds)
-        engine.load_weights([("fused", torch.ones(3))])
-        first = registry.told()["weights"]
-        engine.load_weights(with_norm(1.0, held[NORM]))
-        assert ("fused" in registry.told()["weights"]) == (not rounds) and "fused" not in first
+        with nullcontext() if rounds else pytest.raises(WeightSyncError, match="parameter=fused"):
+            engine.load_weights([("fused", torch.ones(3))])
+
+
+class Renamed(nn.Module):
+    """GPT-NeoX under the names that SGLang's transformers backend gives its parts."""
+
+    def __init__(self, path):
+        from sglang.srt.models.transformers import TransformersBase
+
+        super().__init__()
+        model = AutoModelForCausalLM.from_pretrained(path)
+        self.model, self.lm_head = model.gpt_neox, model.lm_head
+        self.weight_mapper = TransformersBase.hf_to_sglang_mapper
+        self.left_out = ""
+
+    def load_weights(self, pushed):
+        held = self.state_dict()
+        for name, tensor in self.weight_mapper.apply(pushed):
+            if name != self.left_out:
+                held[name].copy_(tensor)
+
+
+def test_weights_that_sglang_holds_under_other_names_are_compared_too(tmp_path):
+    """Found by LoRA, where all but the adapters stay as they came: none of GPT-NeoX's was looked at."""
+    path = make_checkpoint(tmp_path, "gpt-neox")
+    weights = load_file(path / "model.safetensors")
+    assert "gpt_neox.final_layer_norm.weight" in weights and "embed_out.weight" in weights
+    engine = Renamed(path)
+    pushed_weights.watch_loads(engine, rounds=False)
+    engine.load_weights(weights.items())
+    engine.load_weights([("embed_out.weight", weights["embed_out.weight"])])
+    assert "changed" not in registry.told()["weights"]
+    engine.model.final_layer_norm.bias.data[0] += 1
+    engine.load_weights([("embed_out.weight", weights["embed_out.weight"])])
+    assert registry.told()["weights"].endswith(": gpt_neox.final_layer_norm.bias")
+    engine.left_out = "lm_head.weight"
+    with pytest.raises(WeightSyncError, match=r"embed_out\.weight: .* does not hold the bits"):
+        engine.load_weights([("embed_out.weight", weights["embed_out.weight"] + 1)])
