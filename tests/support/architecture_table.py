@@ -29,6 +29,7 @@ COLUMNS = {
     "bfloat16": ("--dtype", "bfloat16"),
     "tensor-parallel 2": TP,
     "Megatron": ("--train-backend", "megatron", "--dtype", "float32", "--temperature", "0.7"),
+    "LoRA": ("--lora-rank", "4", "--dtype", "float32", "--temperature", "0.7"),
 }
 """What each column adds to the command."""
 
@@ -65,6 +66,7 @@ record](../benchmarks/results/architectures.json); edit neither by hand.
 | **bold** | an open fault: the run stops at the first token that differs, or its engine does not start |
 | tensor-parallel 2 | a rollout on two ranks and a trainer on one, in float32 |
 | Megatron | `--train-backend megatron`, in float32 |
+| LoRA | `--lora-rank 4`, in float32 |
 
 `tests/onpolicy/models/test_architectures.py` and `test_published.py` beside it try the same without
 servers, in seconds.
