@@ -27,6 +27,7 @@ from onpolicy.errors import (
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.lora.adapters import adapter_size
+from onpolicy.models.text_part import has_text_part
 from onpolicy.models.weight_files import CheckpointReader
 from onpolicy.outputs.lock import locked
 from onpolicy.run.saving.checkpoint import (
@@ -168,7 +169,9 @@ def require_room(
     computed = getattr(torch, config.model.dtype).itemsize
     # Megatron saves the weights in compute dtype, too.
     trained = MASTER + computed * (config.trainer.train_backend == "megatron")
-    others = 0 if adapter else CheckpointReader(config.model.hf_checkpoint).num_others
+    source = config.model.hf_checkpoint
+    copies = has_text_part(source) and adapter is None
+    others = CheckpointReader(source).num_others if copies else 0
     needed = parameters * (trained + computed) + others * computed
     free = free_bytes(Path(config.output.save))
     if needed > free:

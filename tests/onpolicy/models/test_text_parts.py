@@ -162,6 +162,19 @@ def log_probs_by(model, tokens):
     return table.gather(1, tokens[1:, None])[:, 0]
 
 
+@pytest.mark.parametrize(("rank", "copies"), [(0, True), (2, False)])
+def test_the_room_that_a_checkpoint_needs_includes_what_is_copied(
+    rank, copies, tmp_path, monkeypatch
+):
+    path = make_published(tmp_path / "model", "gemma-3-4b-it")
+    config, engines = make_run(path, tmp_path, lora_rank=rank)
+    monkeypatch.setattr(saving.write, "free_bytes", lambda directory: 0)
+    others = sum(x.numel() for n, x in stored(path).items() if own_name(n) is None)
+    with pytest.raises(ConfigError) as refusal:
+        saving.write.require_room(config, engines.hf_config, engines.contract.adapter)
+    assert (f" + {others:,} parameters of other parts x 4 = " in str(refusal.value)) == copies
+
+
 def test_a_critic_is_saved_as_a_text_part_alone(tmp_path):
     path, head = make_published(tmp_path / "model", "qwen3-vl-4b-instruct"), torch.ones(1, 96)
     decoder = [(n, x) for n, x in CheckpointReader(path).tensors() if not n.startswith("lm_head")]
