@@ -4,23 +4,64 @@ SGLang has its own classes for some models, which lack fields that its transform
 (OLMo-3) or from which transformers cannot build a model (Kimi-K2), and its backend always trusts
 the code in a checkpoint.
 
-Source: HfModelConfigParser, sglang/srt/utils/hf_transformers/config.py. Can go when SGLang takes a
-configuration from a caller.
+Of a model that also sees images the text part is served, in aligned engines and in others: the
+weights get the names that it has alone, and those of other parts are not loaded.
+
+Source: HfModelConfigParser, sglang/srt/utils/hf_transformers/config.py;
+DefaultModelLoader._get_weights_iterator, sglang/srt/model_loader/loader.py. Can go when SGLang takes a
+configuration from a caller, and names of weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ContractError
 from onpolicy.models.published import is_known, read_config
 from onpolicy.models.rotary_factors import choose_factors
+from onpolicy.models.text_part import has_text_part, own_name
 from sglang_patches import registry
 
 LOAD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+WEIGHTS_TARGET = "sglang.srt.model_loader.loader.DefaultModelLoader._get_weights_iterator"
+
+
+def serve_text_parts() -> None:
+    """Hook the reading of configurations and weights, for models that also see images."""
+    from sglang.srt.utils.hf_transformers import config
+
+    stock = config.AutoConfig
+
+    class TextPartsConfig(stock):  # type: ignore[misc,valid-type]
+        """A reader of the trainer's configuration for such models, and of SGLang's for others."""
+
+        @classmethod
+        def from_pretrained(cls, path: str, *args: Any, **settings: Any) -> PretrainedConfig:
+            if has_text_part(path):
+                return read_config(path, bool(settings.get("trust_remote_code")))
+            found: PretrainedConfig = stock.from_pretrained(path, *args, **settings)
+            return found
+
+    config.AutoConfig = TextPartsConfig
+    registry.note("text parts")
+    registry.hook(WEIGHTS_TARGET, _of_text_part, "after")
+
+
+def _of_text_part(
+    weights: Iterable[tuple[str, Tensor]], loader: Any, source: Any, **_: Any
+) -> Iterable[tuple[str, Tensor]]:
+    return _own(weights) if has_text_part(source.model_or_path) else weights
+
+
+def _own(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for stored, tensor in weights:
+        if (own := own_name(stored)) is not None:
+            yield own, tensor
 
 
 def install(contract: NumericsContract) -> None:

@@ -52,6 +52,7 @@ def load() -> None:
     neutral_values.install()
     status.install()
     pushed_weights.install(contract)
+    configurations.serve_text_parts()
     if contract.device == "cpu":
         platform.correct_for_cpu()
     else:

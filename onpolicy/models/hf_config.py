@@ -30,6 +30,7 @@ from onpolicy.models.logits import logits_rule
 from onpolicy.models.lora.peft_adapter import CONFIG as ADAPTER
 from onpolicy.models.published import own_class, read_config
 from onpolicy.models.rotary_factors import choose_factors, context_limit
+from onpolicy.models.text_part import WHOLE_MODELS
 from onpolicy.models.weight_files import CheckpointReader, quantised_by
 from onpolicy.system.files import read_json_object
 
@@ -113,9 +114,9 @@ def parse_config(
     if config.get_text_config() is not config:
         raise ConfigError(
             f"{flag}={path}: model_type={config.model_type} is made of several models "
-            f"({', '.join(config.sub_configs)}), and onpolicy trains causal language models. Choose a "
-            "checkpoint of a language model alone (*ForCausalLM); docs/published.md has the lines that "
-            "write that of several."
+            f"({', '.join(config.sub_configs)}), and which of them reads text, and how, is not known. "
+            "Choose a language model (*ForCausalLM), or one whose text part is trained: "
+            f"{', '.join(WHOLE_MODELS)}. docs/published.md has the lines that write a text part alone."
         )
     for name in SIZES:
         size = getattr(config, name, None)

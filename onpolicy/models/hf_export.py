@@ -10,7 +10,9 @@ from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
-from onpolicy.models.weight_files import INDEX
+from onpolicy.models.published import read_config
+from onpolicy.models.text_part import has_text_part
+from onpolicy.models.weight_files import INDEX, CheckpointReader
 from onpolicy.weights.digest import WeightBucket, write_weights
 
 
@@ -24,10 +26,15 @@ def export_checkpoint(
 ) -> None:
     """Write safetensors and their index; copy configuration and tokenizer files from `source`.
 
+    Of a text part the whole model is written: its other weights as they are in `source`. A critic is
+    written as a text part alone.
     With `has_values` the checkpoint is a transformers token classifier with one label, where
     transformers has such a class for the architecture.
     """
     directory.mkdir()
+    is_part = has_text_part(source)
+    if is_part and not has_values:
+        buckets = CheckpointReader(source).whole(buckets)
     weight_map: dict[str, str] = {}
     total_size = 0
     for number, bucket in enumerate(buckets):
@@ -43,6 +50,7 @@ def export_checkpoint(
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
     if has_values:
+        config = read_config(str(source)).to_dict() if is_part else config
         config |= _as_token_classifier(config)
     (directory / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2))
 

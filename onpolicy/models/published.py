@@ -2,21 +2,27 @@
 
 Published checkpoints often name Python code of their own (`auto_map`), mostly because they are
 older than transformers' class. Where transformers has the architecture, its class is used and the
-code is never run. Both engines read configurations by this function, so they build the same model.
+code is never run. Of a model that also sees images only the text part is built. Both engines read
+configurations by this function, so they build the same model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig, Qwen3Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from onpolicy.errors import ConfigError
+from onpolicy.models.text_part import WHOLE_MODELS
 from onpolicy.system.files import read_json_object
+
+_OF_WHOLE = ("tie_word_embeddings", "eos_token_id", "quantization_config")
+"""Fields that count for the whole model where its config.json has them."""
 
 
 def read_config(
@@ -43,6 +49,7 @@ def read_config(
         del config.auto_map
         if own.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[own.model_type]]
+    config = _text_config(config, raw)
     if getattr(config, "is_heterogeneous", False):
         # SGLang reads head_dim, and transformers raises where layers differ (Gemma-4's). The value
         # is not used: the layers' own calls of attention have their sizes.
@@ -112,3 +119,35 @@ def _choose_alike_in_all_layers(config: PretrainedConfig, name: str) -> None:
             "SGLang records as many experts of a token in every layer. Choose another checkpoint."
         )
     config.num_experts_per_tok = chosen[0]
+
+
+def _text_config(whole: PretrainedConfig, raw: Mapping[str, Any]) -> PretrainedConfig:
+    """Return the configuration of a model's text part; `whole` itself if its text part is not known.
+
+    raw: what config.json says. A value that it leaves out is that of the text part: transformers'
+    whole Mistral-3 has tied embeddings by default, and its published head is another matrix.
+    """
+    text = whole.get_text_config()
+    if WHOLE_MODELS.get(whole.model_type) != text.model_type:
+        return whole
+    if text.model_type == "qwen3_vl_text":
+        text = _as_qwen3(text)
+    for name in _OF_WHOLE:
+        if raw.get(name) is not None:
+            setattr(text, name, raw[name])
+    text.dtype = whole.dtype or text.dtype
+    text.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[text.model_type]]
+    return text
+
+
+def _as_qwen3(text: PretrainedConfig) -> PretrainedConfig:
+    """Return Qwen3-VL's text part as Qwen3, whose layers are the same; transformers has no causal LM
+    of its own for it.
+
+    A token of text has one position in time, height and width, so its angles are the plain ones, and
+    nothing of an image is added to its first layers.
+    """
+    fields = text.to_dict()
+    rope = {k: x for k, x in fields.pop("rope_parameters").items() if not k.startswith("mrope_")}
+    del fields["model_type"]
+    return Qwen3Config(**fields, rope_parameters=rope)

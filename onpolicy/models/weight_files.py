@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.models.empty import empty_causal_lm
+from onpolicy.models.text_part import has_text_part, own_names, stored_name
 from onpolicy.system.files import read_json_object
 from onpolicy.weights.digest import WeightBucket, in_buckets
 
@@ -191,17 +193,25 @@ def _indexed_names(index: Path, name: str) -> list[str]:
 class CheckpointReader:
     """A reader of the safetensors files of a directory, each opened once.
 
+    Of a model that also sees images it reads the text part, under the names that this has alone.
     It raises ConfigError, which names `flag`, for a file that is missing or damaged.
     """
 
     def __init__(self, path: str | Path, flag: str = "--hf-checkpoint"):
         self.path, self._flag = Path(path), flag
-        self._handles: dict[str, Any] = {}
-        """Open file of each tensor."""
-
+        handles: dict[str, Any] = {}
         for file in weight_files(self.path, flag):
             handle = self._opened(file)
-            self._handles |= dict.fromkeys(handle.keys(), handle)
+            handles |= dict.fromkeys(handle.keys(), handle)
+        self._stored = {name: name for name in handles}
+        if has_text_part(self.path):
+            self._stored = own_names(handles, f"{flag}={path}")
+        self._handles = {own: handles[stored] for own, stored in self._stored.items()}
+        """Open file of each tensor."""
+
+        read = {*self._stored.values()}
+        self.others = {name: handle for name, handle in handles.items() if name not in read}
+        """Open file of each tensor that is not of the text part, by its stored name."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._handles
@@ -210,6 +220,19 @@ class CheckpointReader:
         """Yield every tensor, in its stored dtype."""
         for name in self._handles:
             yield name, self.read(name, ())
+
+    def whole(self, part: Iterable[WeightBucket]) -> Iterator[WeightBucket]:
+        """Yield the buckets of a text part under their stored names, then all that is not of it,
+        with its stored bits."""
+        for bucket in part:
+            yield [(stored_name(own, self._stored), tensor) for own, tensor in bucket]
+        others = ((name, handle.get_tensor(name)) for name, handle in self.others.items())
+        yield from in_buckets(others, AT_A_TIME)
+
+    @property
+    def num_others(self) -> int:
+        """Return the number of elements of the tensors that are not of the text part."""
+        return sum(prod(x.get_slice(name).get_shape()) for name, x in self.others.items())
 
     def buckets(self) -> Iterator[WeightBucket]:
         """Yield all tensors in buckets of AT_A_TIME bytes, for writers of one file per bucket."""
@@ -255,7 +278,7 @@ class CheckpointReader:
         _require_none(wrong, "tensors have other shapes than the model's", name)
 
     def _slice(self, name: str) -> Any:
-        return self._handles[name].get_slice(name)
+        return self._handles[name].get_slice(self._stored[name])
 
     def read(self, name: str, block: Iterable[slice | int]) -> Tensor:
         """Return a block of a tensor, in its stored dtype.
@@ -342,7 +365,8 @@ def require_numbers(reader: CheckpointReader, model: PreTrainedModel, name: str)
 
 
 def say_left_out(reader: CheckpointReader, model: PreTrainedModel, name: str) -> None:
-    """Log which stored tensors transformers leaves out by rule, such as draft layers."""
+    """Log which stored tensors are left out: by transformers' rule, such as draft layers, or as they
+    are of other parts."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     own = model.state_dict().keys()
     left = [
@@ -354,6 +378,11 @@ def say_left_out(reader: CheckpointReader, model: PreTrainedModel, name: str) ->
         _say(
             f"{name}: {len(left)} tensors are not of the model that is trained, and are left out: "
             f"{', '.join(left[:3])}{' ...' * (len(left) > 3)}"
+        )
+    if reader.others:
+        _say(
+            f"{name}: its text part is trained, as a {type(model).__name__}; the other "
+            f"{len(reader.others)} tensors are neither loaded nor changed, and saved as they are"
         )
 
 

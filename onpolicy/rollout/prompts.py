@@ -41,6 +41,9 @@ class Read:
 
 EVERYTHING = Read()
 
+MEDIA = ("images", "videos", "audios")
+"""Fields of rows in which data sets for models that see or hear give what a prompt refers to."""
+
 ROW_NAMES = {"index", "idx", "id", "uid", "uuid", "row_id", "__index_level_0__"}
 """The fields that only name a row, ignored in the search for duplicates; pandas writes the last."""
 
@@ -154,6 +157,11 @@ class RowReader:
     def read(self, index: int, row: dict[str, Any], where: str) -> Prompt:
         """Return the prompt of a row. Raises ConfigError with `where` if there can be none."""
         config = self.config
+        if given := [field for field in MEDIA if row.get(field)]:
+            raise ConfigError(
+                f"{where}: has {given[0]}, and a run reads and trains text alone, also of a model that "
+                "sees more. Drop the row, or the field if the prompt makes sense without it."
+            )
         content = field_of(row, config.input_key, where)
         label = self._label(row, where)
         text, prompt_ids, messages = self._tokens(content, row, where)

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.engine
         ("phi-4-mini-instruct", ()),  # code of its own, tied, long factors
         ("phi-3.5-mini-instruct", ("--context-length", "64")),  # short factors
         ("kimi-k2-instruct", ()),  # a model_type that transformers does not know
+        ("qwen3-vl-4b-instruct", ()),  # the text part of a model that also sees
         ("gemma-3-1b-it-cut", ()),  # fewer layers than its pattern, several ids that end a text
     ],
 )

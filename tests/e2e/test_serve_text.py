@@ -471,6 +471,13 @@ def test_a_message_that_the_template_leaves_out_is_refused(client, message, refu
         chat(client, [USER, message, USER], max_tokens=1)
 
 
+@pytest.mark.parametrize("kind", ["image_url", "video_url", "audio_url"])
+def test_a_message_with_more_than_text_is_refused(client, kind):
+    parts = [{"type": "text", "text": "7"}, {"type": kind, kind: {"url": "data:image/png,x"}}]
+    with pytest.raises(openai.BadRequestError, match=f"only supports text input.*'{kind}'"):
+        chat(client, [USER, {"role": "user", "content": parts}], max_tokens=1)
+
+
 def test_several_texts_are_scored_at_once_as_an_evaluation_harness_asks_for_it(engines, client):
     texts = [make_tokenizer().encode(prompt) for prompt in PROMPTS]
     answer = client.completions.create(

@@ -77,7 +77,8 @@ PUBLISHED_HEAD = """
 
 These are checkpoints as their publishers ship them, shrunk: `tests/support/published/` has the
 config.json of each, with its keys, scaling, windows, code and quantisation, and the weights are in
-several files. Checkpoints with LongRoPE ran with their long factors.
+several files. Checkpoints with LongRoPE ran with their long factors; of models that also see images
+[the text part](published.md#models-that-also-see-images) ran.
 """
 
 REFUSALS_HEAD = """

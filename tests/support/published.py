@@ -11,15 +11,20 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+)
 
 from onpolicy.models.published import read_config
+from onpolicy.models.text_part import has_text_part
 
 FILES = {file.stem: file for file in sorted((Path(__file__).parent / "published").glob("*.json"))}
 
 OWN_CODE = 'raise SystemExit("the code of a checkpoint was run")\n'
 
-SEVERAL_MODELS = "is made of several models"
 QUANTIZED = "quantization_config={}: only weights in float32 or bfloat16"
 LINEAR_ATTENTION = "which has linear attention or state-space layers"
 
@@ -28,10 +33,9 @@ REFUSED = {
     "kimi-k2-instruct": QUANTIZED.format("fp8"),
     "minimax-m2": QUANTIZED.format("fp8"),
     "gpt-oss-20b": QUANTIZED.format("mxfp4"),
-    "gemma-3-4b-it": SEVERAL_MODELS,
-    "llama-4-scout": SEVERAL_MODELS,
     "jamba-v0.1": LINEAR_ATTENTION,
     "qwen3-next-80b-a3b": LINEAR_ATTENTION,
+    "qwen3.5-4b": LINEAR_ATTENTION,
     "minimax-text-01": "transformers .* has no class of its own for model_type=minimax_text_01",
     "olmo-7b-clipped": "clip_qkv=8.0",
 }
@@ -58,7 +62,7 @@ def make_published(directory, name, *, dequantized=False, **changes):
     directory.mkdir(parents=True, exist_ok=True)
     write_config(directory, raw)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(read_config(str(directory)), dtype=torch.float32)
+    model = _model_of(directory)
     for parameter_name, tensor in model.state_dict().items():
         if parameter_name.endswith("norm.weight"):
             torch.nn.init.uniform_(tensor, 0.5, 1.5)
@@ -68,6 +72,16 @@ def make_published(directory, name, *, dequantized=False, **changes):
     make_padded_tokenizer().save_pretrained(directory)
     write_config(directory, raw)
     return directory
+
+
+def _model_of(directory):
+    """The model that a publisher saved: with its tower, if it has one."""
+    if has_text_part(directory):
+        whole = AutoConfig.from_pretrained(directory)
+        # transformers ties Mistral-3's head where config.json does not say; the published one is not.
+        whole.tie_word_embeddings = read_config(str(directory)).tie_word_embeddings
+        return AutoModelForImageTextToText.from_config(whole, dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(read_config(str(directory)), dtype=torch.float32)
 
 
 def write_config(directory, raw):

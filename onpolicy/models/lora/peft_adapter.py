@@ -15,6 +15,7 @@ from annotated_types import Ge, Gt
 from safetensors import SafetensorError, safe_open
 
 from onpolicy.errors import ConfigError, in_one_line
+from onpolicy.models.text_part import own_name
 from onpolicy.system.files import read_json_object, require_file
 from onpolicy.system.records import Shape
 
@@ -168,7 +169,10 @@ def _factors(file: Path, name: str) -> dict[str, tuple[int, ...]]:
 
 
 def linear_of(name: str) -> tuple[str, str]:
-    """Map a tensor's name in the file to the name of its linear, and "A" or "B"."""
+    """Map a tensor's name in the file to the name of its linear, and "A" or "B".
+
+    An adapter of a model that also sees images names those of its text part within the whole.
+    """
     found = _FACTOR.fullmatch(name)
     assert found is not None
-    return found[1], found[2]
+    return own_name(found[1]) or found[1], found[2]

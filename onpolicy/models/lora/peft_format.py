@@ -31,6 +31,7 @@ from onpolicy.models.lora.peft_adapter import (
     linear_of,
     read_peft_adapter,
 )
+from onpolicy.models.text_part import has_text_part, name_in_whole
 from onpolicy.weights.digest import WeightBucket, write_weights
 
 PREFIX = "base_model.model."
@@ -45,11 +46,15 @@ def export_adapter(
 ) -> None:
     """Write the adapters among these weights into a new directory.
 
-    `base` is the path or name of the model.
+    `base` is the path or name of the model. Those of a text part are named as in the whole model.
     """
     directory.mkdir()
     tensors = [pair for bucket in buckets for pair in bucket if is_adapters(pair[0])]
     in_peft = [of_experts(name, tensor) or (name, tensor) for name, tensor in tensors]
+    targets = peft_targets(shape.targets, [name for name, _ in tensors])
+    if has_text_part(base):
+        in_peft = [(name_in_whole(name, base), tensor) for name, tensor in in_peft]
+        targets |= {"target_modules": _of_text_part(targets["target_modules"])}
     write_weights([(_name_in_peft(n), x) for n, x in in_peft], directory / WEIGHTS)
     config = {
         "peft_type": "LORA",
@@ -59,13 +64,18 @@ def export_adapter(
         "lora_alpha": flags.lora_alpha,
         "use_rslora": flags.lora_rslora,
         "use_dora": False,
-        **peft_targets(shape.targets, [name for name, _ in tensors]),
+        **targets,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
     (directory / CONFIG).write_text(json.dumps(config, indent=2))
+
+
+def _of_text_part(targets: Iterable[str]) -> str:
+    """Return PEFT's pattern of linears, since the tower has linears of the same names."""
+    return rf".*language_model\..*\.({'|'.join(targets)})"
 
 
 def first_factors(begins_with: str, seed: int) -> FactorValues:
@@ -214,7 +224,7 @@ def peft_shapes(name: str, experts: Any, rank: int) -> dict[str, tuple[int, ...]
     return shapes
 
 
-def peft_targets(targets: Iterable[str], names: Iterable[str]) -> dict[str, list[str]]:
+def peft_targets(targets: Iterable[str], names: Iterable[str]) -> dict[str, Any]:
     """Return the target fields of `adapter_config.json` for adapters of these names."""
     split = [name.rpartition(".lora.") for name in names]
     experts = {

@@ -27,6 +27,8 @@ from onpolicy.errors import (
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.lora.adapters import adapter_size
+from onpolicy.models.text_part import has_text_part
+from onpolicy.models.weight_files import CheckpointReader
 from onpolicy.outputs.lock import locked
 from onpolicy.run.saving.checkpoint import (
     STATE,
@@ -167,14 +169,17 @@ def require_room(
     computed = getattr(torch, config.model.dtype).itemsize
     # Megatron saves the weights in compute dtype, too.
     trained = MASTER + computed * (config.trainer.train_backend == "megatron")
-    needed = parameters * (trained + computed)
+    source = config.model.hf_checkpoint
+    copies = has_text_part(source) and adapter is None
+    others = CheckpointReader(source).num_others if copies else 0
+    needed = parameters * (trained + computed) + others * computed
     free = free_bytes(Path(config.output.save))
     if needed > free:
         raise ConfigError(
             f"--save={config.output.save}: a checkpoint takes {parameters:,} parameters"
             f"{_whose(adapter is not None, bool(critic))} x ({trained} bytes of training state + "
-            f"{computed} of exported weights) = {gib(needed)} GiB, and {gib(free)} GiB are free there. "
-            "Make room, or choose another directory."
+            f"{computed} of exported weights){_beside(others, computed)} = {gib(needed)} GiB, and "
+            f"{gib(free)} GiB are free there. Make room, or choose another directory."
         )
 
 
@@ -190,6 +195,11 @@ def _whose(has_adapter: bool, has_critic: bool) -> str:
     """Return the owners of the parameters, in words; "" if they are all of one model."""
     policy = "adapters" if has_adapter else "policy" * has_critic
     return f" of {policy}{' and critic' * has_critic}" if policy else ""
+
+
+def _beside(others: int, computed: int) -> str:
+    """Return what an export copies beside a text part, in words; "" if nothing."""
+    return f" + {others:,} parameters of other parts x {computed}" if others else ""
 
 
 def free_bytes(directory: Path) -> int:

@@ -18,7 +18,7 @@ from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import load_config, parse_config, require_alignable
 from onpolicy.models.policy import PackedTokens, empty_policy
 from onpolicy.models.tokenizer import load_tokenizer
-from onpolicy.models.weight_files import INDEX, require_fit
+from onpolicy.models.weight_files import INDEX, CheckpointReader, require_fit
 from onpolicy.ops.cpu import CpuOperators
 from onpolicy.weights.rounding import is_rounded, round_weight
 from tests.support.decode_loop import decode_log_probs
@@ -41,7 +41,9 @@ SUPPORTED = [name for name in FILES if name not in REFUSED]
 def both(path, config):
     """The trainer's log-probabilities of the checkpoint, and the decode loop's."""
     policy = empty_policy(config, CpuOperators(1))
-    weights = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32)
+    weights = type(policy.causal_lm).from_pretrained(
+        None, config=config, state_dict=dict(CheckpointReader(path).tensors()), dtype=torch.float32
+    )
     policy.causal_lm.load_state_dict(weights.state_dict(), strict=False, assign=True)
     policy.causal_lm.tie_weights()
     generator = torch.Generator().manual_seed(0)

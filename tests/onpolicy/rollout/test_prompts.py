@@ -85,6 +85,14 @@ def test_a_row_that_cannot_be_used_is_named_by_file_and_line(jsonl, rows, config
         load(jsonl(*rows), **config)
 
 
+@pytest.mark.parametrize("field", ["images", "videos", "audios"])
+def test_a_row_with_more_than_text_is_refused_unless_its_field_is_empty(jsonl, field):
+    row = {"prompt": "<image>ab", "label": "x"}
+    assert len(load(jsonl({**row, field: []}, {**row, "label": "y", field: None}))) == 2
+    with pytest.raises(ConfigError, match=f":2: has {field}, and a run reads and trains text"):
+        load(jsonl(row, {**row, field: [{"path": "a.png"}]}))
+
+
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"x": {}}}}}]
 WITH_TOOLS, ANY_TOOL = make_tokenizer(), make_tokenizer()
 WITH_TOOLS.chat_template = (
