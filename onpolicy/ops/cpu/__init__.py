@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onpolicy.ops.base import Operators, Piece
 from onpolicy.ops.cpu.attention import attention_backward, attention_with_lse, blockwise_attention
+from onpolicy.ops.cpu.delta_rule import Inputs, delta_rule
 from onpolicy.ops.cpu.gemms import COLUMNS, Gemms
 from onpolicy.ops.cpu.layout import on_whole_tensors, whole, whole_vectors
 from onpolicy.ops.cpu.linear import (
@@ -26,6 +27,7 @@ from onpolicy.ops.differentiable_attention import attend
 from onpolicy.ops.layouts import AttentionLayout, ScoreRule
 from onpolicy.ops.linears import GroupedLinear
 from onpolicy.ops.machine import multiplies_with_amx
+from onpolicy.ops.recurrence import RecurrentLayout
 
 
 class CpuOperators(Operators):
@@ -104,6 +106,20 @@ class CpuOperators(Operators):
             return blockwise_attention(self.pool, q, k, v, layout, scores)
         ways = partial(attention_with_lse, self.pool), partial(attention_backward, self.pool)
         return attend(*ways, q, k, v, layout, scores)
+
+    causal_conv = on_whole_tensors(Operators.causal_conv)
+
+    def gated_delta(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        layout: RecurrentLayout,
+        states: Tensor | None = None,
+    ) -> Tensor:
+        return delta_rule(self.pool, Inputs(q, k, v, g, beta), layout, states)
 
     @on_whole_tensors
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, round_last: bool = False) -> Tensor:
