@@ -10,15 +10,16 @@ rows of zeros, which add exact zeros, and tokens of an earlier call are read fro
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from onpolicy.ops.base import Piece
 from onpolicy.ops.cpu.layout import whole_vectors
-from onpolicy.ops.cpu.threads import PiecePool
+from onpolicy.ops.differentiable_delta import DeltaInputs
 from onpolicy.ops.recurrence import DELTA_CHUNK, NORM_EPS, DeltaState, RecurrentLayout, state_rows
 
 BLOCK = 16
@@ -28,48 +29,35 @@ rows surround it."""
 BLOCKS = DELTA_CHUNK // BLOCK
 
 
-class Inputs(NamedTuple):
-    """The inputs of the rule: q, k [T, H_k, D], v [T, H_v, D_v], g float32 [T, H_v], beta [T, H_v]."""
+Run = Callable[[Sequence[Piece], float], None]
+"""Runs independent pieces, which together do so many floating-point operations."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
 
-    def of_heads(self, first: int, count: int) -> Inputs:
-        """Return `count` key heads and the value heads that share them."""
-        group, keys = self.v.shape[1] // self.k.shape[1], slice(first, first + count)
-        values = slice(first * group, (first + count) * group)
-        q, k = (x[:, keys] for x in (self.q, self.k))
-        return Inputs(q, k, *(x[:, values] for x in self[2:]))
+def work(inputs: DeltaInputs) -> float:
+    """Return the approximate floating-point operations of the rule."""
+    tokens, heads, value_dim = inputs.v.shape
+    return 4.0 * tokens * heads * (inputs.k.shape[2] + DELTA_CHUNK) * (value_dim + DELTA_CHUNK)
 
-    @property
-    def group(self) -> int:
-        """Return the number of value heads that share a key head."""
-        return self.v.shape[1] // self.k.shape[1]
 
-    @property
-    def flops(self) -> float:
-        """Return the approximate work."""
-        tokens, heads, dim = self.v.shape
-        return 6.0 * tokens * heads * (dim + DELTA_CHUNK) * self.k.shape[2]
+def heads_apart(inputs: DeltaInputs, parts: int) -> list[tuple[int, int]]:
+    """Return the key heads of each of up to `parts` parts: (the first one, their number)."""
+    heads = inputs.k.shape[1]
+    step = -(-heads // parts)
+    return [(first, min(step, heads - first)) for first in range(0, heads, step)]
 
 
 def delta_rule(
-    pool: PiecePool, inputs: Inputs, layout: RecurrentLayout, states: Tensor | None
+    run: Run, parts: int, inputs: DeltaInputs, layout: RecurrentLayout, states: Tensor | None = None
 ) -> Tensor:
-    """Compute `Operators.gated_delta` without autograd; threads share the key heads."""
-    out, heads = torch.empty_like(inputs.v), inputs.k.shape[1]
-    step = -(-heads // pool.threads_for(inputs.flops))
+    """Compute `Operators.gated_delta` without autograd, in up to `parts` pieces of some heads."""
+    out = torch.empty_like(inputs.v)
     steps_of(layout, out.device)  # once, and not in every thread
 
-    def piece(first: int) -> None:
-        part = inputs.of_heads(first, min(step, heads - first))
-        values = slice(first * part.group, first * part.group + part.v.shape[1])
-        fill(part, layout, None if states is None else states[:, values], out[:, values])
+    def piece(first: int, count: int) -> None:
+        part, values = inputs.of_heads(first, count), inputs.values_of(first, count)
+        _fill(part, layout, None if states is None else states[:, values], out[:, values])
 
-    pool.run([partial(piece, first) for first in range(0, heads, step)], inputs.flops)
+    run([partial(piece, *some) for some in heads_apart(inputs, parts)], work(inputs))
     return out
 
 
@@ -130,12 +118,12 @@ def steps_of(layout: RecurrentLayout, device: torch.device) -> tuple[Tensor, lis
     return plan
 
 
-def fill(inputs: Inputs, layout: RecurrentLayout, states: Tensor | None, out: Tensor) -> None:
+def _fill(inputs: DeltaInputs, layout: RecurrentLayout, states: Tensor | None, out: Tensor) -> None:
     """Write the results of some heads to `out`, and their new states to `states`."""
     order, steps = steps_of(layout, out.device)
     state = _begin(inputs, layout, states, order)
     # One more row, of zeros, for the tokens that are not there.
-    q, k, v, g, beta = (torch.cat((x, x.new_zeros(1, *x.shape[1:]))) for x in _rows(inputs))
+    q, k, v, g, beta = (torch.cat((x, x.new_zeros(1, *x.shape[1:]))) for x in per_value_head(inputs))
     for step in steps:
         taken = [x[step.rows].transpose(1, 2) for x in (q, k, v, g, beta)]
         made = _block(DeltaState(*(x[: len(step.rows)] for x in state)), step, taken)
@@ -146,14 +134,14 @@ def fill(inputs: Inputs, layout: RecurrentLayout, states: Tensor | None, out: Te
         _end(state, states, layout.slots[order])
 
 
-def _rows(inputs: Inputs) -> tuple[Tensor, ...]:
+def per_value_head(inputs: DeltaInputs) -> tuple[Tensor, ...]:
     """Return float32 q, k, v, g and beta for every value head; q and k normalised, q scaled."""
     q, k = (unit(x).repeat_interleave(inputs.group, dim=1) for x in inputs[:2])
     return q * q.shape[2] ** -0.5, k, inputs.v.float(), inputs.g.float(), inputs.beta.float()
 
 
 def _begin(
-    inputs: Inputs, layout: RecurrentLayout, states: Tensor | None, order: Tensor
+    inputs: DeltaInputs, layout: RecurrentLayout, states: Tensor | None, order: Tensor
 ) -> DeltaState:
     """Return the states of the sequences in `order`, in memory of their own."""
     heads, value_dim = inputs.v.shape[1:]
@@ -204,18 +192,18 @@ def _block(state: DeltaState, step: _Step, taken: list[Tensor]) -> Tensor:
     weights = exp(decay.masked_fill(distance < 0, float("-inf")))
     since_start = exp(sum_g)[..., None]
     # What the state and the keys so far predict of the values, and then the corrections.
-    overlap = _bmm(k, state.k.transpose(2, 3)) * weights
+    overlap = products(k, state.k.transpose(2, 3)) * weights
     overlap = torch.where(step.is_new & (distance > 0), overlap * beta[..., None], 0)
     inside = overlap.unflatten(3, (BLOCKS, BLOCK))[every, :, :, own]
     outside = overlap.masked_fill(distance <= torch.arange(BLOCK, device=v.device)[:, None], 0)
-    rest = v - since_start * _bmm(k, state.s)
-    rest = rest * beta[..., None] - _bmm(outside, state.u)
+    rest = v - since_start * products(k, state.s)
+    rest = rest * beta[..., None] - products(outside, state.u)
     rest = torch.where(step.is_new, rest, u[every, :, own])
     for j in range(BLOCK - 1):
         rest[:, :, j + 1 :] -= inside[:, :, j + 1 :, j, None] * rest[:, :, j, None]
     u[every, :, own] = rest
-    seen = _bmm(q, state.k.transpose(2, 3)) * weights
-    out = since_start * _bmm(q, state.s) + _bmm(seen, state.u)
+    seen = products(q, state.k.transpose(2, 3)) * weights
+    out = since_start * products(q, state.s) + products(seen, state.u)
     if len(step.ended):
         _end_chunk(state, step.ended)
     return out
@@ -241,12 +229,12 @@ def _end_chunk(state: DeltaState, which: Tensor) -> None:
     s, u, k, g = (x[which] for x in state)
     last = g[..., -1:]
     keys = k * exp(last - g)[..., None]
-    state.s[which] = exp(last)[..., None] * s + _bmm(keys.transpose(2, 3), u)
+    state.s[which] = exp(last)[..., None] * s + products(keys.transpose(2, 3), u)
     for part in state[1:]:
         part[which] = 0
 
 
-def _bmm(a: Tensor, b: Tensor) -> Tensor:
+def products(a: Tensor, b: Tensor) -> Tensor:
     """Compute [n, H, M, K] @ [n, H, K, N] -> [n, H, M, N], each matrix in contiguous memory."""
     product = torch.bmm(a.flatten(0, 1).contiguous(), b.flatten(0, 1).contiguous())
     return product.unflatten(0, a.shape[:2])
