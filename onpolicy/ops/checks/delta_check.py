@@ -78,7 +78,8 @@ def _convolution(
     weight = probe(kind.channels, kind.taps, seed=43, device=device).to(dtype)
 
     def convolve(given: Sequence[Tensor], layout: RecurrentLayout, held: Tensor | None) -> Tensor:
-        return operators.causal_conv(*given, weight, None, layout, held)
+        (x,) = given
+        return operators.causal_conv(x, weight, None, layout, held)
 
     return (convolve, [x]), x.new_empty(len(LENS), kind.taps - 1, kind.channels)
 
@@ -93,7 +94,8 @@ def _rule(
     g, beta = (probe(tokens, values, seed=seed, device=device).abs() for seed in (47, 48))
 
     def rule(given: Sequence[Tensor], layout: RecurrentLayout, held: Tensor | None) -> Tensor:
-        return operators.gated_delta(*given, layout, held)
+        q, k, v, g, beta = given
+        return operators.gated_delta(q, k, v, g, beta, layout, held)
 
     rows = state_rows(kind.key_dim, kind.value_dim)
     states = g.new_empty(len(LENS), values, rows, kind.value_dim)
