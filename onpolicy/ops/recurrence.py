@@ -63,6 +63,13 @@ def state_rows(key_dim: int, value_dim: int) -> int:
     return key_dim + DELTA_CHUNK + -(-numbers_of_keys // value_dim) + -(-DELTA_CHUNK // value_dim)
 
 
+def state_shapes(shape: DeltaShape) -> tuple[tuple[int, int], tuple[int, int, int]]:
+    """Return the shapes of a sequence's states in one layer: of `Operators.causal_conv`, (K - 1, C),
+    and of `Operators.gated_delta`, (H_v, R, D_v)."""
+    rows = state_rows(shape.key_dim, shape.value_dim)
+    return (shape.taps - 1, shape.channels), (shape.value_heads, rows, shape.value_dim)
+
+
 class DeltaState(NamedTuple):
     """Views of states [..., R, D_v]: what a head needs of the tokens so far.
 
