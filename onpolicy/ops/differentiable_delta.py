@@ -29,9 +29,7 @@ class DeltaInputs(NamedTuple):
     def of_heads(self, first: int, count: int) -> DeltaInputs:
         """Return `count` key heads from `first` on, and the value heads that share them."""
         keys, values = slice(first, first + count), self.values_of(first, count)
-        return DeltaInputs(
-            self.q[:, keys], self.k[:, keys], *(x[:, values] for x in self[2:])
-        )
+        return DeltaInputs(self.q[:, keys], self.k[:, keys], *(x[:, values] for x in self[2:]))
 
     def values_of(self, first: int, count: int) -> slice:
         """Return the value heads of these key heads."""

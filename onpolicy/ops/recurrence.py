@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-DELTA_CHUNK = 64
-"""Number of tokens of a chunk, in every engine and for every number of new tokens; it decides bits."""
+from onpolicy.contract import DELTA_CHUNK
 
 NORM_EPS = 1e-6
 """Epsilon of the norm of queries and keys: x / sqrt(sum(x^2) + eps), as transformers' `l2norm`."""

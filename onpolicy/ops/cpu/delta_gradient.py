@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onpolicy.contract import DELTA_CHUNK
 from onpolicy.ops.cpu.delta_rule import Run, exp, heads_apart, per_value_head, products, work
 from onpolicy.ops.differentiable_delta import DeltaInputs
-from onpolicy.ops.recurrence import DELTA_CHUNK, NORM_EPS, RecurrentLayout
+from onpolicy.ops.recurrence import NORM_EPS, RecurrentLayout
 
 
 def delta_gradient(

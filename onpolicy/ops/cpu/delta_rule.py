@@ -17,10 +17,11 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from onpolicy.contract import DELTA_CHUNK
 from onpolicy.ops.base import Piece
 from onpolicy.ops.cpu.layout import whole_vectors
 from onpolicy.ops.differentiable_delta import DeltaInputs
-from onpolicy.ops.recurrence import DELTA_CHUNK, NORM_EPS, DeltaState, RecurrentLayout, state_rows
+from onpolicy.ops.recurrence import NORM_EPS, DeltaState, RecurrentLayout, state_rows
 
 BLOCK = 16
 """Number of rows of a product, from which a single-threaded GEMM gives a row the same bits whatever
@@ -123,7 +124,9 @@ def _fill(inputs: DeltaInputs, layout: RecurrentLayout, states: Tensor | None, o
     order, steps = steps_of(layout, out.device)
     state = _begin(inputs, layout, states, order)
     # One more row, of zeros, for the tokens that are not there.
-    q, k, v, g, beta = (torch.cat((x, x.new_zeros(1, *x.shape[1:]))) for x in per_value_head(inputs))
+    q, k, v, g, beta = (
+        torch.cat((x, x.new_zeros(1, *x.shape[1:]))) for x in per_value_head(inputs)
+    )
     for step in steps:
         taken = [x[step.rows].transpose(1, 2) for x in (q, k, v, g, beta)]
         made = _block(DeltaState(*(x[: len(step.rows)] for x in state)), step, taken)
