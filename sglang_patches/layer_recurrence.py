@@ -1,24 +1,26 @@
 """States of recurrent layers (gated delta networks) in SGLang's slots, one for each request.
 
-Diverges in stock SGLang: its own models compute these layers by kernels whose chunks begin where a
-prefill begins, so bits depend on the cut of a prompt, and a decoded token goes through another
-kernel; its transformers backend keeps no state at all. Here the trainer's module computes them
+Diverges in stock SGLang: its own models compute these layers by kernels whose chunks begin wherever
+a prefill does, and a decoded token by others, so that bits depend on how a prompt was cut; its
+transformers backend keeps no states. Here the trainer's module computes them
 (onpolicy/models/delta_net.py), and SGLang is told that the model has states of the operators' shapes:
-float32 blocks, and the last inputs of the convolutions. Its pool then allocates, copies and frees
-them with the requests, and its prefix cache holds copies beside cached keys, at the end of every
-prefill and of every request (its strategy `no_buffer`). A request that begins in the middle of a
-cached sequence, where no copy lies, computes its prefix.
+float32 blocks, and the last inputs of the convolutions. Its pool allocates, copies and frees them
+with the requests. Its prefix cache holds copies beside the keys, at the end of each prefill and of
+each request (its strategy `no_buffer`), so that the next turn of an episode goes on from the last. A
+request whose prefix ends elsewhere goes on from the last copy before, and samples of one prompt
+each compute it.
 
-A pass of SGLang's says how many tokens of a request its state holds; a slot with none begins from
-zero, whatever an earlier request left there.
+A pass of SGLang's says how many tokens of a request its state holds. One that holds none begins from
+zeros, whatever another request left in the slot.
 
 The layout is made on the host for every pass, so no CUDA graph can hold it.
 
-Source: sglang/srt/configs/linear_attn_model_registry.py (`register_linear_attn_model`, which asks
-for a class of configurations with SGLang's own properties); attn_backend_wrapper,
-sglang/srt/layers/attention/attention_registry.py, whose wrapper computes these layers by SGLang's
-kernels; _resolve_attention_backend_model_cls, sglang/srt/models/transformers.py, by which it refuses
-models of which transformers does not say that their attention can be replaced, as it can. Can go when its transformers backend keeps states.
+Source: get_linear_attn_config, sglang/srt/configs/linear_attn_model_registry.py, a registry of classes
+of configurations that describe their states themselves; attn_backend_wrapper,
+sglang/srt/layers/attention/attention_registry.py, which puts SGLang's kernels for such layers beside
+attention; _resolve_attention_backend_model_cls, sglang/srt/models/transformers.py, by which it refuses
+models of which transformers does not say that their attention can be replaced, as it can. Can go
+when its transformers backend keeps states.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ from transformers import PretrainedConfig
 
 from onpolicy.contract import AdapterShape, AttentionShape, NumericsContract, OperatorShapes
 from onpolicy.errors import ConfigError
-from onpolicy.models.delta_net import delta_nets, delta_shape
+from onpolicy.models.delta_net import delta_nets, delta_shape, recurrent_layers
 from onpolicy.models.empty import decoder_layers, empty_causal_lm
 from onpolicy.models.expert_layers import experts_shapes, router_shapes
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.lora.adapters import adapter_size
-from onpolicy.ops.recurrence import state_shapes
 from onpolicy.models.tensor_parallel import row_parallel_linears
+from onpolicy.ops.recurrence import state_shapes
 
 
 @dataclass(frozen=True, slots=True)

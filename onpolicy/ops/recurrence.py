@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onpolicy.contract import DELTA_CHUNK
+from onpolicy.contract import DELTA_CHUNK, DeltaShape
 
 NORM_EPS = 1e-6
 """Epsilon of the norm of queries and keys: x / sqrt(sum(x^2) + eps), as transformers' `l2norm`."""

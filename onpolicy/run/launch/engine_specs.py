@@ -160,8 +160,8 @@ def cache_tokens(
 
 
 def state_slots(hf_config: PretrainedConfig, contract: NumericsContract, requests: int) -> int:
-    """Return the number of states of a CPU engine, 0 where the model has none: for as many of
-    `requests` requests and one more as fit CACHE_BYTES, and at least one. SGLang runs as many at once."""
+    """Return the number of states in a CPU engine, 0 where the model has none: of `requests` requests
+    and one more, or as many as fit CACHE_BYTES, which are then those that run at once."""
     if contract.device != "cpu" or not contract.shapes.delta:
         return 0
     fitting = CACHE_BYTES // (STATES * state_bytes(hf_config, contract))
