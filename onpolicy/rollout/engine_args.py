@@ -194,7 +194,7 @@ def _gpu_flags(spec: EngineSpec) -> list[str]:
     if spec.contract.is_aligned:
         # Its bookkeeping for pages and CUDA graphs serves both backends (see sglang_patches/).
         flags += ["--attention-backend", "fa3", "--page-size", "1"]
-    if spec.contract.shapes.delta:
+    if spec.contract.is_aligned and spec.contract.shapes.delta:
         # A pass after a request's end would write into the state that SGLang then caches, and CUDA
         # graphs cannot hold the layout of its layers (sglang_patches/layer_recurrence.py).
         flags += ["--disable-overlap-schedule", "--disable-cuda-graph"]
