@@ -1,4 +1,4 @@
-"""A violation for an engine with recurrent layers: while a file is there, states keep 8 bits fewer."""
+"""What an engine with recurrent layers is to stand, and what it is not to stand."""
 
 from pathlib import Path
 
@@ -8,8 +8,21 @@ from sglang_patches.extensions import Extension
 TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 
 
+class Retracting(Extension):
+    """Retraction of one of several requests, every so many passes, as SGLang tests it."""
+
+    def __init__(self, passes):
+        self.passes = int(passes)
+
+    def install(self, contract):
+        from sglang.srt.managers import scheduler
+
+        scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, self.passes
+
+
 class RoundedStates(Extension):
-    """States rounded to bfloat16 after every pass, as SGLang's own flags can have them."""
+    """States rounded to bfloat16 after every pass while a file is there, as SGLang's flags can have
+    them without a contract."""
 
     def __init__(self, file):
         self.file = Path(file)
