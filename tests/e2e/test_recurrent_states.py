@@ -20,6 +20,7 @@ from onpolicy.run.launch.engine_specs import STATES, make_rollout_group
 from tests.support.engines_fixture import make_engines, make_requests, nudge, running
 from tests.support.recurrent_engines import Retracting, RoundedStates
 from tests.support.tiny import make_checkpoint
+from tests.support.train_runs import finish, metrics_of, start_train
 
 pytestmark = pytest.mark.engine
 
@@ -28,6 +29,18 @@ RUNNING = 4
 
 TOKENS = 480
 """The tokens of the cache, which evicts to make room."""
+
+
+def test_a_run_trains_on_its_own_samples_and_compares_every_token(data, tmp_path):
+    """A mixture of experts with recurrent layers; its server has ended before the next one starts."""
+    path = make_checkpoint(tmp_path / "model", "qwen3-next")
+    finish(start_train(path, data, tmp_path, "--num-rollout", "2"))
+    steps = metrics_of(tmp_path)
+    assert len(steps) == 2
+    for step in steps:
+        assert step["parity/num_compared_tokens"] > 100
+        assert step["parity/num_mismatched_tokens"] == step["train/k3_kl"] == 0
+        assert step["train/grad_norm"] > 0
 
 
 @pytest.fixture(scope="module")
