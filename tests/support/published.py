@@ -31,7 +31,6 @@ REFUSED = {
     "gemma-3-4b-it": SEVERAL_MODELS,
     "llama-4-scout": SEVERAL_MODELS,
     "jamba-v0.1": LINEAR_ATTENTION,
-    "qwen3-next-80b-a3b": LINEAR_ATTENTION,
     "minimax-text-01": "transformers .* has no class of its own for model_type=minimax_text_01",
     "olmo-7b-clipped": "clip_qkv=8.0",
 }
