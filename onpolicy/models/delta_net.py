@@ -85,6 +85,12 @@ def has_delta_nets(config: PretrainedConfig) -> bool:
     return config.model_type in DELTA_NETS.values() and "linear_attention" in kinds
 
 
+def recurrent_layers(config: PretrainedConfig) -> list[int]:
+    """Return the indices of the layers that keep a state."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return [layer for layer, kind in enumerate(kinds) if kind == "linear_attention"]
+
+
 def delta_shape(net: Any) -> DeltaShape:
     """Return the sizes of a network."""
     return DeltaShape(

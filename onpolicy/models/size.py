@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import nn
@@ -16,12 +17,13 @@ from onpolicy.contract import (
     OperatorShapes,
 )
 from onpolicy.errors import ConfigError
-from onpolicy.models.delta_net import delta_nets, delta_shape
+from onpolicy.models.delta_net import delta_nets, delta_shape, recurrent_layers
 from onpolicy.models.empty import decoder_layers, empty_causal_lm
 from onpolicy.models.expert_layers import experts_shapes, router_shapes
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.lora.adapters import adapter_size
 from onpolicy.models.tensor_parallel import row_parallel_linears
+from onpolicy.ops.recurrence import state_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +117,19 @@ def _width(layer: nn.Module, config: PretrainedConfig) -> int:
 
 
 def token_bytes(hf_config: PretrainedConfig, contract: NumericsContract) -> int:
-    """Return the bytes of a token's keys and values in all layers."""
+    """Return the bytes of a token's keys and values in all layers that attend."""
     itemsize, kinds = getattr(torch, contract.dtype).itemsize, contract.shapes.attention
     numbers = max(kind.kv_heads * (kind.head_dim + kind.value_dim) for kind in kinds)
-    return int(hf_config.num_hidden_layers * itemsize * numbers)
+    layers = hf_config.num_hidden_layers - len(recurrent_layers(hf_config))
+    return int(layers * itemsize * numbers)
+
+
+def state_bytes(hf_config: PretrainedConfig, contract: NumericsContract) -> int:
+    """Return the bytes of a request's states in all recurrent layers."""
+    numbers = [map(prod, state_shapes(shape)) for shape in contract.shapes.delta]
+    itemsize = getattr(torch, contract.dtype).itemsize
+    each = max((itemsize * conv + 4 * delta for conv, delta in numbers), default=0)
+    return len(recurrent_layers(hf_config)) * each
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:

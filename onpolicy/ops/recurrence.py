@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from onpolicy.contract import DELTA_CHUNK
+from onpolicy.contract import DELTA_CHUNK, DeltaShape
 
 NORM_EPS = 1e-6
 """Epsilon of the norm of queries and keys: x / sqrt(sum(x^2) + eps), as transformers' `l2norm`."""
@@ -61,6 +61,13 @@ def state_rows(key_dim: int, value_dim: int) -> int:
     """Return R, the rows of `value_dim` numbers that hold the state of one head; see `DeltaState`."""
     numbers_of_keys = DELTA_CHUNK * key_dim
     return key_dim + DELTA_CHUNK + -(-numbers_of_keys // value_dim) + -(-DELTA_CHUNK // value_dim)
+
+
+def state_shapes(shape: DeltaShape) -> tuple[tuple[int, int], tuple[int, int, int]]:
+    """Return the shapes of a sequence's states in one layer: of `Operators.causal_conv`, (K - 1, C),
+    and of `Operators.gated_delta`, (H_v, R, D_v)."""
+    rows = state_rows(shape.key_dim, shape.value_dim)
+    return (shape.taps - 1, shape.channels), (shape.value_heads, rows, shape.value_dim)
 
 
 class DeltaState(NamedTuple):
