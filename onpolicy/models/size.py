@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from onpolicy.contract import AdapterShape, AttentionShape, NumericsContract, OperatorShapes
 from onpolicy.errors import ConfigError
+from onpolicy.models.delta_net import delta_nets, delta_shape
 from onpolicy.models.empty import decoder_layers, empty_causal_lm
 from onpolicy.models.expert_layers import experts_shapes, router_shapes
 from onpolicy.models.facts import ModelFacts
@@ -105,14 +106,16 @@ def operator_shapes(facts: ModelFacts, row_parallel_blocks: int = 1) -> Operator
     model = facts.model
     linears = {m for m in model.modules() if isinstance(m, nn.Linear)}
     shared = row_parallel_linears(model) if row_parallel_blocks > 1 else set()
+    delta = tuple(dict.fromkeys(map(delta_shape, delta_nets(model))))
     return OperatorShapes(
         linear=tuple(sorted(_linear_shapes(linears - shared) | router_shapes(model))),
         attention=_attention_shapes(facts),
-        norm=facts.norm_sizes(centered=False),
+        norm=tuple(sorted({*facts.norm_sizes(centered=False), *(x.value_dim for x in delta)})),
         layer_norm=facts.norm_sizes(centered=True),
         vocab_size=facts.config.vocab_size,
         row_linear=tuple(sorted(_linear_shapes(shared))),
         experts=tuple(sorted(experts_shapes(model))),
+        delta=delta,
     )
 
 

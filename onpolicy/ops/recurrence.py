@@ -1,0 +1,153 @@
+"""The recurrent operators besides their products: layouts, the blocks that hold states, the convolution.
+
+A gated delta network (Yang, Kautz, Hatamizadeh, arXiv:2412.06464, equations 8 to 10) keeps a matrix
+S per head, which every token decays and corrects. Its usual implementations have one formula for a
+prompt and one for a decoded token, and round differently. Here is one formula. A sequence is cut
+into chunks of DELTA_CHUNK tokens, counted from its first one. With S the state at the chunk's
+start, all in float32, and k and q normalised,
+
+    G_i = G_(i-1) + g_i                                              from 0 at the chunk's start
+    u_i = beta_i (v_i - exp(G_i) S^T k_i - sum_(j<i) exp(G_i - G_j) (k_j . k_i) u_j)
+    o_i = exp(G_i) S^T q_i + sum_(j<=i) exp(G_i - G_j) (q_i . k_j) u_j
+    S'  = exp(G_C) S + sum_j exp(G_C - G_j) k_j u_j^T                at the chunk's end
+
+so a token needs S and the chunk's earlier k, u and G. An engine keeps exactly these between two
+calls and recomputes nothing, and a token's bits depend on its position and the tokens before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onpolicy.contract import DELTA_CHUNK
+
+NORM_EPS = 1e-6
+"""Epsilon of the norm of queries and keys: x / sqrt(sum(x^2) + eps), as transformers' `l2norm`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentLayout:
+    """The new tokens of each sequence, and the rows of the stores that hold what came before them."""
+
+    query_lens: tuple[int, ...]
+    """Number of new tokens of each sequence, packed in this order. Example: (7, 1)"""
+
+    past_lens: tuple[int, ...]
+    """Number of tokens of each sequence that its states hold. Example: (0, 32)"""
+
+    slots: Tensor | None = None
+    """int64 [S]: row of the state stores of each sequence, all of them different; None in training,
+    where sequences are whole and nothing is kept."""
+
+    plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """Cache of an implementation's plans for this layout, for the model's other layers."""
+
+    @staticmethod
+    def packed(lens: tuple[int, ...]) -> RecurrentLayout:
+        """Return the layout of whole sequences laid end to end."""
+        return RecurrentLayout(query_lens=lens, past_lens=(0,) * len(lens))
+
+    def on(self, device: torch.device | str) -> RecurrentLayout:
+        """Return the same layout on a device."""
+        return replace(self, slots=None if self.slots is None else self.slots.to(device), plans={})
+
+
+def state_rows(key_dim: int, value_dim: int) -> int:
+    """Return R, the rows of `value_dim` numbers that hold the state of one head; see `DeltaState`."""
+    numbers_of_keys = DELTA_CHUNK * key_dim
+    return key_dim + DELTA_CHUNK + -(-numbers_of_keys // value_dim) + -(-DELTA_CHUNK // value_dim)
+
+
+class DeltaState(NamedTuple):
+    """Views of states [..., R, D_v]: what a head needs of the tokens so far.
+
+    Of `u`, `k` and `G` there are as many rows as the current chunk has tokens; the rest are zeros.
+    """
+
+    s: Tensor
+    """[..., D, D_v]: the state at the start of the current chunk."""
+
+    u: Tensor
+    """[..., 64, D_v]"""
+
+    k: Tensor
+    """[..., 64, D], normalised."""
+
+    g: Tensor
+    """[..., 64]: G, the sum of the decays since the chunk's start."""
+
+    @staticmethod
+    def of(states: Tensor, key_dim: int) -> DeltaState:
+        """Return the parts of states [..., R, D_v] in contiguous memory."""
+        value_dim, numbers = states.shape[-1], states.flatten(-2)
+        own = key_dim * value_dim, DELTA_CHUNK * value_dim
+        keys = -(-DELTA_CHUNK * key_dim // value_dim) * value_dim
+        s, u, k, g = numbers.tensor_split((own[0], sum(own), sum(own) + keys), dim=-1)
+        return DeltaState(
+            s.unflatten(-1, (key_dim, value_dim)),
+            u.unflatten(-1, (DELTA_CHUNK, value_dim)),
+            k[..., : DELTA_CHUNK * key_dim].unflatten(-1, (DELTA_CHUNK, key_dim)),
+            g[..., :DELTA_CHUNK],
+        )
+
+
+class _Taps(NamedTuple):
+    """Rows of [inputs held of every sequence, then new inputs] that a convolution reads and keeps."""
+
+    read: Tensor
+    """int64 [K, T]: row of each tap of each new token, the oldest first."""
+
+    kept: Tensor
+    """int64 [S, K - 1]: rows of the last inputs of each sequence."""
+
+    is_new: Tensor
+    """bool [S, 1, 1]: whether the store holds nothing of the sequence."""
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, layout: RecurrentLayout, states: Tensor | None
+) -> Tensor:
+    """Compute `Operators.causal_conv`: products and sums of float32, one tap after another.
+
+    Each is rounded by itself, so an element's bits depend on its own taps on every device.
+    """
+    taps = weight.shape[1]
+    plan = _taps(layout, taps, x.device)
+    if states is None:
+        held = x.new_zeros(len(layout.query_lens), taps - 1, x.shape[1])
+    else:
+        assert layout.slots is not None
+        held = states[layout.slots].masked_fill(plan.is_new, 0)
+    inputs = torch.cat((held.flatten(0, 1), x))
+    if states is not None:
+        states[layout.slots] = inputs[plan.kept]
+    total = x.new_zeros(x.shape, dtype=torch.float32)
+    for rows, factor in zip(plan.read, weight.float().unbind(1), strict=True):
+        total = total + inputs.index_select(0, rows).float() * factor
+    return (total if bias is None else total + bias.float()).to(x.dtype)
+
+
+def _taps(layout: RecurrentLayout, taps: int, device: torch.device) -> _Taps:
+    if (key := (_taps, taps)) not in layout.plans:
+        before = taps - 1
+        lens = torch.tensor(layout.query_lens)
+        starts = lens.cumsum(0) - lens
+        first_new = before * len(lens)
+        of = torch.arange(len(lens)).repeat_interleave(lens)
+        token = torch.arange(int(lens.sum())) - starts[of]
+
+        def rows(sequence: Tensor, number: Tensor) -> Tensor:
+            """Return the row of an input, numbered from the first new one."""
+            held = (sequence + 1) * before + number
+            return torch.where(number < 0, held, first_new + starts[sequence] + number)
+
+        read = torch.stack([rows(of, token - before + i) for i in range(taps)])
+        kept = rows(torch.arange(len(lens))[:, None], lens[:, None] + torch.arange(-before, 0))
+        is_new = torch.tensor(layout.past_lens).eq(0)[:, None, None]
+        layout.plans[key] = _Taps(read.to(device), kept.to(device), is_new.to(device))
+    plan: _Taps = layout.plans[key]
+    return plan
