@@ -33,6 +33,9 @@ DELTA_CHUNK = 64
 TILE = 16
 """Rows of a chunk that are computed at once: a decode step computes no more."""
 
+DIM_SLICE = 16
+"""Dimensions of keys that are multiplied at once: more would not stay in registers."""
+
 VALUES = 32
 """Values of a head that one program computes."""
 
@@ -82,102 +85,129 @@ def store_tile(
 
 
 @triton.jit
-def product(a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    return tl.dot(a, b, input_precision="ieee")
+def in_blocks(a: tl.tensor, b: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
+    """Compute [M, K] times [K, N] in blocks of K, added in the end, so that no thread holds a whole row."""
+    blocks: tl.constexpr = a.shape[1] // SIZE
+    left = tl.permute(tl.reshape(a, (a.shape[0], blocks, SIZE)), (1, 0, 2))
+    right = tl.reshape(b, (blocks, SIZE, b.shape[1]))
+    return tl.sum(tl.dot(left, right, input_precision="ieee"), 0)
 
 
 @triton.jit
-def row_at(x: tl.tensor, rows: tl.tensor, row: tl.tensor) -> tl.tensor:
-    """Return one row [N] of a tile [rows, N]."""
-    return tl.sum(tl.where(rows[:, None] == row, x, 0.0), 0)
+def _load_keys(
+    k: tl.tensor, kept_k: tl.tensor, rows: tl.tensor, positions: tl.tensor, is_old: tl.tensor,
+    is_new: tl.tensor, dims: tl.tensor, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Load keys [C, dims] of a chunk, from the store or among the new ones; others are 0."""
+    keys = load_tile(k, positions * (KEY_HEADS * DIM), is_new, dims, DIM)
+    return keys + load_tile(kept_k, rows * DIM, is_old, dims, DIM)
+
+
+@triton.jit
+def _solve(
+    rest: tl.tensor, within: tl.tensor, rate: tl.tensor, u: tl.tensor, rows: tl.tensor,
+    first: tl.tensor, end: tl.tensor,
+) -> tl.tensor:  # fmt: skip
+    """Compute rows `first` to `end` of u [TILE, values], given those before, one after another."""
+    for row in range(first, end):
+        weights = tl.sum(tl.where(rows[:, None] == row, within, 0.0), 0)
+        mixed = tl.sum(weights[:, None] * u, 0)[None, :]
+        u = tl.where(rows[:, None] == row, rest - rate * mixed, u)
+    return u
 
 
 @triton.jit(
-    do_not_specialize=["stride_slot", "stride_head", "records"],
+    do_not_specialize=["stride_slot", "stride_head", "keeps"],
     do_not_specialize_on_alignment=["starts", "past_lens", "slots", "states"],
 )
 def _delta_rule_kernel(
     starts: tl.tensor, past_lens: tl.tensor, slots: tl.tensor,
     q: tl.tensor, k: tl.tensor, v: tl.tensor, g: tl.tensor, beta: tl.tensor,
-    states: tl.tensor, stride_slot: tl.tensor, stride_head: tl.tensor, out: tl.tensor,
-    chunk_states: tl.tensor, updates: tl.tensor, records: tl.tensor,
+    states: tl.tensor, stride_slot: tl.tensor, stride_head: tl.tensor, keeps: tl.tensor,
+    out: tl.tensor,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr,
-    DIM_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr, DIM_SLICE: tl.constexpr, VALUE_BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     head, sequence = tl.program_id(1), tl.program_id(2)
     origin, past, length = sequence_of(sequence, starts, past_lens)
-    slot = tl.load(slots + sequence)
-    kept = states + slot * stride_slot + head * stride_head
-    kept_u = kept + DIM * VALUE_DIM
+    state = states + tl.load(slots + sequence) * stride_slot + head * stride_head
+    kept_u = state + DIM * VALUE_DIM
     kept_k = kept_u + CHUNK * VALUE_DIM
-    kept_g = kept_k + CHUNK * DIM
-    readable = tl.where(slot < 0, 0, past)
+    kept_g = kept_k + tl.cdiv(CHUNK * DIM, VALUE_DIM) * VALUE_DIM
     q += (origin * KEY_HEADS + head // (HEADS // KEY_HEADS)) * DIM
     k += (origin * KEY_HEADS + head // (HEADS // KEY_HEADS)) * DIM
     of_head = origin * HEADS + head
-    dims, rows, tile_rows = tl.arange(0, DIM_BLOCK), tl.arange(0, CHUNK), tl.arange(0, TILE)
+    slices, rows, tile_rows = tl.arange(0, DIM_SLICE), tl.arange(0, CHUNK), tl.arange(0, TILE)
     values = tl.program_id(0) * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
-    is_dim = dims < DIM
-    state = load_tile(kept, dims * VALUE_DIM, is_dim & (readable > 0), values, VALUE_DIM)
     u = tl.zeros((CHUNK, VALUE_BLOCK), dtype=tl.float32)
-    recorded = chunk_states + ((origin + past) // CHUNK + sequence) * (HEADS * DIM * VALUE_DIM)
-    recorded += head * (DIM * VALUE_DIM)
     for chunk in range(past // CHUNK * CHUNK, length, CHUNK):
         positions = (chunk + rows).to(tl.int64)
-        is_old, is_new = positions < readable, (positions >= past) & (positions < length)
+        is_old, is_new = positions < past, (positions >= past) & (positions < length)
         logs = tl.load(g + of_head + positions * HEADS, mask=is_new, other=0.0)
         logs = tl.cumsum(logs + tl.load(kept_g + rows, mask=is_old, other=0.0), 0)
-        keys = load_tile(k, positions * (KEY_HEADS * DIM), is_new, dims, DIM)
-        keys = tl.trans(keys + load_tile(kept_k, rows * DIM, is_old, dims, DIM))
         u = load_tile(kept_u, rows * VALUE_DIM, is_old, values, VALUE_DIM)
-        store_tile(
-            recorded, state, dims * VALUE_DIM, is_dim & (records > 0), values, VALUE_DIM
-        )
-        recorded += HEADS * DIM * VALUE_DIM
         begin, end = tl.maximum(past - chunk, 0), tl.minimum(length - chunk, CHUNK)
         for tile in range(begin // TILE * TILE, end, TILE):
             in_chunk = tile + tile_rows
             at = (chunk + in_chunk).to(tl.int64)
             is_row = (at >= past) & (at < length)
-            tile_k = load_tile(k, at * (KEY_HEADS * DIM), is_row, dims, DIM)
-            tile_q = load_tile(q, at * (KEY_HEADS * DIM), is_row, dims, DIM)
-            at = of_head + at * HEADS
-            tile_v = load_tile(v, at * VALUE_DIM, is_row, values, VALUE_DIM)
-            rate = tl.load(beta + at, mask=is_row, other=0.0)[:, None]
+            predicted = tl.zeros((TILE, VALUE_BLOCK), dtype=tl.float32)
+            read = tl.zeros((TILE, VALUE_BLOCK), dtype=tl.float32)
+            overlap = tl.zeros((TILE, CHUNK), dtype=tl.float32)
+            seen = tl.zeros((TILE, CHUNK), dtype=tl.float32)
+            for first in range(0, DIM_BLOCK, DIM_SLICE):
+                dims = first + slices
+                keys = tl.trans(
+                    _load_keys(k, kept_k, rows, positions, is_old, is_new, dims, KEY_HEADS, DIM)
+                )
+                tile_k = load_tile(k, at * (KEY_HEADS * DIM), is_row, dims, DIM)
+                tile_q = load_tile(q, at * (KEY_HEADS * DIM), is_row, dims, DIM)
+                is_dim = (dims < DIM) & (chunk > 0)  # at its beginning a sequence's state is 0
+                part = load_tile(state, dims * VALUE_DIM, is_dim, values, VALUE_DIM)
+                overlap = tl.dot(tile_k, keys, overlap, input_precision="ieee")
+                seen = tl.dot(tile_q, keys, seen, input_precision="ieee")
+                predicted = tl.dot(tile_k, part, predicted, input_precision="ieee")
+                read = tl.dot(tile_q, part, read, input_precision="ieee")
             tile_logs = tl.sum(tl.where(in_chunk[:, None] == rows[None, :], logs[None, :], 0.0), 1)
+            difference = tile_logs[:, None] - logs[None, :]
             is_seen = rows[None, :] <= in_chunk[:, None]
-            decay = tl.exp(
-                tl.where(is_seen, tile_logs[:, None] - logs[None, :], float("-inf"))
-            )
+            decay = tl.exp(tl.where(is_seen, difference, float("-inf")))
             shrink = tl.exp(tile_logs)[:, None]
-            overlap = product(tile_k, keys) * decay
-            earlier = product(tl.where(rows[None, :] < tile, overlap, 0.0), u)
-            rest = rate * (tile_v - shrink * product(tile_k, state) - earlier)
+            overlap *= decay
+            rate = tl.load(beta + of_head + at * HEADS, mask=is_row, other=0.0)[:, None]
+            of_tile = (of_head + at * HEADS) * VALUE_DIM
+            rest = load_tile(v, of_tile, is_row, values, VALUE_DIM) - shrink * predicted
+            rest -= in_blocks(tl.where(rows[None, :] < tile, overlap, 0.0), u, TILE)
             within = tl.reshape(overlap, (TILE, CHUNK // TILE, TILE))
-            is_tile = tl.arange(0, CHUNK // TILE)[None, :, None] == tile // TILE
-            within = tl.sum(tl.where(is_tile, within, 0.0), 1)
+            is_own = tl.arange(0, CHUNK // TILE)[None, :, None] == tile // TILE
+            within = tl.sum(tl.where(is_own, within, 0.0), 1)
             within = tl.where(tile_rows[None, :] < tile_rows[:, None], within, 0.0)
-            is_kept = chunk + in_chunk < readable
-            tile_u = load_tile(kept_u, in_chunk * VALUE_DIM, is_kept, values, VALUE_DIM)
-            for row in range(tl.maximum(begin - tile, 0), tl.minimum(end - tile, TILE)):
-                mixed = tl.sum(row_at(within, tile_rows, row)[:, None] * tile_u, 0)[None, :]
-                tile_u = tl.where(tile_rows[:, None] == row, rest - rate * mixed, tile_u)
+            held = chunk + in_chunk < past
+            tile_u = load_tile(kept_u, in_chunk * VALUE_DIM, held, values, VALUE_DIM)
+            tile_u = _solve(
+                rate * rest, within, rate, tile_u, tile_rows,
+                tl.maximum(begin - tile, 0), tl.minimum(end - tile, TILE),
+            )  # fmt: skip
             spread = tl.broadcast_to(tile_u[None, :, :], (CHUNK // TILE, TILE, VALUE_BLOCK))
             spread = tl.reshape(spread, (CHUNK, VALUE_BLOCK))
             u = tl.where((rows // TILE == tile // TILE)[:, None], spread, u)
-            seen = product(product(tile_q, keys) * decay, u)
-            result = shrink * product(tile_q, state) + seen
-            store_tile(out, result, at * VALUE_DIM, is_row, values, VALUE_DIM)
-            store_tile(updates, tile_u, at * VALUE_DIM, is_row & (records > 0), values, VALUE_DIM)
+            result = shrink * read + in_blocks(seen * decay, u, TILE)
+            store_tile(out, result, of_tile, is_row, values, VALUE_DIM)
         if chunk + CHUNK <= length:
+            tl.debug_barrier()  # its state has been read by all threads
             last = tl.sum(tl.where(rows == CHUNK - 1, logs, 0.0))
-            state = tl.exp(last) * state + product(keys * tl.exp(last - logs)[None, :], u)
-    tl.debug_barrier()  # the store was read by other threads of this program
-    is_changed = (slot >= 0) & ((past == 0) | (past // CHUNK < length // CHUNK))
-    store_tile(kept, state, dims * VALUE_DIM, is_dim & is_changed, values, VALUE_DIM)
+            for first in range(0, DIM_BLOCK, DIM_SLICE):
+                dims = first + slices
+                keys = _load_keys(k, kept_k, rows, positions, is_old, is_new, dims, KEY_HEADS, DIM)
+                keys = tl.trans(keys * tl.exp(last - logs)[:, None])
+                is_dim = (dims < DIM) & (chunk > 0)
+                part = load_tile(state, dims * VALUE_DIM, is_dim, values, VALUE_DIM)
+                part = tl.exp(last) * part + in_blocks(keys, u, TILE)
+                store_tile(state, part, dims * VALUE_DIM, dims < DIM, values, VALUE_DIM)
+            tl.debug_barrier()  # and is now written for all of them
     at = length // CHUNK * CHUNK + rows
-    is_new = (slot >= 0) & (at >= past) & (at < length)
+    is_new = (keeps > 0) & (at >= past) & (at < length)
     store_tile(kept_u, u, rows * VALUE_DIM, is_new, values, VALUE_DIM)
 
 
@@ -194,17 +224,17 @@ def _keep_kernel(
     """Keep keys and decays of the chunk that is not complete, which all programs of a head have read."""
     head, sequence = tl.program_id(0), tl.program_id(1)
     origin, past, length = sequence_of(sequence, starts, past_lens)
-    slot = tl.load(slots + sequence)
-    kept = states + slot * stride_slot + head * stride_head
-    kept_k = kept + (DIM + CHUNK) * VALUE_DIM
+    kept_k = states + tl.load(slots + sequence) * stride_slot + head * stride_head
+    kept_k += (DIM + CHUNK) * VALUE_DIM
+    kept_g = kept_k + tl.cdiv(CHUNK * DIM, VALUE_DIM) * VALUE_DIM
     dims, rows = tl.arange(0, DIM_BLOCK), tl.arange(0, CHUNK)
     positions = (length // CHUNK * CHUNK + rows).to(tl.int64)
-    is_new = (slot >= 0) & (positions >= past) & (positions < length)
+    is_new = (positions >= past) & (positions < length)
     k += (origin * KEY_HEADS + head // (HEADS // KEY_HEADS)) * DIM
     keys = load_tile(k, positions * (KEY_HEADS * DIM), is_new, dims, DIM)
     store_tile(kept_k, keys, rows * DIM, is_new, dims, DIM)
     logs = tl.load(g + origin * HEADS + head + positions * HEADS, mask=is_new, other=0.0)
-    tl.store(kept_k + CHUNK * DIM + rows, logs, mask=is_new)
+    tl.store(kept_g + rows, logs, mask=is_new)
 
 
 def sizes_of(k: Tensor, v: Tensor) -> dict[str, int]:
@@ -228,7 +258,6 @@ def delta_rule(
     beta: Tensor,
     layout: DeviceLayout,
     states: Tensor | None,
-    record: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Compute the rule for normalised queries and keys, and update the states; no autograd.
 
@@ -238,18 +267,18 @@ def delta_rule(
     """
     q, k, v, g, beta = map(whole, (q, k, v, g, beta))
     out, sizes = torch.empty_like(v), sizes_of(k, v)
+    (count, heads, dim), value_dim = (len(layout.slots), *k.shape[1:]), v.shape[2]
+    keeps = states is not None
+    if states is None:
+        states = g.new_empty(len(layout.slots), v.shape[1], k.shape[2], v.shape[2])
     where = layout.starts, layout.past_lens, layout.slots
-    store = g if states is None else states
-    strides = (0, 0) if states is None else states.stride()[:2]
+    store = states, *states.stride()[:2]
     values = min(VALUES, dim_block(v.shape[2]))
-    recorded = (g, g, 0) if record is None else (*record, 1)
     grid = triton.cdiv(v.shape[2], values), v.shape[1], len(layout.slots)
     _delta_rule_kernel[grid](
-        *where, q, k, v, g, beta, store, *strides, out, *recorded, TILE=TILE,
-        VALUE_BLOCK=values, num_warps=4, **sizes, **UNFUSED,
+        *where, q, k, v, g, beta, *store, int(keeps), out, TILE=TILE,
+        DIM_SLICE=DIM_SLICE, VALUE_BLOCK=values, num_warps=4, **sizes, **UNFUSED,
     )  # fmt: skip
-    if states is not None:
-        _keep_kernel[grid[1:]](
-            *where, k, g, store, *strides, num_warps=4, **sizes, **UNFUSED
-        )
+    if keeps:
+        _keep_kernel[grid[1:]](*where, k, g, *store, num_warps=4, **sizes, **UNFUSED)
     return out
