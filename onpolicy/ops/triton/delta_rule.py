@@ -6,14 +6,9 @@ a chunk it computes tiles of TILE rows against all rows of the chunk. Rows that 
 earlier call come from the state store, and rows that do not exist yet are zeros whose weights are
 zeros, so a sum has the same shape and order whether its rows arrive together or one by one.
 
-    G_i = G_{i-1} + g_i
-    u_i = beta_i (v_i - exp(G_i) S^T k_i - sum_{j<i} exp(G_i - G_j) (k_j . k_i) u_j)
-    o_i = exp(G_i) S^T q_i + sum_{j<=i} exp(G_i - G_j) (q_i . k_j) u_j
-    S'  = exp(G_C) S + sum_j exp(G_C - G_j) k_j u_j^T
-
-S is the state at the chunk's start, S' the one at its end. (Source: Gated Delta Networks, Yang et
-al., 2024, section 3.3, with u solved row by row.) A slot of the store holds, as float32 and end to end, S [D,
-D_v], u [C, D_v], k [C, D] and g [C] of the chunk that is not complete.
+The formula is in `ops/recurrence.py`. A head's rows of the store hold, end to end, the state S at the
+chunk's start, and u, k and g of the chunk that is not complete. S is read and written where it lies: a
+whole one would leave a thread no registers.
 """
 
 from __future__ import annotations
@@ -25,10 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onpolicy.ops.triton.device import UNFUSED, whole
+from onpolicy.contract import DELTA_CHUNK
+from onpolicy.ops.differentiable_delta import DeltaInputs
+from onpolicy.ops.layouts import starts_of
+from onpolicy.ops.recurrence import NORM_EPS, RecurrentLayout
 from onpolicy.ops.triton.attention_tiles import dim_block
-
-DELTA_CHUNK = 64
+from onpolicy.ops.triton.device import UNFUSED, whole
+from onpolicy.ops.triton.norm import TritonNorm
 
 TILE = 16
 """Rows of a chunk that are computed at once: a decode step computes no more."""
@@ -51,7 +49,25 @@ class DeviceLayout:
     """int32 [S]: tokens of each sequence that its state holds."""
 
     slots: Tensor
-    """int64 [S]: row of the state store; -1: nothing is read or kept."""
+    """int64 [S]: row of the state stores; any number where there are none."""
+
+    max_query_len: int
+    """Upper bound on the new tokens of a sequence; sets grids."""
+
+    @staticmethod
+    def of(layout: RecurrentLayout, device: torch.device) -> DeviceLayout:
+        """Return a layout on the device, made once for all layers of a model."""
+        if DeviceLayout not in layout.plans:
+            count = len(layout.query_lens)
+            slots = torch.arange(count) if layout.slots is None else layout.slots
+            layout.plans[DeviceLayout] = DeviceLayout(
+                starts=starts_of(layout.query_lens).to(device),
+                past_lens=torch.tensor(layout.past_lens, dtype=torch.int32).to(device),
+                slots=slots.to(device),
+                max_query_len=max(layout.query_lens, default=0),
+            )
+        plan: DeviceLayout = layout.plans[DeviceLayout]
+        return plan
 
 
 @triton.jit
@@ -86,7 +102,7 @@ def store_tile(
 
 @triton.jit
 def in_blocks(a: tl.tensor, b: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
-    """Compute [M, K] times [K, N] in blocks of K, added in the end, so that no thread holds a whole row."""
+    """Compute [M, K] times [K, N] in blocks of K, added in the end: no thread holds a whole row."""
     blocks: tl.constexpr = a.shape[1] // SIZE
     left = tl.permute(tl.reshape(a, (a.shape[0], blocks, SIZE)), (1, 0, 2))
     right = tl.reshape(b, (blocks, SIZE, b.shape[1]))
@@ -237,8 +253,8 @@ def _keep_kernel(
     tl.store(kept_g + rows, logs, mask=is_new)
 
 
-def sizes_of(k: Tensor, v: Tensor) -> dict[str, int]:
-    """Return the sizes that every kernel of the rule is compiled for: k: [T, H_k, D], v: [T, H, D_v]."""
+def _sizes(k: Tensor, v: Tensor) -> dict[str, int]:
+    """Return the sizes for which kernels are compiled, and options: k [T, H_k, D], v [T, H, D_v]."""
     return {
         "KEY_HEADS": k.shape[1],
         "HEADS": v.shape[1],
@@ -246,39 +262,40 @@ def sizes_of(k: Tensor, v: Tensor) -> dict[str, int]:
         "VALUE_DIM": v.shape[2],
         "CHUNK": DELTA_CHUNK,
         "DIM_BLOCK": dim_block(k.shape[2]),
+        "num_warps": 4,
         "num_stages": 1,
+        **UNFUSED,
     }
 
 
-def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    layout: DeviceLayout,
-    states: Tensor | None,
-) -> Tensor:
-    """Compute the rule for normalised queries and keys, and update the states; no autograd.
+def unit(x: Tensor, scale: float) -> Tensor:
+    """Return rows of length `scale` in float32: [T, H, D] -> [T, H, D], by the kernel of RMS norms."""
+    dim = x.shape[-1]
+    weight = x.new_full((dim,), scale * dim**-0.5, dtype=torch.float32)
+    out: Tensor = TritonNorm.apply(x.float(), weight, None, NORM_EPS / dim, True)
+    return out
 
-    q, k: float32 [T, H_k, D]; v: [T, H, D_v]; g, beta: float32 [T, H]; states: float32 [slots, H,
-    R, D_v] -> [T, H, D_v], as v. record: float32 [T // C + S, H, D, D_v], which gets the states at
-    the starts of chunks, and float32 [T, H, D_v], which gets u.
-    """
-    q, k, v, g, beta = map(whole, (q, k, v, g, beta))
-    out, sizes = torch.empty_like(v), sizes_of(k, v)
-    (count, heads, dim), value_dim = (len(layout.slots), *k.shape[1:]), v.shape[2]
-    keeps = states is not None
+
+@torch.no_grad()
+def delta_rule(
+    inputs: DeltaInputs, layout: RecurrentLayout, states: Tensor | None = None
+) -> Tensor:
+    """Compute `Operators.gated_delta` and update the states; no autograd."""
+    q, k = unit(inputs.q, inputs.q.shape[2] ** -0.5), unit(inputs.k, 1.0)
+    v, g, beta = whole(inputs.v), whole(inputs.g), whole(inputs.beta.float())
+    out, sizes, keeps = torch.empty_like(v), _sizes(k, v), states is not None
+    (_, heads, value_dim), on_device = v.shape, DeviceLayout.of(layout, v.device)
+    where = on_device.starts, on_device.past_lens, on_device.slots
     if states is None:
-        states = g.new_empty(len(layout.slots), v.shape[1], k.shape[2], v.shape[2])
-    where = layout.starts, layout.past_lens, layout.slots
+        states = g.new_empty(len(on_device.slots), heads, k.shape[2], value_dim)
     store = states, *states.stride()[:2]
-    values = min(VALUES, dim_block(v.shape[2]))
-    grid = triton.cdiv(v.shape[2], values), v.shape[1], len(layout.slots)
-    _delta_rule_kernel[grid](
-        *where, q, k, v, g, beta, *store, int(keeps), out, TILE=TILE,
-        DIM_SLICE=DIM_SLICE, VALUE_BLOCK=values, num_warps=4, **sizes, **UNFUSED,
-    )  # fmt: skip
-    if keeps:
-        _keep_kernel[grid[1:]](*where, k, g, *store, num_warps=4, **sizes, **UNFUSED)
+    values = min(VALUES, dim_block(value_dim))
+    grid = triton.cdiv(value_dim, values), heads, len(on_device.slots)
+    if len(v):
+        _delta_rule_kernel[grid](
+            *where, q, k, v, g, beta, *store, int(keeps), out, TILE=TILE, DIM_SLICE=DIM_SLICE,
+            VALUE_BLOCK=values, **sizes,
+        )  # fmt: skip
+    if len(v) and keeps:
+        _keep_kernel[grid[1:]](*where, k, g, *store, **sizes)
     return out
