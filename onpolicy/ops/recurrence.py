@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from onpolicy.contract import DELTA_CHUNK
 
@@ -115,26 +116,59 @@ def causal_conv(
 
     Each is rounded by itself, so an element's bits depend on its own taps on every device.
     """
-    taps = weight.shape[1]
-    plan = _taps(layout, taps, x.device)
+    plan = _taps(layout, weight.shape[1], x.device)
     if states is None:
-        held = x.new_zeros(len(layout.query_lens), taps - 1, x.shape[1])
-    else:
-        assert layout.slots is not None
-        held = states[layout.slots].masked_fill(plan.is_new, 0)
+        out: Tensor = _CausalConv.apply(x, weight, bias, plan)
+        return out
+    assert layout.slots is not None
+    held = states[layout.slots].masked_fill(plan.is_new, 0)
     inputs = torch.cat((held.flatten(0, 1), x))
-    if states is not None:
-        states[layout.slots] = inputs[plan.kept]
-    total = x.new_zeros(x.shape, dtype=torch.float32)
+    states[layout.slots] = inputs[plan.kept]
+    return _convolved(inputs, weight, bias, plan)
+
+
+def _convolved(inputs: Tensor, weight: Tensor, bias: Tensor | None, plan: _Taps) -> Tensor:
+    total = inputs.new_zeros(plan.read.shape[1], inputs.shape[1], dtype=torch.float32)
     for rows, factor in zip(plan.read, weight.float().unbind(1), strict=True):
-        total = total + inputs.index_select(0, rows).float() * factor
-    return (total if bias is None else total + bias.float()).to(x.dtype)
+        total += inputs.index_select(0, rows).float() * factor
+    return (total if bias is None else total.add_(bias.float())).to(inputs.dtype)
+
+
+class _CausalConv(torch.autograd.Function):
+    """The convolution of whole sequences, which keeps only its inputs for the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, plan: _Taps
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)  # type: ignore[arg-type]
+        ctx.plan = plan  # type: ignore[attr-defined]
+        return _convolved(_after_zeros(x, plan), weight, bias, plan)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors  # type: ignore[attr-defined]
+        plan: _Taps = ctx.plan  # type: ignore[attr-defined]
+        inputs, grad = _after_zeros(x, plan), grad.float()
+        of_inputs, of_weight = torch.zeros_like(inputs, dtype=torch.float32), []
+        for rows, factor in zip(plan.read, weight.float().unbind(1), strict=True):
+            of_inputs[rows] += grad * factor  # each row once
+            of_weight.append((grad * inputs.index_select(0, rows).float()).sum(0))
+        of_x = of_inputs[len(inputs) - len(x) :].to(x.dtype)
+        of_bias = None if bias is None else grad.sum(0).to(bias.dtype)
+        return of_x, torch.stack(of_weight, dim=1).to(weight.dtype), of_bias, None
+
+
+def _after_zeros(x: Tensor, plan: _Taps) -> Tensor:
+    """Return the inputs of sequences of which nothing came before: [S (K - 1) + T, C]."""
+    return torch.cat((x.new_zeros(plan.kept.numel(), x.shape[1]), x))
 
 
 def _taps(layout: RecurrentLayout, taps: int, device: torch.device) -> _Taps:
     if (key := (_taps, taps)) not in layout.plans:
         before = taps - 1
-        lens = torch.tensor(layout.query_lens)
+        lens = torch.tensor(layout.query_lens, dtype=torch.int64)
         starts = lens.cumsum(0) - lens
         first_new = before * len(lens)
         of = torch.arange(len(lens)).repeat_interleave(lens)
@@ -147,7 +181,7 @@ def _taps(layout: RecurrentLayout, taps: int, device: torch.device) -> _Taps:
 
         read = torch.stack([rows(of, token - before + i) for i in range(taps)])
         kept = rows(torch.arange(len(lens))[:, None], lens[:, None] + torch.arange(-before, 0))
-        is_new = torch.tensor(layout.past_lens).eq(0)[:, None, None]
+        is_new = torch.tensor(layout.past_lens, dtype=torch.int64).eq(0)[:, None, None]
         layout.plans[key] = _Taps(read.to(device), kept.to(device), is_new.to(device))
     plan: _Taps = layout.plans[key]
     return plan

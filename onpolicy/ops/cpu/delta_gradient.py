@@ -58,7 +58,7 @@ class _Rows:
 def chunks_of(layout: RecurrentLayout, device: torch.device) -> list[_Rows]:
     """Return the chunks of whole sequences, in the order of the forward pass."""
     if chunks_of not in layout.plans:
-        lens = torch.tensor(layout.query_lens)
+        lens = torch.tensor(layout.query_lens, dtype=torch.int64)
         starts = lens.cumsum(0) - lens
         order = lens.argsort(descending=True, stable=True)
         chunks = []

@@ -96,7 +96,8 @@ class _Step:
 def steps_of(layout: RecurrentLayout, device: torch.device) -> tuple[Tensor, list[_Step]]:
     """Return the order in which sequences are numbered, the longest first, and the steps."""
     if steps_of not in layout.plans:
-        lens, past = torch.tensor(layout.query_lens), torch.tensor(layout.past_lens)
+        told = layout.query_lens, layout.past_lens
+        lens, past = (torch.tensor(x, dtype=torch.int64) for x in told)
         starts = lens.cumsum(0) - lens
         first = past // BLOCK
         counts = torch.where(lens > 0, (past + lens - 1) // BLOCK - first + 1, 0)
@@ -159,9 +160,10 @@ def _begin(
     # A slot may hold another request's numbers, even NaN, where this one has none.
     is_held = (torch.arange(DELTA_CHUNK, device=past.device) < past % DELTA_CHUNK)[:, None]
     return DeltaState(
-        state.s.masked_fill((past < DELTA_CHUNK)[..., None, None], 0),
-        *(x.masked_fill(~is_held[..., None], 0) for x in (state.u, state.k)),
-        state.g.masked_fill(~is_held, 0),
+        s=state.s.masked_fill((past < DELTA_CHUNK)[..., None, None], 0),
+        u=state.u.masked_fill(~is_held[..., None], 0),
+        k=state.k.masked_fill(~is_held[..., None], 0),
+        g=state.g.masked_fill(~is_held, 0),
     )
 
 
@@ -240,4 +242,5 @@ def _end_chunk(state: DeltaState, which: Tensor) -> None:
 def products(a: Tensor, b: Tensor) -> Tensor:
     """Compute [n, H, M, K] @ [n, H, K, N] -> [n, H, M, N], each matrix in contiguous memory."""
     product = torch.bmm(a.flatten(0, 1).contiguous(), b.flatten(0, 1).contiguous())
-    return product.unflatten(0, a.shape[:2])
+    out: Tensor = product.unflatten(0, a.shape[:2])
+    return out
