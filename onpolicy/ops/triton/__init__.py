@@ -26,7 +26,7 @@ from onpolicy.ops.triton import experts, fused_norms, log_probs, mixing, samplin
 from onpolicy.ops.triton.attention import packed_attention
 from onpolicy.ops.triton.attention_backward import attention_backward
 from onpolicy.ops.triton.causal_conv import causal_conv
-from onpolicy.ops.triton.delta_rule import DeviceLayout, delta_rule
+from onpolicy.ops.triton.delta_rule import DeviceLayout, blockwise_delta_rule
 from onpolicy.ops.triton.elementwise import TritonRotary, TritonSiluAndMul, is_silu
 from onpolicy.ops.triton.experts import grouped_weight_grad, tiled_grouped_linear
 from onpolicy.ops.triton.linear import product_in_float32, tiled_linear
@@ -103,9 +103,9 @@ class TritonOperators(Linears):
     ) -> Tensor:
         inputs = DeltaInputs(q, k, v, g, beta)
         if states is not None:
-            return delta_rule(inputs, layout, states)
+            return blockwise_delta_rule(inputs, layout, states)
         gradients = partial(delta_gradient, self.run_pieces, 1)
-        return gated_delta(delta_rule, gradients, inputs, layout)
+        return gated_delta(blockwise_delta_rule, gradients, inputs, layout)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, round_last: bool = False) -> Tensor:
         out: Tensor = TritonNorm.apply(x, weight, None, eps, round_last)

@@ -277,7 +277,7 @@ def unit(x: Tensor, scale: float) -> Tensor:
 
 
 @torch.no_grad()
-def delta_rule(
+def blockwise_delta_rule(
     inputs: DeltaInputs, layout: RecurrentLayout, states: Tensor | None = None
 ) -> Tensor:
     """Compute `Operators.gated_delta` and update the states; no autograd."""
