@@ -69,8 +69,8 @@ def _conv_kernel(
         last = length - (TAPS - 1) + rows.to(tl.int64)
         kept = _load_inputs(x, held, last, past, length, columns, stride_x, SIZE, TAPS, HAS_STATES)
         tl.debug_barrier()  # all threads have read it
-        mask = (rows < TAPS - 1)[:, None] & is_column[None, :]
-        tl.store(held + rows[:, None] * SIZE + columns[None, :], kept, mask=mask)
+        is_kept = (rows < TAPS - 1)[:, None] & is_column[None, :]
+        tl.store(held + rows[:, None] * SIZE + columns[None, :], kept, mask=is_kept)
 
 
 def causal_conv(

@@ -111,20 +111,92 @@ def in_blocks(a: tl.tensor, b: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _load_keys(
-    k: tl.tensor, kept_k: tl.tensor, rows: tl.tensor, positions: tl.tensor, is_old: tl.tensor,
-    is_new: tl.tensor, dims: tl.tensor, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
+    k: tl.tensor, kept_k: tl.tensor, chunk: tl.tensor, past: tl.tensor, length: tl.tensor,
+    dims: tl.tensor, KEY_HEADS: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Load keys [C, dims] of a chunk, from the store or among the new ones; others are 0."""
+    rows = tl.arange(0, CHUNK)
+    positions = (chunk + rows).to(tl.int64)
+    is_new = (positions >= past) & (positions < length)
     keys = load_tile(k, positions * (KEY_HEADS * DIM), is_new, dims, DIM)
-    return keys + load_tile(kept_k, rows * DIM, is_old, dims, DIM)
+    return keys + load_tile(kept_k, rows * DIM, positions < past, dims, DIM)
+
+
+@triton.jit
+def _meet(
+    q: tl.tensor, k: tl.tensor, kept_k: tl.tensor, state: tl.tensor, is_begun: tl.tensor,
+    chunk: tl.tensor, past: tl.tensor, length: tl.tensor, at: tl.tensor, values: tl.tensor,
+    KEY_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CHUNK: tl.constexpr,
+    TILE: tl.constexpr, DIM_BLOCK: tl.constexpr, DIM_SLICE: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Multiply the new keys and queries of a tile, at positions `at`, with the chunk's keys, and with
+    its state, which is 0 unless `is_begun`: [TILE, C] twice, then [TILE, values] twice."""
+    slices = tl.arange(0, DIM_SLICE)
+    is_row = (at >= past) & (at < length)
+    overlap = tl.zeros((TILE, CHUNK), dtype=tl.float32)
+    seen = tl.zeros((TILE, CHUNK), dtype=tl.float32)
+    predicted = tl.zeros((TILE, VALUE_BLOCK), dtype=tl.float32)
+    read = tl.zeros((TILE, VALUE_BLOCK), dtype=tl.float32)
+    for first in range(0, DIM_BLOCK, DIM_SLICE):
+        dims = first + slices
+        keys = tl.trans(_load_keys(k, kept_k, chunk, past, length, dims, KEY_HEADS, DIM, CHUNK))
+        tile_k = load_tile(k, at * (KEY_HEADS * DIM), is_row, dims, DIM)
+        tile_q = load_tile(q, at * (KEY_HEADS * DIM), is_row, dims, DIM)
+        part = load_tile(state, dims * VALUE_DIM, (dims < DIM) & is_begun, values, VALUE_DIM)
+        overlap = tl.dot(tile_k, keys, overlap, input_precision="ieee")
+        seen = tl.dot(tile_q, keys, seen, input_precision="ieee")
+        predicted = tl.dot(tile_k, part, predicted, input_precision="ieee")
+        read = tl.dot(tile_q, part, read, input_precision="ieee")
+    return overlap, seen, predicted, read
+
+
+@triton.jit
+def _own_rows(overlap: tl.tensor, tile: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+    """Return a tile's overlap [TILE, C] with its own rows, those before each alone: [TILE, TILE]."""
+    tiles: tl.constexpr = overlap.shape[1] // TILE
+    is_own = tl.arange(0, tiles)[None, :, None] == tile // TILE
+    within = tl.sum(tl.where(is_own, tl.reshape(overlap, (TILE, tiles, TILE)), 0.0), 1)
+    rows = tl.arange(0, TILE)
+    return tl.where(rows[None, :] < rows[:, None], within, 0.0)
+
+
+@triton.jit
+def _with_tile(u: tl.tensor, tile_u: tl.tensor, tile: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+    """Return u [C, values] with these rows of a tile."""
+    spread = tl.broadcast_to(tile_u[None, :, :], (u.shape[0] // TILE, TILE, u.shape[1]))
+    is_own = (tl.arange(0, u.shape[0]) // TILE == tile // TILE)[:, None]
+    return tl.where(is_own, tl.reshape(spread, (u.shape[0], u.shape[1])), u)
+
+
+@triton.jit
+def _write_next_state(
+    k: tl.tensor, kept_k: tl.tensor, state: tl.tensor, is_begun: tl.tensor, u: tl.tensor,
+    logs: tl.tensor, chunk: tl.tensor, past: tl.tensor, length: tl.tensor, values: tl.tensor,
+    KEY_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CHUNK: tl.constexpr,
+    TILE: tl.constexpr, DIM_BLOCK: tl.constexpr, DIM_SLICE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the state at a chunk's end over the one at its start."""
+    last = tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, logs, 0.0))
+    until_end = tl.exp(last - logs)[:, None]
+    slices = tl.arange(0, DIM_SLICE)
+    tl.debug_barrier()  # all threads have read it
+    for first in range(0, DIM_BLOCK, DIM_SLICE):
+        dims = first + slices
+        keys = _load_keys(k, kept_k, chunk, past, length, dims, KEY_HEADS, DIM, CHUNK) * until_end
+        part = load_tile(state, dims * VALUE_DIM, (dims < DIM) & is_begun, values, VALUE_DIM)
+        part = tl.exp(last) * part + in_blocks(tl.trans(keys), u, TILE)
+        store_tile(state, part, dims * VALUE_DIM, dims < DIM, values, VALUE_DIM)
+    tl.debug_barrier()  # all threads have written it
 
 
 @triton.jit
 def _solve(
-    rest: tl.tensor, within: tl.tensor, rate: tl.tensor, u: tl.tensor, rows: tl.tensor,
-    first: tl.tensor, end: tl.tensor,
+    rest: tl.tensor, within: tl.tensor, rate: tl.tensor, u: tl.tensor, first: tl.tensor,
+    end: tl.tensor, TILE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Compute rows `first` to `end` of u [TILE, values], given those before, one after another."""
+    rows = tl.arange(0, TILE)
     for row in range(first, end):
         weights = tl.sum(tl.where(rows[:, None] == row, within, 0.0), 0)
         mixed = tl.sum(weights[:, None] * u, 0)[None, :]
@@ -154,74 +226,46 @@ def _delta_rule_kernel(
     q += (origin * KEY_HEADS + head // (HEADS // KEY_HEADS)) * DIM
     k += (origin * KEY_HEADS + head // (HEADS // KEY_HEADS)) * DIM
     of_head = origin * HEADS + head
-    slices, rows, tile_rows = tl.arange(0, DIM_SLICE), tl.arange(0, CHUNK), tl.arange(0, TILE)
+    rows, tile_rows = tl.arange(0, CHUNK), tl.arange(0, TILE)
     values = tl.program_id(0) * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
     u = tl.zeros((CHUNK, VALUE_BLOCK), dtype=tl.float32)
     for chunk in range(past // CHUNK * CHUNK, length, CHUNK):
+        is_begun = chunk > 0  # a sequence's first state is 0, whatever the store holds
         positions = (chunk + rows).to(tl.int64)
-        is_old, is_new = positions < past, (positions >= past) & (positions < length)
+        is_new = (positions >= past) & (positions < length)
         logs = tl.load(g + of_head + positions * HEADS, mask=is_new, other=0.0)
-        logs = tl.cumsum(logs + tl.load(kept_g + rows, mask=is_old, other=0.0), 0)
-        u = load_tile(kept_u, rows * VALUE_DIM, is_old, values, VALUE_DIM)
+        logs = tl.cumsum(logs + tl.load(kept_g + rows, mask=positions < past, other=0.0), 0)
+        u = load_tile(kept_u, rows * VALUE_DIM, positions < past, values, VALUE_DIM)
         begin, end = tl.maximum(past - chunk, 0), tl.minimum(length - chunk, CHUNK)
         for tile in range(begin // TILE * TILE, end, TILE):
             in_chunk = tile + tile_rows
             at = (chunk + in_chunk).to(tl.int64)
-            is_row = (at >= past) & (at < length)
-            predicted = tl.zeros((TILE, VALUE_BLOCK), dtype=tl.float32)
-            read = tl.zeros((TILE, VALUE_BLOCK), dtype=tl.float32)
-            overlap = tl.zeros((TILE, CHUNK), dtype=tl.float32)
-            seen = tl.zeros((TILE, CHUNK), dtype=tl.float32)
-            for first in range(0, DIM_BLOCK, DIM_SLICE):
-                dims = first + slices
-                keys = tl.trans(
-                    _load_keys(k, kept_k, rows, positions, is_old, is_new, dims, KEY_HEADS, DIM)
-                )
-                tile_k = load_tile(k, at * (KEY_HEADS * DIM), is_row, dims, DIM)
-                tile_q = load_tile(q, at * (KEY_HEADS * DIM), is_row, dims, DIM)
-                is_dim = (dims < DIM) & (chunk > 0)  # at its beginning a sequence's state is 0
-                part = load_tile(state, dims * VALUE_DIM, is_dim, values, VALUE_DIM)
-                overlap = tl.dot(tile_k, keys, overlap, input_precision="ieee")
-                seen = tl.dot(tile_q, keys, seen, input_precision="ieee")
-                predicted = tl.dot(tile_k, part, predicted, input_precision="ieee")
-                read = tl.dot(tile_q, part, read, input_precision="ieee")
+            overlap, seen, predicted, read = _meet(
+                q, k, kept_k, state, is_begun, chunk, past, length, at, values, KEY_HEADS,
+                DIM, VALUE_DIM, CHUNK, TILE, DIM_BLOCK, DIM_SLICE, VALUE_BLOCK,
+            )  # fmt: skip
             tile_logs = tl.sum(tl.where(in_chunk[:, None] == rows[None, :], logs[None, :], 0.0), 1)
             difference = tile_logs[:, None] - logs[None, :]
             is_seen = rows[None, :] <= in_chunk[:, None]
             decay = tl.exp(tl.where(is_seen, difference, float("-inf")))
-            shrink = tl.exp(tile_logs)[:, None]
+            since_start = tl.exp(tile_logs)[:, None]
+            is_row, of_tile = (at >= past) & (at < length), of_head + at * HEADS
+            rate = tl.load(beta + of_tile, mask=is_row, other=0.0)[:, None]
+            rest = load_tile(v, of_tile * VALUE_DIM, is_row, values, VALUE_DIM)
             overlap *= decay
-            rate = tl.load(beta + of_head + at * HEADS, mask=is_row, other=0.0)[:, None]
-            of_tile = (of_head + at * HEADS) * VALUE_DIM
-            rest = load_tile(v, of_tile, is_row, values, VALUE_DIM) - shrink * predicted
-            rest -= in_blocks(tl.where(rows[None, :] < tile, overlap, 0.0), u, TILE)
-            within = tl.reshape(overlap, (TILE, CHUNK // TILE, TILE))
-            is_own = tl.arange(0, CHUNK // TILE)[None, :, None] == tile // TILE
-            within = tl.sum(tl.where(is_own, within, 0.0), 1)
-            within = tl.where(tile_rows[None, :] < tile_rows[:, None], within, 0.0)
-            held = chunk + in_chunk < past
-            tile_u = load_tile(kept_u, in_chunk * VALUE_DIM, held, values, VALUE_DIM)
-            tile_u = _solve(
-                rate * rest, within, rate, tile_u, tile_rows,
-                tl.maximum(begin - tile, 0), tl.minimum(end - tile, TILE),
-            )  # fmt: skip
-            spread = tl.broadcast_to(tile_u[None, :, :], (CHUNK // TILE, TILE, VALUE_BLOCK))
-            spread = tl.reshape(spread, (CHUNK, VALUE_BLOCK))
-            u = tl.where((rows // TILE == tile // TILE)[:, None], spread, u)
-            result = shrink * read + in_blocks(seen * decay, u, TILE)
-            store_tile(out, result, of_tile, is_row, values, VALUE_DIM)
+            earlier = in_blocks(tl.where(rows[None, :] < tile, overlap, 0.0), u, TILE)
+            rest = rate * (rest - since_start * predicted - earlier)
+            tile_u = load_tile(kept_u, in_chunk * VALUE_DIM, at < past, values, VALUE_DIM)
+            first, stop = tl.maximum(begin - tile, 0), tl.minimum(end - tile, TILE)
+            tile_u = _solve(rest, _own_rows(overlap, tile, TILE), rate, tile_u, first, stop, TILE)
+            u = _with_tile(u, tile_u, tile, TILE)
+            result = since_start * read + in_blocks(seen * decay, u, TILE)
+            store_tile(out, result, of_tile * VALUE_DIM, is_row, values, VALUE_DIM)
         if chunk + CHUNK <= length:
-            tl.debug_barrier()  # its state has been read by all threads
-            last = tl.sum(tl.where(rows == CHUNK - 1, logs, 0.0))
-            for first in range(0, DIM_BLOCK, DIM_SLICE):
-                dims = first + slices
-                keys = _load_keys(k, kept_k, rows, positions, is_old, is_new, dims, KEY_HEADS, DIM)
-                keys = tl.trans(keys * tl.exp(last - logs)[:, None])
-                is_dim = (dims < DIM) & (chunk > 0)
-                part = load_tile(state, dims * VALUE_DIM, is_dim, values, VALUE_DIM)
-                part = tl.exp(last) * part + in_blocks(keys, u, TILE)
-                store_tile(state, part, dims * VALUE_DIM, dims < DIM, values, VALUE_DIM)
-            tl.debug_barrier()  # and is now written for all of them
+            _write_next_state(
+                k, kept_k, state, is_begun, u, logs, chunk, past, length, values, KEY_HEADS,
+                DIM, VALUE_DIM, CHUNK, TILE, DIM_BLOCK, DIM_SLICE,
+            )  # fmt: skip
     at = length // CHUNK * CHUNK + rows
     is_new = (keeps > 0) & (at >= past) & (at < length)
     store_tile(kept_u, u, rows * VALUE_DIM, is_new, values, VALUE_DIM)
