@@ -138,10 +138,10 @@ def _tokens_at_once(config: TrainConfig, longest_sequence: int) -> int:
 def _activations(recomputes: bool, size: ModelSize, tokens: int, itemsize: int) -> int:
     """Return the bytes of the inputs and outputs of every layer's linears. With checkpointing, one
     layer's, and the other layers' inputs. One layer counts twice, for its gradients."""
-    layer = tokens * size.width * itemsize
+    layer, recurrent = tokens * size.width * itemsize, FLOAT32 * tokens * size.recurrent
     if recomputes:
-        return size.layers * tokens * size.hidden * itemsize + 2 * layer
-    return (size.layers + 1) * layer
+        return size.layers * tokens * size.hidden * itemsize + 2 * layer + recurrent
+    return (size.layers + 1) * layer + recurrent
 
 
 def _logits(size: ModelSize, rows: int) -> int:
