@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.ops.recurrence import RecurrentLayout, causal_conv, state_rows
+from onpolicy.ops.recurrence import causal_conv, state_rows
 from onpolicy.ops.triton import TritonOperators, delta_rule
+from tests.support.delta_rule import delta_inputs, exact_rule, extension, packed
 
 OPERATORS = TritonOperators()
 
@@ -20,15 +21,7 @@ LENS = (70, 20)
 
 
 def rule_inputs(tokens, shape, dtype=torch.float32, seed=0):
-    key_heads, heads, dim, value_dim = shape
-    generator = torch.Generator().manual_seed(tokens * 31 + seed)
-
-    def numbers(*size):
-        return torch.randn(tokens, *size, generator=generator)
-
-    q, k = (numbers(key_heads, dim).to(dtype) for _ in range(2))
-    v, g, beta = numbers(heads, value_dim).to(dtype), numbers(heads), numbers(heads)
-    return q, k, v, -g.abs() / 4, beta.sigmoid().to(dtype)
+    return delta_inputs(tokens, tokens + seed, shape, dtype)
 
 
 def empty_states(slots, shape):
@@ -38,7 +31,7 @@ def empty_states(slots, shape):
 
 
 def whole_rule(inputs, lens):
-    return OPERATORS.gated_delta(*inputs, RecurrentLayout.packed(lens))
+    return OPERATORS.gated_delta(*inputs, packed(*lens))
 
 
 def feed(operator, inputs, lens, calls, states, slots):
@@ -50,11 +43,7 @@ def feed(operator, inputs, lens, calls, states, slots):
             torch.arange(starts[i] + done[i], starts[i] + done[i] + n) for i, n in call.items()
         ]
         rows = torch.cat(spans)
-        layout = RecurrentLayout(
-            query_lens=tuple(call.values()),
-            past_lens=tuple(done[i] for i in call),
-            slots=torch.tensor([slots[i] for i in call]),
-        )
+        layout = extension(call.values(), [done[i] for i in call], [slots[i] for i in call])
         got = operator([x[rows] for x in inputs], layout, states)
         out = got.new_full((sum(lens), *got.shape[1:]), torch.nan) if out is None else out
         out[rows] = got
@@ -121,22 +110,6 @@ def test_a_sequence_depends_on_no_other(shape, dtype):
         assert torch.equal(alone, whole)
 
 
-def float64_rule(q, k, v, g, beta):
-    """One sequence, token by token: q, k [T, H_k, D], v [T, H, D_v], g and beta [T, H]."""
-    heads, group = v.shape[1], v.shape[1] // k.shape[1]
-    q, k = (
-        (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(group, 1)
-        for x in (q, k)
-    )
-    state, out = v.new_zeros(heads, k.shape[2], v.shape[2]), []
-    for t in range(len(v)):
-        state = state * g[t].exp()[:, None, None]
-        error = v[t] - torch.einsum("hd,hdv->hv", k[t], state)
-        state = state + k[t][..., None] * (beta[t][:, None] * error)[:, None]
-        out.append(torch.einsum("hd,hdv->hv", q[t] * q.shape[2] ** -0.5, state))
-    return torch.stack(out)
-
-
 @few
 @given(shapes)
 def test_results_and_gradients_are_close_to_float64(shape):
@@ -144,7 +117,7 @@ def test_results_and_gradients_are_close_to_float64(shape):
     got = whole_rule(leaves, LENS)
     exact = [x.detach().double().requires_grad_() for x in leaves]
     parts = zip(*(x.split(LENS) for x in exact), strict=True)
-    want = torch.cat([float64_rule(*part) for part in parts])
+    want = torch.cat([exact_rule(*part) for part in parts])
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-6)
     grad = torch.randn(got.shape, generator=torch.Generator().manual_seed(0))
     ours = torch.autograd.grad(got, leaves, grad)
@@ -155,7 +128,7 @@ def test_results_and_gradients_are_close_to_float64(shape):
 def test_results_are_close_to_those_of_the_cpu():
     shape = (1, 2, 24, 20)
     inputs = rule_inputs(sum(LENS), shape, torch.bfloat16)
-    want = CpuOperators(1).gated_delta(*inputs, RecurrentLayout.packed(LENS))
+    want = CpuOperators(1).gated_delta(*inputs, packed(*LENS))
     torch.testing.assert_close(whole_rule(inputs, LENS), want, rtol=2e-2, atol=1e-3)
 
 
@@ -187,7 +160,7 @@ def test_a_prefix_whose_chunks_begin_elsewhere_has_other_bits():
     """An engine that would count positions from its own call, 5 tokens late."""
     shape = (1, 1, 16, 16)
     inputs, states = rule_inputs(70, shape), empty_states(1, shape)
-    late = RecurrentLayout(query_lens=(65,), past_lens=(64,), slots=torch.tensor([0]))
+    late = extension([65], [64], [0])
     fed_rule([x[:5] for x in inputs], [{0: 5}], states, (5,), [0])
     whole = whole_rule(inputs, (70,))
     assert not torch.equal(OPERATORS.gated_delta(*(x[5:] for x in inputs), late, states), whole[5:])
@@ -207,11 +180,11 @@ def convolve(taps, bias):
 def test_the_convolution_has_the_bits_of_pytorch_in_any_calls(taps, bias, dtype, data):
     lens = (37, 5)
     x = torch.randn(42, 9, generator=torch.Generator().manual_seed(taps)).to(dtype)[:, 1:8]
-    convolution, packed = convolve(taps, bias), RecurrentLayout.packed(lens)
+    convolution = convolve(taps, bias)
     with torch.enable_grad():
-        want = convolution([x], packed, None)  # PyTorch's kernels, for the gradient
+        want = convolution([x], packed(*lens), None)  # PyTorch's kernels, for the gradient
     with torch.no_grad():
-        assert torch.equal(convolution([x], packed, None), want)
+        assert torch.equal(convolution([x], packed(*lens), None), want)
     states = torch.full((3, taps - 1, 7), torch.nan, dtype=dtype)
     got = feed(convolution, [x], lens, calls_of(data, lens), states, (2, 0))
     assert torch.equal(got, want)
@@ -221,7 +194,7 @@ def test_the_convolution_has_the_bits_of_pytorch_in_any_calls(taps, bias, dtype,
 def test_a_convolution_that_loses_an_input_has_other_bits():
     x = torch.randn(9, 7, generator=torch.Generator().manual_seed(0))
     convolution, states = convolve(4, False), torch.zeros(1, 3, 7)
-    whole = convolution([x], RecurrentLayout.packed((9,)), None)
+    whole = convolution([x], packed(9), None)
 
     def forgetful(given, layout, held):
         held[:, 0] = 0
@@ -230,4 +203,4 @@ def test_a_convolution_that_loses_an_input_has_other_bits():
     got = feed(forgetful, [x], (9,), [{0: 4}, {0: 5}], states, [0])
     assert torch.equal(got[:4], whole[:4]) and not torch.equal(got, whole)
     assert torch.equal(whole, causal_conv(x, torch.linspace(-1, 1, 28).view(7, 4), None,
-                                          RecurrentLayout.packed((9,)), None))  # fmt: skip
+                                          packed(9), None))  # fmt: skip
