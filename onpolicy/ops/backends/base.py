@@ -36,16 +36,6 @@ def _never(demand: Demand, machine: Machine) -> None:
     return None
 
 
-def has_no_delta_rule(demand: Demand) -> str | None:
-    """Return why a backend without a gated delta rule does not support this model; None if it does."""
-    if not demand.shapes.delta:
-        return None
-    return (
-        "layer_types=linear_attention: these operators have no gated delta rule. Choose --operators "
-        "cpu, or another checkpoint."
-    )
-
-
 def exact_float32() -> None:
     """Turn TF32 off for products outside the operators, such as positions times rotary frequencies."""
     torch.set_float32_matmul_precision("highest")

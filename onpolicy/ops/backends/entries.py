@@ -8,13 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from onpolicy.contract import VARIABLES
-from onpolicy.ops.backends.base import (
-    GEMM_COLUMNS,
-    MAX_HEAD_DIM,
-    Backend,
-    Demand,
-    has_no_delta_rule,
-)
+from onpolicy.ops.backends.base import GEMM_COLUMNS, MAX_HEAD_DIM, Backend, Demand
 from onpolicy.ops.machine import Machine
 
 ENGINE_ATTENTION = "sglang_patches.cpu_attention:install"
@@ -112,8 +106,6 @@ def _unfit_for_triton(demand: Demand, machine: Machine) -> str | None:
             f"compute capability={machine.capability_name}: triton operators are made for GPUs of "
             "8.0 (A100) to 9.0 (H100, H200). Use such a GPU, or run without --true-on-policy-mode."
         )
-    if problem := has_no_delta_rule(demand):
-        return problem
     if demand.dtype == "float16":
         return (
             "dtype=float16: no GPU has run these operators in it. Choose --dtype bfloat16 or float32, "
@@ -141,8 +133,6 @@ def _unfit_for_deep_gemm(demand: Demand, machine: Machine) -> str | None:
         )
     if demand.dtype != "bfloat16":
         return f"dtype={demand.dtype}: Hopper's products are of bfloat16 only. {_OTHER}"
-    if problem := has_no_delta_rule(demand):
-        return problem
     # Tensor parallelism shards columns; the parts must use the same kernel as the whole.
     blocks = demand.row_parallel_blocks
     multiple = GEMM_COLUMNS * blocks
