@@ -94,7 +94,7 @@ class DeltaShape:
 
     value_dim: int
 
-    taps: int
+    kernel_size: int
     """Number of inputs of a channel that the convolution adds."""
 
     chunk: int = DELTA_CHUNK

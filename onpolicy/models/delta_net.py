@@ -36,7 +36,7 @@ DELTA_NETS = {
 
 
 class SharedPaths(NamedTuple):
-    """Where sequences share the rows of their prefixes: how to read all of each sequence."""
+    """The rows of all tokens of each sequence, where sequences share those of their prefixes."""
 
     rows: SharedRows
     """The row of every token of every sequence, one sequence after another."""
@@ -46,7 +46,7 @@ class SharedPaths(NamedTuple):
 
 
 class LayerStates(NamedTuple):
-    """What a layer computes with besides its inputs; see `Operators.gated_delta`."""
+    """The layout and the states that a layer computes with; see `Operators.gated_delta`."""
 
     layout: RecurrentLayout
 
@@ -98,7 +98,7 @@ def delta_shape(net: Any) -> DeltaShape:
         value_heads=net.num_v_heads,
         key_dim=net.head_k_dim,
         value_dim=net.head_v_dim,
-        taps=net.conv_kernel_size,
+        kernel_size=net.conv_kernel_size,
     )
 
 

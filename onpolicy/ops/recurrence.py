@@ -67,7 +67,7 @@ def state_shapes(shape: DeltaShape) -> tuple[tuple[int, int], tuple[int, int, in
     """Return the shapes of a sequence's states in one layer: of `Operators.causal_conv`, (K - 1, C),
     and of `Operators.gated_delta`, (H_v, R, D_v)."""
     rows = state_rows(shape.key_dim, shape.value_dim)
-    return (shape.taps - 1, shape.channels), (shape.value_heads, rows, shape.value_dim)
+    return (shape.kernel_size - 1, shape.channels), (shape.value_heads, rows, shape.value_dim)
 
 
 class DeltaState(NamedTuple):
@@ -103,11 +103,11 @@ class DeltaState(NamedTuple):
         )
 
 
-class _Taps(NamedTuple):
+class _Inputs(NamedTuple):
     """Rows of [inputs held of every sequence, then new inputs] that a convolution reads and keeps."""
 
     read: Tensor
-    """int64 [K, T]: row of each tap of each new token, the oldest first."""
+    """int64 [K, T]: rows of the inputs of each new token, the oldest first."""
 
     kept: Tensor
     """int64 [S, K - 1]: rows of the last inputs of each sequence."""
@@ -119,11 +119,11 @@ class _Taps(NamedTuple):
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, layout: RecurrentLayout, states: Tensor | None
 ) -> Tensor:
-    """Compute `Operators.causal_conv`: products and sums of float32, one tap after another.
+    """Compute `Operators.causal_conv`: products and sums of float32, one input after another.
 
-    Each is rounded by itself, so an element's bits depend on its own taps on every device.
+    Each is rounded by itself, so an element's bits depend on its own inputs on every device.
     """
-    plan = _taps(layout, weight.shape[1], x.device)
+    plan = _inputs_of(layout, weight.shape[1], x.device)
     if states is None:
         out: Tensor = _CausalConv.apply(x, weight, bias, plan)
         return out
@@ -134,7 +134,7 @@ def causal_conv(
     return _convolved(inputs, weight, bias, plan)
 
 
-def _convolved(inputs: Tensor, weight: Tensor, bias: Tensor | None, plan: _Taps) -> Tensor:
+def _convolved(inputs: Tensor, weight: Tensor, bias: Tensor | None, plan: _Inputs) -> Tensor:
     total = inputs.new_zeros(plan.read.shape[1], inputs.shape[1], dtype=torch.float32)
     for rows, factor in zip(plan.read, weight.float().unbind(1), strict=True):
         total += inputs.index_select(0, rows).float() * factor
@@ -146,7 +146,7 @@ class _CausalConv(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, plan: _Taps
+        ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, plan: _Inputs
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias)  # type: ignore[arg-type]
         ctx.plan = plan  # type: ignore[attr-defined]
@@ -156,7 +156,7 @@ class _CausalConv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors  # type: ignore[attr-defined]
-        plan: _Taps = ctx.plan  # type: ignore[attr-defined]
+        plan: _Inputs = ctx.plan  # type: ignore[attr-defined]
         inputs, grad = _after_zeros(x, plan), grad.float()
         of_inputs, of_weight = torch.zeros_like(inputs, dtype=torch.float32), []
         for rows, factor in zip(plan.read, weight.float().unbind(1), strict=True):
@@ -167,14 +167,14 @@ class _CausalConv(torch.autograd.Function):
         return of_x, torch.stack(of_weight, dim=1).to(weight.dtype), of_bias, None
 
 
-def _after_zeros(x: Tensor, plan: _Taps) -> Tensor:
+def _after_zeros(x: Tensor, plan: _Inputs) -> Tensor:
     """Return the inputs of sequences of which nothing came before: [S (K - 1) + T, C]."""
     return torch.cat((x.new_zeros(plan.kept.numel(), x.shape[1]), x))
 
 
-def _taps(layout: RecurrentLayout, taps: int, device: torch.device) -> _Taps:
-    if (key := (_taps, taps)) not in layout.plans:
-        before = taps - 1
+def _inputs_of(layout: RecurrentLayout, size: int, device: torch.device) -> _Inputs:
+    if (key := (_inputs_of, size)) not in layout.plans:
+        before = size - 1
         lens = torch.tensor(layout.query_lens, dtype=torch.int64)
         starts = lens.cumsum(0) - lens
         first_new = before * len(lens)
@@ -186,9 +186,9 @@ def _taps(layout: RecurrentLayout, taps: int, device: torch.device) -> _Taps:
             held = (sequence + 1) * before + number
             return torch.where(number < 0, held, first_new + starts[sequence] + number)
 
-        read = torch.stack([rows(of, token - before + i) for i in range(taps)])
+        read = torch.stack([rows(of, token - before + i) for i in range(size)])
         kept = rows(torch.arange(len(lens))[:, None], lens[:, None] + torch.arange(-before, 0))
         is_new = torch.tensor(layout.past_lens, dtype=torch.int64).eq(0)[:, None, None]
-        layout.plans[key] = _Taps(read.to(device), kept.to(device), is_new.to(device))
-    plan: _Taps = layout.plans[key]
+        layout.plans[key] = _Inputs(read.to(device), kept.to(device), is_new.to(device))
+    plan: _Inputs = layout.plans[key]
     return plan

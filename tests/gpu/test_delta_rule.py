@@ -12,7 +12,9 @@ from tests.support.delta_rule import delta_inputs, exact_rule, packed
 def shape(setting):
     """Qwen3-Next's sizes, or small ones in a rehearsal."""
     heads, dim = ((16, 32), 128) if setting.device == "cuda" else ((1, 2), 16)
-    return DeltaShape(key_heads=heads[0], value_heads=heads[1], key_dim=dim, value_dim=dim, taps=4)
+    return DeltaShape(
+        key_heads=heads[0], value_heads=heads[1], key_dim=dim, value_dim=dim, kernel_size=4
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -14,7 +14,7 @@ from sglang_patches import layer_recurrence
 from tests.support.tiny import make_checkpoint
 from tests.support.tiny_contract import CONTRACT
 
-SIZES = DeltaShape(key_heads=2, value_heads=6, key_dim=24, value_dim=16, taps=4)
+SIZES = DeltaShape(key_heads=2, value_heads=6, key_dim=24, value_dim=16, kernel_size=4)
 SHAPES = dataclasses.replace(CONTRACT.shapes, delta=(SIZES,))
 RECURRENT = dataclasses.replace(CONTRACT, shapes=SHAPES, dtype="bfloat16")
 

@@ -44,7 +44,7 @@ class PagedStore:
         if net.layer_idx not in self.states:
             rows = state_rows(shape.key_dim, shape.value_dim)
             self.states[net.layer_idx] = (
-                like.new_full((count, shape.taps - 1, shape.channels), float("nan")),
+                like.new_full((count, shape.kernel_size - 1, shape.channels), float("nan")),
                 torch.full((count, shape.value_heads, rows, shape.value_dim), float("nan")),
             )
         return LayerStates(layout, *self.states[net.layer_idx])

@@ -10,7 +10,7 @@ WINDOWS = (
     dataclasses.replace(ATTENTION, window=33, softcap=3.0),
     dataclasses.replace(ATTENTION, window=128, sinks=True),
 )
-DELTA = DeltaShape(key_heads=2, value_heads=6, key_dim=24, value_dim=16, taps=4)
+DELTA = DeltaShape(key_heads=2, value_heads=6, key_dim=24, value_dim=16, kernel_size=4)
 
 CONTRACT = NumericsContract(
     backend="cpu",

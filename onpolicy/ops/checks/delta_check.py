@@ -37,7 +37,7 @@ def check_delta(operators: Operators, kind: DeltaShape, dtype: torch.dtype, devi
         name, apply = function.__name__, partial(operators.elementwise, function)
         yield name, size, check_rows(name, size, apply, steps, FEW_ROW_COUNTS)
     convolved, states = _convolution(operators, kind, dtype, device)
-    yield "causal_conv", (kind.channels, kind.taps), _check("causal_conv", convolved, states)
+    yield "causal_conv", (kind.channels, kind.kernel_size), _check("causal_conv", convolved, states)
     ruled, states = _rule(operators, kind, dtype, device)
     yield "gated_delta", _sizes(kind), _check("gated_delta", ruled, states)
 
@@ -75,13 +75,13 @@ def _convolution(
     operators: Operators, kind: DeltaShape, dtype: torch.dtype, device: str
 ) -> tuple[Inputs, Tensor]:
     x = probe(sum(LENS), kind.channels, seed=42, device=device).to(dtype)
-    weight = probe(kind.channels, kind.taps, seed=43, device=device).to(dtype)
+    weight = probe(kind.channels, kind.kernel_size, seed=43, device=device).to(dtype)
 
     def convolve(given: Sequence[Tensor], layout: RecurrentLayout, held: Tensor | None) -> Tensor:
         (x,) = given
         return operators.causal_conv(x, weight, None, layout, held)
 
-    return (convolve, [x]), x.new_empty(len(LENS), kind.taps - 1, kind.channels)
+    return (convolve, [x]), x.new_empty(len(LENS), kind.kernel_size - 1, kind.channels)
 
 
 def _rule(

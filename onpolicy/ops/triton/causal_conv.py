@@ -1,6 +1,6 @@
 """The causal convolution of a gated delta network, in one pass over memory.
 
-Row invariance: an element's taps are added one after another, and nothing else is summed. Every
+Row invariance: an element's inputs are added one after another, and nothing else is summed. Every
 product and sum is rounded by itself, so the bits are those of PyTorch's kernels in
 `ops/recurrence.py`, which training uses for their gradient.
 """
@@ -20,7 +20,7 @@ ROWS, COLUMNS = 16, 128
 @triton.jit
 def _load_inputs(
     x: tl.tensor, held: tl.tensor, positions: tl.tensor, past: tl.tensor, end: tl.tensor,
-    columns: tl.tensor, stride_x: tl.tensor, SIZE: tl.constexpr, TAPS: tl.constexpr,
+    columns: tl.tensor, stride_x: tl.tensor, SIZE: tl.constexpr, KERNEL: tl.constexpr,
     HAS_STATES: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Load inputs [rows, columns] at positions before `end`, among the new ones or the held ones."""
@@ -29,7 +29,7 @@ def _load_inputs(
     mask = is_new[:, None] & is_column
     values = tl.load(x + (positions * stride_x)[:, None] + columns[None, :], mask=mask, other=0.0)
     if HAS_STATES:
-        rows = (positions - past + (TAPS - 1)) * SIZE
+        rows = (positions - past + (KERNEL - 1)) * SIZE
         mask = ((positions >= 0) & (positions < past))[:, None] & is_column
         old = tl.load(held + rows[:, None] + columns[None, :], mask=mask, other=0.0)
         values = tl.where(is_new[:, None], values, old)
@@ -41,7 +41,7 @@ def _conv_kernel(
     starts: tl.tensor, past_lens: tl.tensor, slots: tl.tensor,
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, states: tl.tensor, out: tl.tensor,
     stride_x: tl.tensor, stride_slot: tl.tensor,
-    SIZE: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr, KERNEL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     KEPT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATES: tl.constexpr,
 ) -> None:  # fmt: skip
     block, sequence = tl.program_id(0), tl.program_id(2)
@@ -52,24 +52,26 @@ def _conv_kernel(
     x += origin * stride_x
     held = states + tl.load(slots + sequence) * stride_slot
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for tap in tl.static_range(TAPS):
+    for number in tl.static_range(KERNEL):
         inputs = _load_inputs(
-            x, held, positions - (TAPS - 1) + tap, past, length, columns, stride_x,
-            SIZE, TAPS, HAS_STATES,
+            x, held, positions - (KERNEL - 1) + number, past, length, columns, stride_x,
+            SIZE, KERNEL, HAS_STATES,
         )  # fmt: skip
-        factor = tl.load(weight + columns * TAPS + tap, mask=is_column, other=0.0)
+        factor = tl.load(weight + columns * KERNEL + number, mask=is_column, other=0.0)
         total += inputs.to(tl.float32) * factor.to(tl.float32)[None, :]
     if HAS_BIAS:
         total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     mask = (positions < length)[:, None] & is_column[None, :]
     at = (origin + positions) * SIZE
     tl.store(out + at[:, None] + columns[None, :], total.to(out.dtype.element_ty), mask=mask)
-    if HAS_STATES and block == 0:  # which alone reads the store: later rows' taps are new
+    if HAS_STATES and block == 0:  # which alone reads the store: later rows' inputs are new
         rows = tl.arange(0, KEPT)
-        last = length - (TAPS - 1) + rows.to(tl.int64)
-        kept = _load_inputs(x, held, last, past, length, columns, stride_x, SIZE, TAPS, HAS_STATES)
+        last = length - (KERNEL - 1) + rows.to(tl.int64)
+        kept = _load_inputs(
+            x, held, last, past, length, columns, stride_x, SIZE, KERNEL, HAS_STATES
+        )
         tl.debug_barrier()  # all threads have read it
-        is_kept = (rows < TAPS - 1)[:, None] & is_column[None, :]
+        is_kept = (rows < KERNEL - 1)[:, None] & is_column[None, :]
         tl.store(held + rows[:, None] * SIZE + columns[None, :], kept, mask=is_kept)
 
 
@@ -81,8 +83,8 @@ def causal_conv(
     states: Tensor | None,
 ) -> Tensor:
     """Compute `Operators.causal_conv` and update the states; no autograd."""
-    (tokens, size), taps = x.shape, weight.shape[1]
-    assert taps - 1 <= ROWS
+    (tokens, size), kernel = x.shape, weight.shape[1]
+    assert kernel - 1 <= ROWS
     x = x if x.stride(1) == 1 else x.contiguous()
     out = x.new_empty(tokens, size)
     grid = triton.cdiv(layout.max_query_len, ROWS), triton.cdiv(size, COLUMNS), len(layout.slots)
@@ -90,8 +92,8 @@ def causal_conv(
         _conv_kernel[grid](
             layout.starts, layout.past_lens, layout.slots, x, weight.contiguous(),
             weight if bias is None else bias, x if states is None else states, out,
-            x.stride(0), 0 if states is None else states.stride(0), SIZE=size, TAPS=taps,
-            ROWS=ROWS, COLUMNS=COLUMNS, KEPT=next_power_of_2(taps), HAS_BIAS=bias is not None,
+            x.stride(0), 0 if states is None else states.stride(0), SIZE=size, KERNEL=kernel,
+            ROWS=ROWS, COLUMNS=COLUMNS, KEPT=next_power_of_2(kernel), HAS_BIAS=bias is not None,
             HAS_STATES=states is not None, num_warps=4, **UNFUSED,
         )  # fmt: skip
     return out

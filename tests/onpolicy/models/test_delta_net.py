@@ -54,7 +54,7 @@ def test_its_sizes_are_in_the_contract(path):
             value_heads=config.linear_num_value_heads,
             key_dim=config.linear_key_head_dim,
             value_dim=config.linear_value_head_dim,
-            taps=4,
+            kernel_size=4,
         ),
     )
     assert config.linear_value_head_dim in shapes.norm

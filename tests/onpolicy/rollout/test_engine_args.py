@@ -26,7 +26,7 @@ SHAPES = OperatorShapes(linear=(), attention=(), norm=(), vocab_size=1)
 ALIGNED = NumericsContract(backend="cpu", device="cpu", dtype="float32", shapes=SHAPES)
 STOCK = dataclasses.replace(ALIGNED, backend="stock")
 ON_GPU = dataclasses.replace(STOCK, device="cuda")
-DELTA = DeltaShape(key_heads=1, value_heads=2, key_dim=8, value_dim=8, taps=4)
+DELTA = DeltaShape(key_heads=1, value_heads=2, key_dim=8, value_dim=8, kernel_size=4)
 RECURRENT = dataclasses.replace(ALIGNED, shapes=dataclasses.replace(SHAPES, delta=(DELTA,)))
 
 
