@@ -157,7 +157,7 @@ def _forward(
     q, k = (x.unflatten(-1, (-1, net.head_k_dim)) for x in (q, k))
     v = v.unflatten(-1, (-1, net.head_v_dim))
     steps = operators.elementwise(F.softplus, a.float() + net.dt_bias.float())
-    g = -operators.elementwise(torch.exp, net.A_log.float()) * steps
+    g = -net.A_log.float().exp() * steps  # a number per head, no operator's rows
     beta = operators.elementwise(torch.sigmoid, b)
     out = operators.gated_delta(q, k, v, g, beta, states.layout, states.delta)
     if states.paths is not None:
