@@ -5,7 +5,7 @@ sequences only with kernels for GPUs. Here such a module keeps its parameters an
 forward pass calls `Operators.causal_conv` and `Operators.gated_delta`. Where a sequence's earlier tokens
 are, the caller says with the keyword `recurrence`. The modules are known by the names of their classes,
 since they do too much for a probe.
-Source: transformers' Qwen3NextGatedDeltaNet (modeling_qwen3_next.py).
+Source: Qwen3NextGatedDeltaNet of transformers/models/qwen3_next/modeling_qwen3_next.py.
 """
 
 from __future__ import annotations
