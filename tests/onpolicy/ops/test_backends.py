@@ -102,7 +102,7 @@ def test_the_choice(operators, dtype, head_dim, machine, backend):
     [(CPU, 256, "cpu"), (A100, 256, "triton"), (H200, 256, "hopper"), (H200, 64, "triton")],
 )
 def test_every_device_has_the_gated_delta_rule(machine, head_dim, backend):
-    kind = DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4)
+    kind = DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel_size=4)
     hybrid = dataclasses.replace(shapes(head_dim), delta=(kind,))
     assert choose_backend("auto", "bfloat16", hybrid, 1, machine) == backend
     operators = pkgutil.resolve_name(backend_of(backend).operators)
