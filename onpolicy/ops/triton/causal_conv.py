@@ -84,7 +84,7 @@ def causal_conv(
 ) -> Tensor:
     """Compute `Operators.causal_conv` and update the states; no autograd."""
     (tokens, size), kernel = x.shape, weight.shape[1]
-    assert kernel - 1 <= ROWS
+    assert kernel - 1 <= ROWS and (states is None or states[:1].is_contiguous())
     x = x if x.stride(1) == 1 else x.contiguous()
     out = x.new_empty(tokens, size)
     grid = triton.cdiv(layout.max_query_len, ROWS), triton.cdiv(size, COLUMNS), len(layout.slots)

@@ -63,7 +63,7 @@ class DeviceLayout:
             layout.plans[DeviceLayout] = DeviceLayout(
                 starts=starts_of(layout.query_lens).to(device),
                 past_lens=torch.tensor(layout.past_lens, dtype=torch.int32).to(device),
-                slots=slots.to(device),
+                slots=slots.to(device, torch.int64),
                 max_query_len=max(layout.query_lens, default=0),
             )
         plan: DeviceLayout = layout.plans[DeviceLayout]
@@ -332,6 +332,7 @@ def blockwise_delta_rule(
     where = on_device.starts, on_device.past_lens, on_device.slots
     if states is None:
         states = g.new_empty(len(on_device.slots), heads, k.shape[2], value_dim)
+    assert states[:1, :1].is_contiguous()
     store = states, *states.stride()[:2]
     values = min(VALUES, dim_block(value_dim))
     grid = triton.cdiv(value_dim, values), heads, len(on_device.slots)
