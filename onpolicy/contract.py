@@ -52,6 +52,10 @@ kernels (64)."""
 FLASH_CHUNK = 2048
 """The same for FlashAttention-3, whose key blocks begin anew with every chunk."""
 
+DELTA_CHUNK = 64
+"""Number of tokens of a chunk of the gated delta rule (`onpolicy/ops/recurrence.py`), whatever number of
+them is computed at a time."""
+
 LOG_PROB = "log_softmax(float32(logits) / temperature)"
 
 
@@ -79,6 +83,30 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaShape:
+    """The sizes of a gated delta network; see `Operators.gated_delta`."""
+
+    key_heads: int
+    value_heads: int
+
+    key_dim: int
+    """Size of a query and of a key."""
+
+    value_dim: int
+
+    kernel_size: int
+    """Number of inputs of a channel that the convolution adds."""
+
+    chunk: int = DELTA_CHUNK
+    """Number of tokens of a chunk."""
+
+    @property
+    def channels(self) -> int:
+        """Return the number of channels of the convolution."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorShapes:
     """The sizes at which a model calls the operators, for the self-check at start-up."""
 
@@ -102,6 +130,9 @@ class OperatorShapes:
 
     experts: tuple[tuple[int, int, int, int], ...] = ()
     """Distinct (experts E, intermediate I, hidden H, top k per token). Example: ((8, 96, 64, 2),)"""
+
+    delta: tuple[DeltaShape, ...] = ()
+    """Distinct gated delta networks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

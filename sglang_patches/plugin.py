@@ -21,6 +21,7 @@ from sglang_patches import (
     generate_each,
     head_sizes,
     layer_attention,
+    layer_recurrence,
     lm_head,
     model,
     neutral_values,
@@ -76,6 +77,7 @@ def _share_model(contract: NumericsContract, operators: Operators, *, fuses: boo
     """
     engine_linears.install(operators, contract)
     layer_attention.install()
+    layer_recurrence.install(contract)
     configurations.install(contract)
     head_sizes.install(contract)
     lm_head.install(operators)

@@ -5,7 +5,8 @@ puts all waiting requests into one batch as long as there is room: n samples of 
 sent at once are prefilled n times. (Its policy `lpm` moves such requests to the end of the queue,
 from where they come into the same batch.) Here a request is left in the queue for a pass while one
 before it computes at least LEAST tokens of its prefix that are not in the cache yet. No bit depends
-on it, since the aligned attention gives a cached prefix and a computed one the same rows.
+on it, since the aligned attention gives a cached prefix and a computed one the same rows. Of a model
+with recurrent layers none is left: the cache has no state in the middle of a computed prefix.
 
 Source: sglang/srt/managers/scheduler.py. Can go when SGLang's scheduler leaves them in the queue.
 """
@@ -40,7 +41,8 @@ def _leave_followers(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -
     """Form a batch from the requests in the queue that wait for no other's prefix."""
     queue, cache = scheduler.waiting_queue, scheduler.tree_cache
     running = kwargs.get("running_batch", scheduler.running_batch)
-    if getattr(cache, "disable", True) or not queue or _takes_none(scheduler, running):
+    shares_none = getattr(cache, "disable", True) or cache.supports_mamba()
+    if shares_none or not queue or _takes_none(scheduler, running):
         return original(scheduler, *args, **kwargs)
     last = scheduler.last_batch
     under_way = last.reqs if last is not None and last.forward_mode.is_extend() else []

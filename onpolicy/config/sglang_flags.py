@@ -45,6 +45,10 @@ _BREAKS_A_CONTRACT = {
     "both engines run the Hugging Face model definition": "model-impl",
     "both engines run the model that the checkpoint describes": "json-model-override-args",
     "cached keys and values must keep the bits that training computes": "kv-cache-dtype",
+    "states of recurrent layers must keep their bits, and lie where the operators write them":
+        "mamba-ssm-dtype mamba-radix-cache-strategy enable-mamba-cache-stochastic-rounding "
+        "enable-int8-mamba-checkpoint enable-linear-replayssm enable-linear-replayssm-spec "
+        "enable-unified-memory",
     "the engine must hold the weights that are trained, bit for bit":
         "quantization torchao-config modelopt-quant quantize-and-serve rl-quant-profile",
     "adapters are not part of the model that is trained": "enable-lora lora-paths",

@@ -9,6 +9,7 @@ modules of one model, each only where the replacement is known to compute the sa
   one operator. Such an MLP is recognised by what it computes: its own forward pass runs on
   stand-ins for its layers, whose results show the order of the operations and any further
   operation. Another MLP keeps its code, in both engines;
+- gated delta networks (`delta_net.py`), and the sigmoid gate of attention (`output_gate.py`);
 - the experts of a layer (`expert_layers.py`); the router beside them then runs by the operators.
 
 Attention goes through transformers' attention interface (`attention_function.py`).
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 
+from onpolicy.models.delta_net import is_delta_net, parts_of_delta_nets, recur_by_operators
 from onpolicy.models.expert_layers import (
     AlignedExperts,
     expert_blocks,
@@ -71,6 +73,8 @@ def align_modules(
             if is_gated_mlp(child):
                 gate_by_operators(child, operators)
             rotate_by_operators(child, operators)
+            if is_delta_net(child):
+                recur_by_operators(child, operators)
         # The block's router can be wrapped only once every module beside it is aligned.
         if has_experts:
             route_by_operators(parent, operators)
@@ -184,6 +188,7 @@ def unaligned_modules(model: nn.Module, norms: Container[nn.Module]) -> list[str
     """
     blocks = expert_blocks(model)
     routing = {b for block in blocks for b in (block, *block.children()) if not is_norm(b)}
+    known = parts_of_delta_nets(model)
     routing |= {part for block in blocks for r in routers_of(block) for part in r.modules()}
     return sorted(
         {
@@ -194,7 +199,7 @@ def unaligned_modules(model: nn.Module, norms: Container[nn.Module]) -> list[str
                 or {name for name, _ in module.named_parameters(recurse=False)} - SINKS
             )
             and not (type(module) is nn.Linear or module in norms or is_known_embedding(module))
-            and module not in routing
+            and module not in routing | known
         }
     )
 

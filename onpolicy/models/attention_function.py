@@ -32,11 +32,13 @@ IRRELEVANT = {
     "output_hidden_states",
     "output_router_logits",
     "position_ids",
+    "recurrence",
     "use_cache",
 }
 """Keywords that do not change the attention of a causal decoder trained without dropout.
 
-They ask for further outputs, or hold positions, which the layout already has.
+They ask for further outputs, or hold positions, which the layout already has, or the states of other
+layers (`delta_net.py`).
 """
 
 

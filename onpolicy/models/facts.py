@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from onpolicy.contract import AttentionShape
 from onpolicy.errors import ConfigError, ContractError, in_one_line
 from onpolicy.models.attention_function import ATTENTION_NAME
+from onpolicy.models.delta_net import delta_nets
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.norms import NormKind, norm_kinds, norm_size
 from onpolicy.models.rotary_factors import forget_scaling
@@ -97,7 +98,8 @@ class ModelFacts:
             return q.new_empty(*q.shape[:2], v.shape[2])
 
         tokens = torch.zeros(1, 1, dtype=torch.int64, device="meta")
-        with _passed_by(self.norms, self._called_with):
+        nets = delta_nets(self.model)
+        with _passed_by(self.norms, self._called_with), _passed_by(nets, {}):
             self.model.base_model(
                 input_ids=tokens, position_ids=tokens, use_cache=False, attention_function=record
             )
@@ -118,15 +120,15 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule) -> AttentionShape
 
 @contextmanager
 def _passed_by(norms: Iterable[nn.Module], called_with: dict[nn.Module, int]) -> Iterator[None]:
-    """Replace the forward pass of norms, which change no shape, by the identity.
+    """Replace the forward pass of modules that change no shape, such as norms, by the identity.
 
-    On the meta device norms would take more time than all the rest. The size of each norm's input
-    is added to `called_with`.
+    On the meta device norms would take more time than all the rest. The size of each one's input is
+    added to `called_with`.
     """
 
-    def pass_by(norm: nn.Module, x: Tensor) -> Tensor:
-        called_with[norm] = x.shape[-1]
-        return x
+    def pass_by(norm: nn.Module, hidden_states: Tensor, **others: object) -> Tensor:
+        called_with[norm] = hidden_states.shape[-1]
+        return hidden_states
 
     for norm in norms:
         norm.forward = partial(pass_by, norm)

@@ -15,9 +15,9 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from onpolicy.contract import AttentionShape
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.models.align import unaligned_modules
+from onpolicy.models.delta_net import delta_nets, has_delta_nets
 from onpolicy.models.expert_layers import (
     expert_blocks,
     has_usual_experts,
@@ -136,7 +136,7 @@ def require_alignable(facts: ModelFacts, max_context_len: int) -> None:
     architecture = (getattr(facts.config, "architectures", None) or ["none"])[0]
     problems = _problems(facts.config, architecture)
     problems = problems or _problems_of_model(facts)
-    problems = problems or _problems_of_attention(facts.config, facts.attention, max_context_len)
+    problems = problems or _problems_of_attention(facts, max_context_len)
     for problem in problems:
         raise ConfigError(
             f"architecture={architecture}, {problem}. Choose another checkpoint, or run without "
@@ -150,16 +150,18 @@ def _problems(config: PretrainedConfig, architecture: str) -> list[str]:
 
     problems = []
     model_class = getattr(transformers, architecture, None)
+    is_known = has_delta_nets(config)  # transformers' flags do not know their operators
     if not architecture.endswith("ForCausalLM"):
         problems.append("which is not a causal language model (*ForCausalLM)")
-    elif getattr(model_class, "_is_stateful", False):
+    elif getattr(model_class, "_is_stateful", False) and not is_known:
         problems.append(
             "which has linear attention or state-space layers: a prompt and a decoded token go "
             "through different formulas, whose bits differ"
         )
-    elif model_class is not None and not getattr(model_class, "_supports_attention_backend", True):
+    elif not (is_known or getattr(model_class, "_supports_attention_backend", True)):
         problems.append("which transformers cannot run with another attention function")
     known = LAYER_TYPES | ({"chunked_attention"} if is_llama4(config) else set())
+    known |= {"linear_attention"} if is_known else set()
     if kinds := sorted(set(value("layer_types") or ()) - known):
         problems.append(
             f"layer_types={kinds}: only full and sliding attention have aligned operators"
@@ -174,14 +176,15 @@ def _problems(config: PretrainedConfig, architecture: str) -> list[str]:
     return problems
 
 
-def _problems_of_attention(
-    config: PretrainedConfig, layers: list[AttentionShape], max_context_len: int
-) -> list[str]:
+def _problems_of_attention(facts: ModelFacts, max_context_len: int) -> list[str]:
     """Return the problems of attention that only the configuration shows, not the layers' calls."""
+    config, layers = facts.config, facts.attention
     softcap = getattr(config, "attn_logit_softcapping", None) or None
     window = getattr(config, "sliding_window", None) or None  # some configurations say 0 for none
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * len(layers)
-    wanted = [window if one == "sliding_attention" else None for one in types]
+    wanted = [
+        window if one == "sliding_attention" else None for one in types if one != "linear_attention"
+    ]
     problems = []
     if context_limit(config) < max_context_len:
         problems.append(
@@ -189,7 +192,7 @@ def _problems_of_attention(
             "angles depend on the other sequences of a batch, and the engine would serve "
             f"{max_context_len} tokens; lower --sglang-context-length"
         )
-    elif len(layers) != config.num_hidden_layers:
+    elif len(layers) + len(delta_nets(facts.model)) != config.num_hidden_layers:
         problems.append(
             f"num_hidden_layers={config.num_hidden_layers}, of which {len(layers)} call an attention "
             "function: the others have no aligned operator"

@@ -21,6 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from onpolicy.contract import AdapterShape
 from onpolicy.models.align import align_modules, replace_operators
 from onpolicy.models.attention_function import ATTENTION_NAME
+from onpolicy.models.delta_net import delta_nets, recurrence_of
 from onpolicy.models.empty import decoder_layers, empty_causal_lm
 from onpolicy.models.expert_layers import OWN_CHOICE, RoutingReplay, replay_routing
 from onpolicy.models.logits import LogitsRule, logits_rule
@@ -45,6 +46,7 @@ class PolicyModel(nn.Module):
         self.causal_lm, self.operators = causal_lm, operators
         # True-on-policy runs refuse a model without a known rule (`models/hf_config.py`).
         self.logits_rule = logits_rule(causal_lm) or LogitsRule()
+        self.is_recurrent = bool(delta_nets(causal_lm))
         self.replay: RoutingReplay | None = None
         """The routing replay of the last forward pass."""
 
@@ -84,6 +86,7 @@ class PolicyModel(nn.Module):
         def attention(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule) -> Tensor:
             return self.operators.attention(q, k, v, batch.layout, scores)
 
+        recurrent = {"recurrence": recurrence_of(batch.layout)} if self.is_recurrent else {}
         self.replay = routing_replay(batch, self.causal_lm.config)
         # It stays until the next forward pass, since a backward pass may recompute activations.
         replay_routing(self.causal_lm, self.replay)
@@ -92,6 +95,7 @@ class PolicyModel(nn.Module):
             position_ids=batch.positions[None],
             use_cache=False,
             attention_function=attention,
+            **recurrent,
         )[0][0]
         return rows_asked(hidden, batch)
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onpolicy.models.output_gate import names_of_gate
 from onpolicy.ops.base import Operators, rotate
 from onpolicy.ops.checks.fixed_numbers import probe
 
@@ -37,6 +38,7 @@ def rotate_by_operators(module: nn.Module, operators: Operators) -> None:
         name: forward.__globals__.get(name) for name in forward.__code__.co_names
     }
     own = {name: _by_operators(f, module) for name, f in called.items() if is_usual_rotary(f)}
+    own |= names_of_gate(forward, module)
     for ours in (rotate_pairs, rotate_pairs_of_tokens):
         own |= {name: ours for name, f in called.items() if is_complex_rotary(f, ours)}
     if own:

@@ -122,6 +122,12 @@ def require_shardable(
 def _problems(
     facts: ModelFacts, shapes: OperatorShapes, tp_size: int, blocks: int
 ) -> Iterator[str]:
+    if shapes.delta and max(tp_size, blocks) > 1:
+        yield (
+            f"--sglang-tp-size={tp_size} --row-parallel-blocks={blocks}: layers of linear attention "
+            "keep their states whole, and no rank has a part of them. Use --sglang-tp-size 1 and leave "
+            "the blocks out."
+        )
     for problem in _problems_of_plan(facts) if blocks > 1 else ():
         yield (
             f"--row-parallel-blocks={blocks}: {problem}. Use --sglang-tp-size 1 and leave the blocks "

@@ -1,6 +1,6 @@
 """The aligned operators, chosen by the contract: both engines use one implementation."""
 
-from onpolicy.contract import ATTENTION_CHUNK, FLASH_CHUNK, NumericsContract
+from onpolicy.contract import ATTENTION_CHUNK, DELTA_CHUNK, FLASH_CHUNK, NumericsContract
 from onpolicy.errors import ContractError
 from onpolicy.ops.backends import Demand, backend_of
 from onpolicy.ops.base import Operators
@@ -22,6 +22,11 @@ def make_operators(contract: NumericsContract, num_threads: int = 1) -> Operator
                 f"{name}={asked}: attention of this version of onpolicy sums {chunk} keys apart. Start "
                 "both engines with the same version."
             )
+    if asked := {kind.chunk for kind in contract.shapes.delta} - {DELTA_CHUNK}:
+        raise ContractError(
+            f"chunk={min(asked)}: the gated delta rule of this version of onpolicy has chunks of "
+            f"{DELTA_CHUNK} tokens. Start both engines with the same version."
+        )
     demand = Demand(
         dtype=contract.dtype,
         shapes=contract.shapes,

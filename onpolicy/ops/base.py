@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from onpolicy.contract import ATTENTION_CHUNK
+from onpolicy.errors import ContractError
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.logit_chunks import CPU_LOGITS, rows_of_logits
+from onpolicy.ops.recurrence import RecurrentLayout, causal_conv
 from onpolicy.ops.row_parallel import RowParallel, tree_sum
 from onpolicy.ops.uniform_numbers import uniform_numbers
 
@@ -152,6 +154,47 @@ class Operators(ABC):
             stores = k.flatten(0, 1), v.flatten(0, 1)
             result = self.attention(q, *stores, layout.by_rows(), scores)
         return result if out is None else out.copy_(result)
+
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layout: RecurrentLayout,
+        states: Tensor | None = None,
+    ) -> Tensor:
+        """Convolve every channel over its last K inputs: [T, C], [C, K], [C] or None -> [T, C].
+
+        Products are added in float32, the oldest input's first and the bias last, and rounded to
+        x's dtype. states: [slots, K - 1, C] of x's dtype, the inputs before the new ones; it then
+        holds the last ones, and there is no autograd.
+        """
+        return causal_conv(x, weight, bias, layout, states)
+
+    def gated_delta(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        layout: RecurrentLayout,
+        states: Tensor | None = None,
+    ) -> Tensor:
+        """Compute the gated delta rule of `ops/recurrence.py` over the sequences of `layout`.
+
+        q, k: [T, H_k, D], of which consecutive H_v / H_k value heads share one; v: [T, H_v, D_v];
+        g, the logarithm of the decay, at most 0: float32 [T, H_v]; beta: [T, H_v]. Return [T, H_v,
+        D_v] in the dtype of `v`; all sums are float32. states: float32 [slots, H_v, R, D_v] with R =
+        `state_rows(D, D_v)`; it then holds the new states, and there is no autograd. Without it,
+        gradients flow to q, k, v, g and beta.
+
+        Raise ContractError if these operators have no kernel for it.
+        """
+        raise ContractError(
+            f"{type(self).__name__}: has no gated delta rule, which layers of linear attention "
+            "need. Give --operators cpu, or choose another checkpoint."
+        )
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, round_last: bool = False) -> Tensor:

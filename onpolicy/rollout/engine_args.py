@@ -71,6 +71,10 @@ class EngineSpec:
     cache_tokens: int = 0
     """The size of the KV cache in tokens; 0 takes what the GPU has room for."""
 
+    state_slots: int = 0
+    """The most states of recurrent layers in memory, of running requests and cached; 0: the model has
+    none, or as many as the GPU has room for."""
+
     longest_sequence: int = 0
     """The longest prompt and response in tokens that must fit the cache; 0: not known."""
 
@@ -181,6 +185,7 @@ def _cpu_flags(spec: EngineSpec) -> list[str]:
         # it the cache takes. Where that is not there, the server reports less, and is refused.
         "--mem-fraction-static", MEMORY_FRACTION,
         "--max-total-tokens", str(spec.cache_tokens),
+        *(["--max-mamba-cache-size", str(spec.state_slots)] if spec.state_slots else ()),
     ]  # fmt: skip
 
 
@@ -189,6 +194,10 @@ def _gpu_flags(spec: EngineSpec) -> list[str]:
     if spec.contract.is_aligned:
         # Its bookkeeping for pages and CUDA graphs serves both backends (see sglang_patches/).
         flags += ["--attention-backend", "fa3", "--page-size", "1"]
+    if spec.contract.is_aligned and spec.contract.shapes.delta:
+        # A pass after a request's end would write into the state that SGLang then caches, and CUDA
+        # graphs cannot hold the layout of its layers (sglang_patches/layer_recurrence.py).
+        flags += ["--disable-overlap-schedule", "--disable-cuda-graph"]
     if spec.memory_fraction:
         flags += ["--mem-fraction-static", str(spec.memory_fraction), "--enable-memory-saver"]
     return [*flags, "--quantization", "fp8"] if spec.weight_format == "fp8_e4m3" else flags

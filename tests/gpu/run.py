@@ -19,8 +19,8 @@ from tests.gpu.summary import record_of
 from tests.support.gpu.machine import write_json
 
 FILES = (
-    "test_libraries", "test_gemm", "test_fp8", "test_rows", "test_attention", "test_end_to_end",
-    "test_tensor_parallel", "test_negative_controls", "test_server",
+    "test_libraries", "test_gemm", "test_fp8", "test_rows", "test_attention", "test_delta_rule",
+    "test_end_to_end", "test_tensor_parallel", "test_negative_controls", "test_server",
 )  # fmt: skip
 """The files from the parts to the whole, so that the first failure is the smallest one."""
 

@@ -100,8 +100,8 @@ def test_every_operator_has_a_control():
     operators = {name for name in dir(CpuOperators) if not name.startswith("_")}
     # The parts of longer sums are in tests/onpolicy/ops/test_row_parallel.py.
     others = {"partial_linear", "blockwise_linear", "row_parallel_linear"}
-    # In tests/onpolicy/models/test_architectures.py, since no architecture of these has it.
-    others |= {"layer_norm"}
+    # In tests/onpolicy/models/test_architectures.py, since no architecture of these has them.
+    others |= {"layer_norm", "causal_conv", "gated_delta"}
     # In tests/parity/test_adapters.py, since a model without adapters does not have it.
     others |= {"add_scaled"}
     # What one engine calls alone, and what has no bits of its own.

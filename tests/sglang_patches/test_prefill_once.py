@@ -76,7 +76,7 @@ def scheduler_with(queue, **changes):
     values = {
         "waiting_queue": queue,
         "running_batch": running,
-        "tree_cache": SimpleNamespace(disable=False),
+        "tree_cache": SimpleNamespace(disable=False, supports_mamba=lambda: False),
         "chunked_req": None,
         "enable_priority_preemption": False,
         "is_hybrid_swa": False,
@@ -98,6 +98,13 @@ def test_a_queue_is_not_read_while_sglang_takes_nobody_of_it():
     given = {"prefill_delayer_single_pass": None, "running_batch": running}
     given = {name: given[name] for name in given if name in signature(original).parameters}
     assert _leave_followers(original, scheduler, **given) in (None, (None, running))
+
+
+def test_no_request_of_a_recurrent_model_waits_since_no_state_lies_within_a_prefix():
+    cache = SimpleNamespace(disable=False, supports_mamba=lambda: True)
+    scheduler, running = scheduler_with(Unread([1, 2]), tree_cache=cache, batch_is_full=False)
+    took = _leave_followers(lambda *_, **__: "all", scheduler, None, running_batch=running)
+    assert took == "all"
 
 
 @pytest.mark.parametrize("changes", NOT_FULL)

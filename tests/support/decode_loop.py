@@ -7,8 +7,10 @@ prompts in chunks, then one token of every sequence at a time, keys and values r
 import torch
 import torch.nn.functional as F
 
+from onpolicy.models.delta_net import LayerStates, delta_nets, delta_shape
 from onpolicy.models.lora.adapters import CHILD
 from onpolicy.ops import PagedLayout
+from onpolicy.ops.recurrence import RecurrentLayout, state_rows
 
 CHUNK = 48
 """Tokens of each sequence that are fed at once, while it has these and `ALONE` more left."""
@@ -24,6 +26,7 @@ class PagedStore:
         self.pages = torch.randperm(sum(lens), generator=torch.Generator().manual_seed(0)).int()
         self.pages = list(self.pages.split(lens))
         self.layers = []
+        self.states = {}
 
     def write(self, layer, slots, k, v):
         """The whole store of a layer, as [pages, 1, H_kv, D], after writing new keys and values."""
@@ -34,6 +37,17 @@ class PagedStore:
         for store, new in zip(self.layers[layer], (k, v), strict=True):
             store[slots, 0] = new
         return self.layers[layer]
+
+    def states_of(self, net, layout, like):
+        """The states of a gated delta network, one slot a sequence, in the order of a random draw."""
+        shape, count = delta_shape(net), len(self.pages)
+        if net.layer_idx not in self.states:
+            rows = state_rows(shape.key_dim, shape.value_dim)
+            self.states[net.layer_idx] = (
+                like.new_full((count, shape.kernel_size - 1, shape.channels), float("nan")),
+                torch.full((count, shape.value_heads, rows, shape.value_dim), float("nan")),
+            )
+        return LayerStates(layout, *self.states[net.layer_idx])
 
 
 def decode_log_probs(policy, operators, sequences, temperature, on_pass=lambda spans, store: None):
@@ -79,11 +93,21 @@ def _feed(policy, operators, store, parts, sequences, starts):
         stores = store.write(next(layers), slots, k, v)
         return operators.paged_attention(q, *stores, layout, *how)
 
+    recurrent = RecurrentLayout(
+        query_lens=tuple(counts.tolist()), past_lens=tuple(starts), slots=torch.tensor(sequences)
+    )
+    nets = {net.layer_idx: net for net in delta_nets(policy.causal_lm)}
+    like = policy.head().weight
+
+    def recurrence(layer):
+        return store.states_of(nets[layer], recurrent, like)
+
     hidden = policy.causal_lm.base_model(
         input_ids=torch.tensor([token for part in parts for token in part])[None],
         position_ids=torch.cat(positions)[None],
         use_cache=False,
         attention_function=attention,
+        **({"recurrence": recurrence} if nets else {}),
     )[0][0]
     return hidden
 

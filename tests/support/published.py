@@ -34,8 +34,6 @@ REFUSED = {
     "minimax-m2": QUANTIZED.format("fp8"),
     "gpt-oss-20b": QUANTIZED.format("mxfp4"),
     "jamba-v0.1": LINEAR_ATTENTION,
-    "qwen3-next-80b-a3b": LINEAR_ATTENTION,
-    "qwen3.5-4b": LINEAR_ATTENTION,
     "minimax-text-01": "transformers .* has no class of its own for model_type=minimax_text_01",
     "olmo-7b-clipped": "clip_qkv=8.0",
 }

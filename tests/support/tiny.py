@@ -159,6 +159,22 @@ MORE_ARCHITECTURES = {
         {
             **EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 56, "head_dim": 16,
             "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24, "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "qwen3.5": (
+        hf.Qwen3_5TextConfig,
+        {
+            "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+            "linear_key_head_dim": 24, "linear_value_head_dim": 16, "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+    "qwen3.5-moe": (
+        hf.Qwen3_5MoeTextConfig,
+        {
+            **EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 56, "head_dim": 16,
+            "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
             "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"],
         },
     ),
@@ -170,7 +186,6 @@ ALL_ARCHITECTURES = ARCHITECTURES | MORE_ARCHITECTURES
 REFUSED = {
     "minimax": r"layer_types=\['linear_attention'\]",
     "jamba": "which has linear attention or state-space layers",
-    "qwen3-next": "which has linear attention or state-space layers",
 }
 """What `require_alignable` says of those that have no aligned operators: a regular expression."""
 

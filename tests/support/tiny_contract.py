@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from onpolicy.contract import AttentionShape, NumericsContract, OperatorShapes
+from onpolicy.contract import AttentionShape, DeltaShape, NumericsContract, OperatorShapes
 
 ATTENTION = AttentionShape(heads=6, kv_heads=2, head_dim=48, value_dim=48)
 LATENT = AttentionShape(heads=4, kv_heads=4, head_dim=40, value_dim=24)
@@ -10,6 +10,7 @@ WINDOWS = (
     dataclasses.replace(ATTENTION, window=33, softcap=3.0),
     dataclasses.replace(ATTENTION, window=128, sinks=True),
 )
+DELTA = DeltaShape(key_heads=2, value_heads=6, key_dim=24, value_dim=16, kernel_size=4)
 
 CONTRACT = NumericsContract(
     backend="cpu",
@@ -22,6 +23,7 @@ CONTRACT = NumericsContract(
         layer_norm=(96,),
         vocab_size=137,
         experts=((6, 72, 96, 2),),
+        delta=(DELTA,),
     ),
 )
 """On one rank."""

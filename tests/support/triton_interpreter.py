@@ -34,8 +34,8 @@ finally:
 def _sequential_dot(_, a, b, total, *__):
     left, right = _widen(a), _widen(b)
     out = total.data.copy()
-    for k in range(left.shape[1]):
-        out += left[:, k, None] * right[None, k]
+    for k in range(left.shape[-1]):
+        out += left[..., k, None] * right[..., k, None, :]
     return interpreter.TensorHandle(out, total.dtype.scalar)
 
 

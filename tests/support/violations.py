@@ -15,7 +15,7 @@ FEW = 16
 ROW_OPERATORS = (
     "linear", "partial_linear", "grouped_linear", "grouped_partial_linear", "attention",
     "paged_attention", "rms_norm", "layer_norm", "elementwise", "gated", "add_scaled", "rotary",
-    "softmax", "topk", "log_softmax", "gather_log_probs", "sample",
+    "softmax", "topk", "log_softmax", "gather_log_probs", "sample", "causal_conv", "gated_delta",
 )  # fmt: skip
 """All that a rollout computes with, and `gather_log_probs`, a trainer's `log_softmax`."""
 
@@ -83,6 +83,6 @@ def _first_tensor(args):
 
 
 def _rows(name, x):
-    if name in ("attention", "paged_attention"):
+    if name in ("attention", "paged_attention", "gated_delta"):
         return len(x)
     return x.shape[-2] if name == "rotary" else x.shape[:-1].numel()

@@ -161,7 +161,12 @@ class Recorder:
         given = whole[INPUTS[name]]
         keys = self._rows(name, given[0], scope)
         begun = self._begin(name, whole, given, scope, keys)  # now: it may write over its input
-        out = right(*args, **kwargs)
+        # A router's block replaces PyTorch's functions, also those that an operator calls inside it.
+        outer, self._pass = self._pass, None
+        try:
+            out = right(*args, **kwargs)
+        finally:
+            self._pass = outer
         self._end(begun, scope.together.made(name, out))
         scope.counts[common_name(name, args)] += 1
         return out

@@ -69,12 +69,9 @@ def _unfit_for_portable(demand: Demand, machine: Machine) -> str | None:
             "Let the process begin with onpolicy.compat.process.use_variables_of('portable'), or give "
             "--operators cpu."
         )
-    unknown = [
-        max(x.head_dim, x.value_dim)
-        for x in demand.shapes.attention
-        if max(x.head_dim, x.value_dim) > MAX_HEAD_DIM
-    ]
-    if unknown:
+    sizes = [max(x.head_dim, x.value_dim) for x in demand.shapes.attention]
+    sizes += [max(x.key_dim, x.value_dim) for x in demand.shapes.delta]
+    if unknown := [size for size in sizes if size > MAX_HEAD_DIM]:
         return (
             f"head_dim={unknown[0]}: the order in which MKL sums is known up to {MAX_HEAD_DIM} alone. "
             "Choose --operators cpu."

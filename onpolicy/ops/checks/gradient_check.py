@@ -22,6 +22,7 @@ from torch import Tensor
 
 from onpolicy.contract import AttentionShape, NumericsContract
 from onpolicy.ops.base import Operators
+from onpolicy.ops.checks.delta_check import check_delta_gradients
 from onpolicy.ops.checks.fixed_numbers import (
     ROWS,
     check_rows,
@@ -75,6 +76,8 @@ def check_gradients(operators: Operators, contract: NumericsContract) -> None:
         _check_experts(operators, sizes, row_parallel)
     for kind in shapes.attention:
         _check_attention(operators, kind)
+    for delta in shapes.delta:
+        check_delta_gradients(operators, delta)
     _check_log_probs(operators, shapes.vocab_size)
 
 

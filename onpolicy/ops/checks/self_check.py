@@ -24,6 +24,7 @@ from torch import Tensor
 from onpolicy.contract import AttentionShape, NumericsContract, OperatorShapes
 from onpolicy.ops.backends.base import FP8_BLOCK
 from onpolicy.ops.base import Operators
+from onpolicy.ops.checks.delta_check import check_delta
 from onpolicy.ops.checks.fixed_numbers import (
     ROWS,
     Results,
@@ -104,6 +105,8 @@ def _products(operators: Operators, contract: NumericsContract, longest: int = 0
         yield inputs.name(), inputs.shape, packed
         paged = check_paged_attention(operators, inputs, packed)
         yield inputs.name("paged_attention"), inputs.shape, paged
+    for delta in shapes.delta:
+        yield from check_delta(operators, delta, dtype, device)
     for sizes in shapes.experts:
         yield "experts", sizes, _check_experts(operators, contract, sizes)
     if (of_rounded := operators.of_rounded) is not operators:
@@ -123,6 +126,7 @@ def shapes_in_blocks(shapes: OperatorShapes, blocks: int) -> OperatorShapes:
         ),
         attention=(),
         experts=(),
+        delta=(),
     )
 
 

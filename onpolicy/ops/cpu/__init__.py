@@ -11,6 +11,8 @@ from torch import Tensor
 
 from onpolicy.ops.base import Operators, Piece
 from onpolicy.ops.cpu.attention import attention_backward, attention_with_lse, blockwise_attention
+from onpolicy.ops.cpu.delta_gradient import delta_gradient
+from onpolicy.ops.cpu.delta_rule import delta_rule, work
 from onpolicy.ops.cpu.gemms import COLUMNS, Gemms
 from onpolicy.ops.cpu.layout import on_whole_tensors, whole, whole_vectors
 from onpolicy.ops.cpu.linear import (
@@ -23,9 +25,11 @@ from onpolicy.ops.cpu.linear import (
 from onpolicy.ops.cpu.rows import few_rows, few_rows_at_a_time, log_softmax, write_few_at_a_time
 from onpolicy.ops.cpu.threads import PiecePool
 from onpolicy.ops.differentiable_attention import attend
+from onpolicy.ops.differentiable_delta import DeltaInputs, gated_delta
 from onpolicy.ops.layouts import AttentionLayout, ScoreRule
 from onpolicy.ops.linears import GroupedLinear
 from onpolicy.ops.machine import multiplies_with_amx
+from onpolicy.ops.recurrence import RecurrentLayout
 
 
 class CpuOperators(Operators):
@@ -104,6 +108,24 @@ class CpuOperators(Operators):
             return blockwise_attention(self.pool, q, k, v, layout, scores)
         ways = partial(attention_with_lse, self.pool), partial(attention_backward, self.pool)
         return attend(*ways, q, k, v, layout, scores)
+
+    causal_conv = on_whole_tensors(Operators.causal_conv)
+
+    def gated_delta(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        layout: RecurrentLayout,
+        states: Tensor | None = None,
+    ) -> Tensor:
+        inputs = DeltaInputs(*map(whole, (q, k, v, g, beta)))
+        how = self.pool.run, self.pool.threads_for(work(inputs))
+        if states is not None:
+            return delta_rule(*how, inputs, layout, states)
+        return gated_delta(partial(delta_rule, *how), partial(delta_gradient, *how), inputs, layout)
 
     @on_whole_tensors
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, round_last: bool = False) -> Tensor:

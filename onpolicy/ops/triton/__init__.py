@@ -9,18 +9,24 @@ element wherever it lies.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from onpolicy.ops.cpu.delta_gradient import delta_gradient
 from onpolicy.ops.differentiable_attention import attend
+from onpolicy.ops.differentiable_delta import DeltaInputs, gated_delta
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.linears import GroupedLinear, Linears
 from onpolicy.ops.logit_chunks import GPU_LOGITS
+from onpolicy.ops.recurrence import RecurrentLayout
 from onpolicy.ops.triton import attention as attentions
 from onpolicy.ops.triton import experts, fused_norms, log_probs, mixing, sampling
 from onpolicy.ops.triton.attention import packed_attention
 from onpolicy.ops.triton.attention_backward import attention_backward
+from onpolicy.ops.triton.causal_conv import causal_conv
+from onpolicy.ops.triton.delta_rule import DeviceLayout, blockwise_delta_rule
 from onpolicy.ops.triton.elementwise import TritonRotary, TritonSiluAndMul, is_silu
 from onpolicy.ops.triton.experts import grouped_weight_grad, tiled_grouped_linear
 from onpolicy.ops.triton.linear import product_in_float32, tiled_linear
@@ -72,6 +78,34 @@ class TritonOperators(Linears):
         stores = k.flatten(0, 1), v.flatten(0, 1)
         result, _ = attentions.blockwise_attention(q, *stores, layout, scores)
         return result if out is None else out.copy_(result)
+
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layout: RecurrentLayout,
+        states: Tensor | None = None,
+    ) -> Tensor:
+        if states is None and torch.is_grad_enabled():
+            return super().causal_conv(x, weight, bias, layout)  # the same bits
+        return causal_conv(x, weight, bias, DeviceLayout.of(layout, x.device), states)
+
+    def gated_delta(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        layout: RecurrentLayout,
+        states: Tensor | None = None,
+    ) -> Tensor:
+        inputs = DeltaInputs(q, k, v, g, beta)
+        if states is not None:
+            return blockwise_delta_rule(inputs, layout, states)
+        gradients = partial(delta_gradient, self.run_pieces, 1)
+        return gated_delta(blockwise_delta_rule, gradients, inputs, layout)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, round_last: bool = False) -> Tensor:
         out: Tensor = TritonNorm.apply(x, weight, None, eps, round_last)

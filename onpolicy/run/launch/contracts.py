@@ -111,7 +111,7 @@ def require_roundable(facts: ModelFacts, weight_format: str) -> None:
     """Raise ConfigError if the checkpoint stores weights of linears in tensors that are no matrices."""
     for name, parameter in facts.model.named_parameters():
         for stored, tensor in stored_tensors(facts.model, name, parameter).items():
-            if tensor.dim() == 3:
+            if tensor.dim() == 3 and not stored.endswith("conv1d.weight"):
                 raise ConfigError(
                     f"--rollout-weight-format={weight_format}: the checkpoint has all experts of a "
                     f"layer in one tensor ({stored}), and only matrices are rounded. Leave the flag out."

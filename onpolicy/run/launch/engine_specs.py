@@ -19,7 +19,7 @@ from onpolicy.config.sglang_flags import max_total_tokens, tensor_parallel_size
 from onpolicy.config.tool_flags import ServeConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
-from onpolicy.models.size import ModelSize, token_bytes
+from onpolicy.models.size import ModelSize, state_bytes, token_bytes
 from onpolicy.ops.backends import require_servable
 from onpolicy.ops.machine import Machine
 from onpolicy.rollout.base import RolloutGroup
@@ -28,7 +28,12 @@ from onpolicy.rollout.sglang import SglangGroup
 from onpolicy.run.launch.memory import RunMemory
 
 CACHE_BYTES = 2 << 30
-"""The size of a CPU engine's KV cache, in bytes, unless --sglang-max-total-tokens is given."""
+"""The size of a CPU engine's KV cache, in bytes, unless --sglang-max-total-tokens is given; also of the
+states of recurrent layers."""
+
+STATES = 3
+"""The states that SGLang counts for a running request: its own, the one that it began with and one that
+it leaves in the cache (KVCacheConfigurator._calculate_mamba_ratio)."""
 
 
 def make_rollout_group(
@@ -138,6 +143,7 @@ def _spec(
         max_concurrency=max_concurrency,
         longest_sequence=longest_sequence,
         cache_tokens=asked or 0,
+        state_slots=state_slots(hf_config, contract, max_concurrency),
         trust_remote_code=config.model.trust_remote_code,
         sglang_args=config.sglang_args,
     )
@@ -151,6 +157,15 @@ def cache_tokens(
     than `requests`, since SGLang keeps some free when it admits a request."""
     fitting = CACHE_BYTES // token_bytes(hf_config, contract)
     return max(one, min((requests + 1) * one, fitting))
+
+
+def state_slots(hf_config: PretrainedConfig, contract: NumericsContract, requests: int) -> int:
+    """Return the number of states in a CPU engine, 0 where the model has none: of `requests` requests
+    and one more, or as many as fit CACHE_BYTES, which are then those that run at once."""
+    if contract.device != "cpu" or not contract.shapes.delta:
+        return 0
+    fitting = CACHE_BYTES // (STATES * state_bytes(hf_config, contract))
+    return STATES * max(1, min(requests + 1, fitting))
 
 
 def replays_routing(config: TrainConfig, contract: NumericsContract) -> bool:

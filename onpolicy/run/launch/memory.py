@@ -17,7 +17,7 @@ from onpolicy.config.groups.agent_flags import has_agent
 from onpolicy.config.sglang_flags import chunked_prefill_size
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.size import ModelSize, token_bytes
+from onpolicy.models.size import ModelSize, state_bytes, token_bytes
 from onpolicy.ops.backends import backend_of
 from onpolicy.ops.logit_chunks import CPU_LOGITS, GPU_LOGITS, rows_of_logits
 from onpolicy.rollout.engine_args import EngineSpec, require_cache
@@ -138,10 +138,10 @@ def _tokens_at_once(config: TrainConfig, longest_sequence: int) -> int:
 def _activations(recomputes: bool, size: ModelSize, tokens: int, itemsize: int) -> int:
     """Return the bytes of the inputs and outputs of every layer's linears. With checkpointing, one
     layer's, and the other layers' inputs. One layer counts twice, for its gradients."""
-    layer = tokens * size.width * itemsize
+    layer, recurrent = tokens * size.width * itemsize, FLOAT32 * tokens * size.recurrent
     if recomputes:
-        return size.layers * tokens * size.hidden * itemsize + 2 * layer
-    return (size.layers + 1) * layer
+        return size.layers * tokens * size.hidden * itemsize + 2 * layer + recurrent
+    return (size.layers + 1) * layer + recurrent
 
 
 def _logits(size: ModelSize, rows: int) -> int:
@@ -159,6 +159,7 @@ def server_memory(
     parts = {
         "weights": each * size.parameters // ranks,
         f"cache of {tokens} tokens": tokens * token_bytes(hf_config, spec.contract) // ranks,
+        "states": max(spec.state_slots, 1) * state_bytes(hf_config, spec.contract),
         "logits": FLOAT32 * LOGITS_COPIES * size.vocab * spec.max_concurrency,
     }
     return ProcessMemory(

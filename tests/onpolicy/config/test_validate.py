@@ -72,6 +72,7 @@ def test_a_bad_value_is_refused_by_name_with_a_remedy(argv, message):
     [
         (["--rollout-top-k", "1"], "--rollout-top-k=1: .*of one token that is 0"),
         (["--sglang-kv-cache-dtype", "fp8_e4m3"], "--sglang-kv-cache-dtype: .*because cached keys"),
+        (["--sglang-mamba-ssm-dtype", "bfloat16"], "--sglang-mamba-ssm-dtype: .*because states of"),
         (["--sglang-speculative-algorithm", "NGRAM"], "speculative-algorithm: .*its seed draws it"),
         (["--sglang-speculative-num-draft-tokens=4"], "speculative-num-draft-tokens: not with"),
         (["--sglang-enable-lora"], "--sglang-enable-lora"),

@@ -37,6 +37,10 @@ EXPERTS = [
     ("layers.1.mlp.gate", "topk"), ("layers.1.mlp.experts", "grouped_linear"),
     ("layers.0.mlp.experts", "gated"), ("layers.1.mlp.experts", "grouped_partial_linear"),
 ]  # fmt: skip
+RECURRENT = [
+    ("layers.0.linear_attn.in_proj_ba", "row_parallel_linear"),
+    ("layers.0.linear_attn", "rms_norm"),
+]
 ADAPTED = [
     ("layers.1.mlp.down_proj.lora", "row_parallel_linear"),
     ("layers.0.self_attn.q_proj.lora", "linear"),
@@ -94,7 +98,7 @@ class Pair:
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models")
-    names = ("qwen3", "qwen3-moe", "olmo")
+    names = ("qwen3", "qwen3-moe", "olmo", "qwen3-next")
     pairs = {name: Pair(make_checkpoint(directory / name, name)) for name in names}
     return {**pairs, "adapters": Pair(directory / "qwen3", LORA)}
 
@@ -111,7 +115,7 @@ def found(source):
     return source.cause, *source.site[:2]
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3-moe", "olmo", "adapters"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3-moe", "olmo", "qwen3-next", "adapters"])
 def test_between_whole_sides_nothing_differs(pairs, architecture):
     assert pairs[architecture].source() is None
 
@@ -160,7 +164,7 @@ def faults_of(operator):
 
 SITES = [
     ("qwen3", DENSE), ("qwen3-moe", EXPERTS), ("olmo", [("norm", "layer_norm")]),
-    ("adapters", ADAPTED),
+    ("qwen3-next", RECURRENT), ("adapters", ADAPTED),
 ]  # fmt: skip
 CASES = [
     pytest.param(*case, fault, side, id="-".join([*case[1:], fault.__name__, side]))

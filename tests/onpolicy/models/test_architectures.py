@@ -32,7 +32,8 @@ LENS = (113, 20, 9, 2)
 CONTROLS = {
     "linear": "qwen3", "paged_attention": "qwen3", "rms_norm": "gemma", "layer_norm": "starcoder2",
     "elementwise": "starcoder2", "rotary": "qwen3", "gated": "qwen3", "log_softmax": "qwen3",
-    "grouped_linear": "qwen3-moe", "softmax": "qwen3-moe",
+    "grouped_linear": "qwen3-moe", "softmax": "qwen3-moe", "causal_conv": "qwen3-next",
+    "gated_delta": "qwen3-next",
 }  # fmt: skip
 """Kinds of operators, and an architecture that calls each."""
 

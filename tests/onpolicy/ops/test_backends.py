@@ -15,6 +15,7 @@ from onpolicy.contract import (
     NO_SPLIT_K,
     PORTABLE_KERNELS,
     AttentionShape,
+    DeltaShape,
     NumericsContract,
     OperatorShapes,
 )
@@ -29,6 +30,7 @@ from onpolicy.ops.backends import (
     choose_backend,
     require_servable,
 )
+from onpolicy.ops.base import Operators
 from onpolicy.ops.machine import ONEDNN_LIMITS, CudaToolkit, Machine
 
 PACKAGES = {"triton": "3.6.0", "sgl_kernel": "0.4.5", "deep_gemm": "0.1.5.post1"}
@@ -93,6 +95,18 @@ def without(machine, *modules):
 )  # fmt: skip
 def test_the_choice(operators, dtype, head_dim, machine, backend):
     assert choose_backend(operators, dtype, shapes(head_dim), 1, machine) == backend
+
+
+@pytest.mark.parametrize(
+    ("machine", "head_dim", "backend"),
+    [(CPU, 256, "cpu"), (A100, 256, "triton"), (H200, 256, "hopper"), (H200, 64, "triton")],
+)
+def test_every_device_has_the_gated_delta_rule(machine, head_dim, backend):
+    kind = DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel_size=4)
+    hybrid = dataclasses.replace(shapes(head_dim), delta=(kind,))
+    assert choose_backend("auto", "bfloat16", hybrid, 1, machine) == backend
+    operators = pkgutil.resolve_name(backend_of(backend).operators)
+    assert operators.gated_delta is not Operators.gated_delta
 
 
 def test_a_matrix_whose_parts_deep_gemm_does_not_take_is_left_to_triton():

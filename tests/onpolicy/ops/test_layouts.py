@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from onpolicy.ops import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.cpu import CpuOperators
+from onpolicy.ops.recurrence import RecurrentLayout
 from tests.support.layouts import LAYOUTS, whole
 
 OPERATORS = CpuOperators(1)
@@ -25,6 +26,10 @@ def expert_rows(x, experts):
 def split_in_three(tokens):
     cuts = sorted({0, tokens // 5, tokens // 2, tokens})
     return AttentionLayout.packed(tuple(b - a for a, b in itertools.pairwise(cuts)))
+
+
+def recurrent(tokens):
+    return RecurrentLayout.packed(split_in_three(tokens).query_lens)
 
 
 def two_to_a_page(tokens):
@@ -53,6 +58,10 @@ def matrices(m, n, k):
 
 def heads(m, n, k):
     return (m, 4, k % 40 + 1), (m, 2, k % 40 + 1), (m, 2, n % 40 + 1)
+
+
+def of_delta_rule(tokens, key, value):
+    return *((tokens, 2, key),) * 2, (tokens, 4, value), (tokens, 4), (tokens, 4)
 
 
 def angles(m, n, k):
@@ -100,6 +109,14 @@ DIFFERENTIABLE = {
     ),
     "rotary": (lambda *x: torch.cat([y.flatten() for y in OPERATORS.rotary(*x)]), angles),
     "softmax": (OPERATORS.softmax, rows),
+    "causal_conv": (
+        lambda x, w: OPERATORS.causal_conv(x, w, None, recurrent(len(x))),
+        lambda m, n, k: ((m, k), (k, n % 4 + 1)),
+    ),
+    "gated_delta": (
+        lambda *x: OPERATORS.gated_delta(*x[:3], -x[3].float().abs(), x[4], recurrent(len(x[0]))),
+        lambda m, n, k: of_delta_rule(min(m, 80), n % 40 + 1, k % 40 + 1),
+    ),
     "topk": (lambda x: OPERATORS.topk(x, 1)[0], rows),
     "log_softmax": (lambda x, t: OPERATORS.log_softmax(x, temperature(t)), rows_with_numbers),
 }

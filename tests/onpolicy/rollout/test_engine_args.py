@@ -8,6 +8,7 @@ from onpolicy.contract import (
     CONTRACT_VARIABLE,
     DIGESTS_VARIABLE,
     VARIABLES,
+    DeltaShape,
     NumericsContract,
     OperatorShapes,
 )
@@ -25,6 +26,8 @@ SHAPES = OperatorShapes(linear=(), attention=(), norm=(), vocab_size=1)
 ALIGNED = NumericsContract(backend="cpu", device="cpu", dtype="float32", shapes=SHAPES)
 STOCK = dataclasses.replace(ALIGNED, backend="stock")
 ON_GPU = dataclasses.replace(STOCK, device="cuda")
+DELTA = DeltaShape(key_heads=1, value_heads=2, key_dim=8, value_dim=8, kernel_size=4)
+RECURRENT = dataclasses.replace(ALIGNED, shapes=dataclasses.replace(SHAPES, delta=(DELTA,)))
 
 
 def spec_of(contract, **changes):
@@ -95,6 +98,22 @@ def test_an_aligned_engine_on_a_gpu_attends_through_sglangs_fa3_backend(backend)
     assert not any("graph" in flag or "radix" in flag for flag in flags)
 
 
+def test_an_engine_on_a_gpu_with_recurrent_layers_has_no_graphs_and_no_pass_after_a_requests_end():
+    on_gpu = dataclasses.replace(RECURRENT, device="cuda", backend="triton")
+    wanted = {"--disable-overlap-schedule", "--disable-cuda-graph"}
+    assert wanted <= set(engine_flags(spec_of(on_gpu), 1))
+    for stock in (ON_GPU, dataclasses.replace(on_gpu, backend="stock")):
+        assert not wanted & set(engine_flags(spec_of(stock), 1))
+
+
+def test_an_engine_on_a_cpu_has_as_many_states_as_it_was_given():
+    assert (
+        value_of(engine_flags(spec_of(RECURRENT, state_slots=12), 1), "--max-mamba-cache-size")
+        == "12"
+    )
+    assert "--max-mamba-cache-size" not in engine_flags(spec_of(ALIGNED), 1)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_flag_is_one_that_the_installed_sglang_has(device):
     import argparse
@@ -103,8 +122,8 @@ def test_every_flag_is_one_that_the_installed_sglang_has(device):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     server_args.ServerArgs.add_cli_args(parser)
     backend = {"cpu": "cpu", "cuda": "hopper"}[device]
-    contract = dataclasses.replace(ALIGNED, device=device, backend=backend, dtype="bfloat16")
-    parsed, unknown = parser.parse_known_args(engine_flags(spec_of(contract), 1))
+    contract = dataclasses.replace(RECURRENT, device=device, backend=backend, dtype="bfloat16")
+    parsed, unknown = parser.parse_known_args(engine_flags(spec_of(contract, state_slots=3), 1))
     assert not unknown
     assert parsed.enable_deterministic_inference
 

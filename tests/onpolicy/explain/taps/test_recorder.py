@@ -1,7 +1,10 @@
 """What is recorded, and that recording leaves everything as it was."""
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+from onpolicy.explain.taps.evidence import Scope
 from onpolicy.explain.taps.recorder import INPUTS, Recorder, Recording, read_calls, write_calls
 from onpolicy.models.policy import PackedTokens
 from onpolicy.ops import Operators
@@ -57,6 +60,23 @@ def test_rows_of_a_shared_prefix_are_one(tmp_path):
     assert counts == {len(sequence) + 2}
 
 
+def test_a_call_inside_an_operator_is_not_recorded():
+    """Of another number of rows, as a tile of a product in a router's block."""
+    recorder, x, weight = Recorder(), torch.randn(20, 8), torch.randn(4, 8)
+
+    def in_tiles(x, weight):
+        return torch.cat([recorder.run("linear", F.linear, part, weight) for part in x.split(7)])
+
+    block = nn.Identity()
+    recorder.scoped(block, lambda *_: Scope(module="mlp"))
+    block.forward = lambda x: recorder.run("linear", in_tiles, x, weight)
+    recorder.open(torch.arange(20), torch.arange(1))
+    block(x)
+    assert [(call.site, len(call.keys)) for call in recorder.close()] == [
+        (("mlp", "linear", 0), 20)
+    ]
+
+
 def test_every_operator_is_recorded_or_is_part_of_another():
     operators = {name for name in dir(Operators) if not name.startswith("_")}
     # Called inside others that are recorded, or by what follows the logits.
@@ -65,6 +85,8 @@ def test_every_operator_is_recorded_or_is_part_of_another():
     others |= {"add_rms_norm", "norm_rotary", "mix_few"}
     # Those of linears of bytes are recorded themselves: tests/onpolicy/models/test_rounded_inputs.py.
     others |= {"of_rounded"}
+    # They read what came before a row, which no digest of the row holds: what reads them is recorded.
+    others |= {"causal_conv", "gated_delta"}
     # No part of a forward pass.
     others |= {
         "hold", "whole", "linear_gradients", "grad_logits", "rows_per_chunk", "logits_per_chunk",

@@ -44,6 +44,7 @@ CONTROLS = {
     "rms_norm": "rms_norm", "layer_norm": "layer_norm", "softmax": "softmax", "topk": "experts",
     "log_softmax": "log_softmax", "gather_log_probs": "gather_log_probs", "sample": "sample",
     "grouped_linear": "experts", "grouped_partial_linear": "experts",
+    "causal_conv": "causal_conv", "gated_delta": "gated_delta",
 }  # fmt: skip
 """Operator: what the check calls it, which tries experts as a whole."""
 

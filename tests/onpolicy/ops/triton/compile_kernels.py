@@ -31,6 +31,7 @@ from triton.runtime import driver, jit
 
 from onpolicy.ops import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.log_probs import Head, VocabParallel, token_log_probs
+from onpolicy.ops.recurrence import RecurrentLayout, state_rows
 from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.ops.triton import TritonOperators, attention, linear
 from onpolicy.weights.xxh3_kernels import add_up_blocks, chain_blocks
@@ -121,6 +122,7 @@ def launch_all(dtype: torch.dtype) -> None:
         )
     launch_experts(tensor, training)
     launch_attention(tensor, training, dtype)
+    launch_delta_rule(tensor)
     if dtype != torch.float32:  # it makes no difference to what follows
         launch_hashes()
         for size in (128, 7168):
@@ -160,6 +162,28 @@ def launch_attention(tensor: Any, training: Any, dtype: torch.dtype) -> None:
             OPERATORS.attention(q, k, v, layout, special).sum().backward()
         stores = tensor(9, 64, 8, dim), tensor(9, 64, 8, dim)
         OPERATORS.paged_attention(tensor(4, 32, dim), *stores, decoding, ScoreRule(0.1))
+
+
+@torch.no_grad()
+def launch_delta_rule(tensor: Any) -> None:
+    """Whole sequences, an extension and decode steps: the sizes of Qwen3-Next, and smaller ones."""
+    training = RecurrentLayout.packed((150, 50))
+    slots = torch.empty(4, dtype=torch.int64, device="meta")
+    decoding = RecurrentLayout(query_lens=(1,) * 4, past_lens=(9, 64, 63, 500), slots=slots)
+    extending = RecurrentLayout(query_lens=(30, 65), past_lens=(0, 77), slots=slots[:2])
+    single = partial(torch.empty, device="meta")
+    for key_heads, heads, dim in ((16, 32, 128), (3, 3, 40)):
+        channels = (2 * key_heads + heads) * dim
+        states = single(4, heads, state_rows(dim, dim), dim), tensor(4, 3, channels)
+        for layout, (held, convolved) in (
+            (training, (None, None)), (decoding, states), (extending, states)
+        ):  # fmt: skip
+            tokens = sum(layout.query_lens)
+            x = tensor(tokens, channels)
+            OPERATORS.causal_conv(x, tensor(channels, 4), None, layout, convolved)
+            q, k, v = x.unflatten(1, (-1, dim)).split((key_heads, key_heads, heads), 1)
+            rates = single(tokens, heads), tensor(tokens, heads)
+            OPERATORS.gated_delta(q, k, v, *rates, layout, held)
 
 
 def launch_hashes() -> None:

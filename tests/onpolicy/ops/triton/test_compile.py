@@ -126,6 +126,13 @@ def test_the_number_of_rows_chooses_nothing_that_decides_a_sum(compiled):
     assert chosen and all(len(settings) == 1 for settings in chosen.values()), chosen
 
 
+def test_the_delta_rule_is_one_kernel_whatever_is_new_or_held(compiled):
+    """Another kernel may distribute a sum over threads differently."""
+    kernels = [k for k in compiled if k["name"] == "_delta_rule_kernel"]
+    sizes = [(kernel["dtype"], kernel["options"]["DIM"]) for kernel in kernels]
+    assert sizes and len(sizes) == len(set(sizes)), sizes
+
+
 @pytest.mark.parametrize("name", COPIES_AHEAD)
 def test_the_backward_pass_of_attention_copies_ahead(compiled, name):
     kernels = [k for k in compiled if k["name"] == name and k["dtype"] == "bfloat16"]

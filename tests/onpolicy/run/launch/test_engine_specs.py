@@ -10,15 +10,19 @@ from onpolicy.cluster.placement import placement_here
 from onpolicy.config import TrainConfig, groups
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.size import token_bytes
+from onpolicy.models.size import state_bytes, token_bytes
+from onpolicy.ops.recurrence import state_rows
 from onpolicy.rollout.engine_args import CACHE_MARGIN, engine_flags
 from onpolicy.run.launch.contracts import contract_for
 from onpolicy.run.launch.engine_specs import (
     CACHE_BYTES,
+    STATES,
     cache_tokens,
     places_in,
     rollout_spec,
+    state_slots,
 )
+from tests.support.tiny import make_checkpoint
 
 
 @pytest.mark.skipif(find_spec("sgl_kernel") is not None, reason="sgl_kernel is installed")
@@ -89,6 +93,23 @@ def test_a_server_of_its_own_gpus_keeps_sglangs_default(monkeypatch, one_gpu, ch
     flags = engine_flags(spec_on("cuda", checkpoint), 1)
     assert flags[flags.index("--base-gpu-id") + 1] == "1"
     assert "--mem-fraction-static" not in flags
+
+
+def test_states_are_those_of_the_requests_at_once_and_at_most_their_memory(tmp_path):
+    hf_config = load_config(str(make_checkpoint(tmp_path, "qwen3.5")))
+    config = TrainConfig(model=groups.ModelConfig(dtype="bfloat16"))
+    small = contract_for(config, hf_config, aligned=True)
+    (sizes,) = small.shapes.delta
+    of_layer = 4 * 6 * 16 * state_rows(24, 16) + 2 * 3 * sizes.channels
+    assert state_bytes(hf_config, small) == 2 * of_layer
+    wide = dataclasses.replace(sizes, value_heads=1 << 10, key_dim=1 << 10)
+    large = dataclasses.replace(small, shapes=dataclasses.replace(small.shapes, delta=(wide,)))
+    fitting = CACHE_BYTES // state_bytes(hf_config, large) // STATES
+    dense = dataclasses.replace(small, shapes=dataclasses.replace(small.shapes, delta=()))
+    wanted = [(small, STATES * 8), (large, STATES * max(fitting, 1)), (dense, 0)]
+    for contract, expected in wanted:
+        assert state_slots(hf_config, contract, requests=7) == expected
+    assert state_slots(hf_config, dataclasses.replace(small, device="cuda"), 7) == 0
 
 
 def test_a_cache_holds_the_longest_sequences_and_at_most_its_memory(checkpoint):

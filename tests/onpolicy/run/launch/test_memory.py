@@ -102,11 +102,14 @@ def test_of_what_is_pushed_as_changes_a_rank_keeps_a_copy(rank, checkpoint):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3.5"])
 def test_activations_are_what_autograd_keeps_and_not_many_times_more(
-    dtype, checkpointing, tmp_path
+    architecture, dtype, checkpointing, tmp_path
 ):
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
-    path = make_checkpoint(tmp_path / "model", "llama", **sizes)
+    if architecture == "qwen3.5":
+        sizes["layer_types"] = ["linear_attention", "linear_attention", "full_attention"] * 2
+    path = make_checkpoint(tmp_path / "model", architecture, **sizes)
     config = make_config(path, dtype, checkpointing)
     hf_config = load_config(str(path))
     distributed.init_process_group()
