@@ -48,6 +48,9 @@ SIZES = (
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 """Kinds of attention with aligned operators. Llama-4's chunks are whole sequences (`llama4.py`)."""
 
+STATEFUL_LAYERS = {"conv", "linear_attention", "mamba", "recurrent"}
+"""Kinds of layers that read earlier tokens by a state of their own."""
+
 
 def load_config(
     path: str,
@@ -128,11 +131,27 @@ def parse_config(
     return config
 
 
+def require_sequences_apart(config: PretrainedConfig) -> None:
+    """Raise ConfigError for a model whose layers would carry a state from one sequence of a packed
+    batch into the next: transformers' own code of such layers knows of no borders."""
+    architecture = (getattr(config, "architectures", None) or ["none"])[0]
+    model_class = getattr(transformers, architecture, None)
+    kinds = {*(getattr(config, "layer_types", None) or ())} & STATEFUL_LAYERS
+    if has_delta_nets(config) or not (kinds or getattr(model_class, "_is_stateful", False)):
+        return
+    raise ConfigError(
+        f"architecture={architecture}, which has linear attention or state-space layers other than "
+        "gated delta networks: in training they would carry the state of one sequence into the next. "
+        "Choose another checkpoint."
+    )
+
+
 def require_alignable(facts: ModelFacts, max_context_len: int) -> None:
     """Raise ConfigError if SGLang's transformers backend and the trainer cannot agree to the last bit.
 
     The error names the property, its value and the remedy.
     """
+    require_sequences_apart(facts.config)
     architecture = (getattr(facts.config, "architectures", None) or ["none"])[0]
     problems = _problems(facts.config, architecture)
     problems = problems or _problems_of_model(facts)
@@ -153,11 +172,6 @@ def _problems(config: PretrainedConfig, architecture: str) -> list[str]:
     is_known = has_delta_nets(config)  # transformers' flags do not know their operators
     if not architecture.endswith("ForCausalLM"):
         problems.append("which is not a causal language model (*ForCausalLM)")
-    elif getattr(model_class, "_is_stateful", False) and not is_known:
-        problems.append(
-            "which has linear attention or state-space layers: a prompt and a decoded token go "
-            "through different formulas, whose bits differ"
-        )
     elif not (is_known or getattr(model_class, "_supports_attention_backend", True)):
         problems.append("which transformers cannot run with another attention function")
     known = LAYER_TYPES | ({"chunked_attention"} if is_llama4(config) else set())

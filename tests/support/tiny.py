@@ -184,8 +184,7 @@ MORE_ARCHITECTURES = {
 ALL_ARCHITECTURES = ARCHITECTURES | MORE_ARCHITECTURES
 
 REFUSED = {
-    "minimax": r"layer_types=\['linear_attention'\]",
-    "jamba": "which has linear attention or state-space layers",
+    **dict.fromkeys(("minimax", "jamba"), "which has linear attention or state-space layers"),
 }
 """What `require_alignable` says of those that have no aligned operators: a regular expression."""
 

@@ -15,7 +15,7 @@ from onpolicy.contract import AdapterShape, NumericsContract
 from onpolicy.errors import ConfigError
 from onpolicy.models.expert_layers import expert_names
 from onpolicy.models.facts import ModelFacts
-from onpolicy.models.hf_config import require_alignable
+from onpolicy.models.hf_config import require_alignable, require_sequences_apart
 from onpolicy.models.llama4 import require_context
 from onpolicy.models.lora.adapters import target_names, with_adapters
 from onpolicy.models.lora.peft_adapter import read_peft_adapter
@@ -45,6 +45,8 @@ def contract_for(
     facts = ModelFacts(hf_config, model.trust_remote_code)
     context = context_length(config.sglang_args) or hf_config.max_position_embeddings
     require_context(hf_config, context)
+    if isinstance(config, TrainConfig):
+        require_sequences_apart(hf_config)
     if aligned:
         require_alignable(facts, context)
         require_exact(os.environ)
