@@ -25,6 +25,7 @@ OPERATORS = {
         "add_scaled",
     ),
     "attention": ("attention", "paged_attention"),
+    "recurrence": ("causal_conv", "gated_delta"),
     "norm": ("rms_norm", "layer_norm"),
     "rotary": ("rotary",),
     "activation": ("elementwise", "gated"),

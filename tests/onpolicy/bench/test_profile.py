@@ -99,7 +99,7 @@ def test_every_operator_of_the_model_is_found_and_computes_what_it_does_unwatche
         watched = trainer.log_probs([[5, 6, 7, 8]], [2], 1.0)
         step_measure(trainer, 64, config, 1)()
     assert torch.equal(plain[0], watched[0]) and trainer.policy.module.operators is operators
-    expected = {*OPERATORS, HEAD} - {"experts"}
+    expected = {*OPERATORS, HEAD} - {"experts", "recurrence"}
     assert {row for row, phase in watch.seconds if phase == BACKWARD} >= expected
     assert {row for row, phase in watch.seconds if phase == FORWARD} >= expected | {OPTIMIZER}
     assert min(watch.seconds.values()) > 0
