@@ -267,9 +267,9 @@ class Trajectory:
     """Where each complete answer on its own branch ends, and why, in order; not compared, since it
     depends on the calls that asked for the tokens."""
 
-    times: tuple[tuple[float, float], ...] = field(default=(), compare=False)
-    """When each of these answers was asked for and complete, in seconds since the attempt began; it
-    is empty where nobody measured it, and not compared."""
+    times: tuple[tuple[Count, float, float], ...] = field(default=(), compare=False)
+    """Where answers end, those of earlier branches too, and when each was asked for and complete, in
+    seconds since the attempt began. It is empty where nobody measured it, and not compared."""
 
     def __post_init__(self) -> None:
         _hold(self, token_ids=Ints, sampled=Flags, rollout_log_probs=Floats, temperatures=Doubles)
@@ -294,8 +294,8 @@ class Trajectory:
         ends = [end for end, _ in self.answers]
         if sorted({*ends}) != ends or (ends and ends[-1] > length):
             raise ValueError(f"answers={ends}: must be ends of answers in their order")
-        if len(self.times) not in (0, len(ends)):
-            raise ValueError(f"times={self.times!s:.60}: must be {len(ends)}, one for an answer")
+        if any(end > length for end, *_ in self.times):
+            raise ValueError(f"times={self.times!s:.60}: must be of answers that end by {length}")
         return self
 
     @staticmethod
@@ -335,8 +335,10 @@ class Trajectory:
 
     def answered(self, times: tuple[float, float] | None = None) -> Trajectory:
         """Return it with its last answer as a complete one, which took these `times`."""
-        answers = (*self.answers, (len(self.token_ids), self.finish_reason))
-        return replace(self, answers=answers, times=(*self.times, times) if times else ())
+        end = len(self.token_ids)
+        measured = ((end, *times),) if times else ()
+        answers = (*self.answers, (end, self.finish_reason))
+        return replace(self, answers=answers, times=self.times + measured)
 
     def given(self, token_ids: Sequence[int]) -> Trajectory:
         """Return it with further given tokens."""
@@ -351,7 +353,6 @@ class Trajectory:
         count = self._num_sampled(length)
         spans = tuple(replace(s, end=min(s.end, count)) for s in self.spans if s.start < count)
         experts = self.routed_experts
-        answers = tuple(each for each in self.answers if each[0] <= length)
         return replace(
             self,
             token_ids=self.token_ids[:length],
@@ -367,19 +368,15 @@ class Trajectory:
                 replace(g, end=min(g.end, length)) for g in self.grammars if g.start < length
             ),
             weight_version=spans[-1].version if spans else self.weight_version,
-            answers=answers,
-            times=self.times[: len(answers)],
+            answers=tuple(each for each in self.answers if each[0] <= length),
+            times=tuple(each for each in self.times if each[0] <= length),
         )
 
     def forked(self, length: int, key: str) -> Trajectory:
         """Return a new branch that shares its first `length` tokens."""
+        forks = (*self.forks, (key, length))
         return replace(
-            self.until(length),
-            num_cached_tokens=0,
-            num_prefix_tokens=0,
-            forks=(*self.forks, (key, length)),
-            answers=(),
-            times=(),
+            self.until(length), num_cached_tokens=0, num_prefix_tokens=0, forks=forks, answers=()
         )
 
     def as_given(self, length: int) -> Trajectory:

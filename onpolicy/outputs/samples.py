@@ -172,7 +172,7 @@ class SampleLog:
             ids = [token for *_, token in stretch]
             start, end = end, end + len(ids)
             turn = {"sampled": is_sampled, "text": self._decode(ids), "num_tokens": len(ids)}
-            turns.append(turn | _times(trajectory, start, end))
+            turns.append(turn | (_times(trajectory, start, end) if is_sampled else {}))
         found = {
             "turns": turns if len(turns) > 2 or num_trajectories > 1 else None,
             "forks": trajectory.forks or None,
@@ -187,8 +187,7 @@ class SampleLog:
 
 def _times(trajectory: Trajectory, start: int, end: int) -> dict[str, Any]:
     """Return when the answers that end in this stretch of tokens were asked for and complete."""
-    answers = zip(trajectory.answers, trajectory.times, strict=False)
-    found = [times for (answer, _), times in answers if start < answer <= end]
+    found = [(asked, complete) for at, asked, complete in trajectory.times if start < at <= end]
     return {"seconds": [found[0][0], found[-1][1]]} if found else {}
 
 

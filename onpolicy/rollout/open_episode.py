@@ -194,7 +194,7 @@ class OpenEpisode:
         self.turns = Turns(self, request, Trajectory.begin(request.prompt_ids), ())
         self.branches: Mapping[tuple[str, ...], Turns] = {(): self.turns}
         self._stopwatch = Stopwatch()
-        past = (end for each in self.past.values() for _, end in each.times)
+        past = (when for each in self.past.values() for *_, when in each.times)
         self._begun_at = time.monotonic() - max(past, default=0.0)
         self.sampled_before = 0
         """Tokens that the first branch had sampled when the present job began."""

@@ -198,7 +198,7 @@ EXAMPLE = Trajectory(
         ({"grammars": [WITHIN | {"end": 6}]}, "grammars=[(1, 6)]: each must start after 0"),
         ({"answers": [[3, "stop"], [2, "stop"]]}, "answers=[3, 2]: must be ends of answers"),
         ({"answers": [[6, "stop"]]}, "answers=[6]: must be ends of answers"),
-        ({"times": [[0.5, 1.0]]}, "times=((0.5, 1.0),): must be 0, one for an answer"),
+        ({"times": [[6, 0.5, 1.0]]}, "times=((6, 0.5, 1.0),): must be of answers that end by 5"),
         ({"unknown": 1}, "unknown=1: Unexpected keyword argument"),
     ],
 )

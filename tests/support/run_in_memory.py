@@ -137,5 +137,12 @@ def records_of(directory):
 
 
 def samples_of(directory, name):
+    """The lines of a samples file, without what a clock says of their turns."""
     file = directory / "run" / "samples" / f"{name}.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return [without_seconds(json.loads(line)) for line in file.read_text().splitlines()]
+
+
+def without_seconds(record):
+    for turn in record.get("turns", ()):
+        turn.pop("seconds", None)
+    return record

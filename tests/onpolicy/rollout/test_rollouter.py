@@ -104,16 +104,16 @@ def test_the_times_of_answers_follow_each_other_and_go_on_after_a_resume():
         drive(Part([episode], 1, 0), answer)
         (so_far,) = episode.record()
         done = len(so_far.times)
-    before = dataclasses.replace(so_far, times=tuple((a + 50, b + 50) for a, b in so_far.times))
+    before = dataclasses.replace(so_far, times=tuple((end, a + 50, b + 50) for end, a, b in so_far.times))
     again = open_episode(Asks())
     again.resume([before])
     drive(Part([again], None, 0), answer)
     (whole,) = again.trajectories
-    moments = [moment for times in whole.times for moment in times]
+    moments = [moment for _, *both in whole.times for moment in both]
     assert len(whole.times) == len(whole.answers) > done
     assert whole.times[:done] == before.times and moments == sorted(moments)
     assert whole.until(before.answers[-1][0]).times == before.times
-    assert whole.forked(len(whole.token_ids), "0").times == ()
+    assert whole.forked(whole.answers[0][0], "0").times == whole.times[:1]
 
 
 def test_a_rollouter_may_wait_for_anything():

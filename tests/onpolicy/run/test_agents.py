@@ -21,6 +21,7 @@ from tests.support.run_in_memory import (
     make_config,
     records_of,
     run_in_memory,
+    without_seconds,
 )
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -46,7 +47,10 @@ def told_watch(monkeypatch):
 def failed_of(directory):
     """What is written of attempts that failed, by file."""
     files = sorted((directory / "run" / "samples").glob("failed_*.jsonl"))
-    return {file.name: [*map(json.loads, file.read_text().splitlines())] for file in files}
+    return {
+        file.name: [without_seconds(json.loads(line)) for line in file.read_text().splitlines()]
+        for file in files
+    }
 
 
 def path_of(name):
