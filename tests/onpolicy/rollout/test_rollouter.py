@@ -104,7 +104,9 @@ def test_the_times_of_answers_follow_each_other_and_go_on_after_a_resume():
         drive(Part([episode], 1, 0), answer)
         (so_far,) = episode.record()
         done = len(so_far.times)
-    before = dataclasses.replace(so_far, times=tuple((end, a + 50, b + 50) for end, a, b in so_far.times))
+    before = dataclasses.replace(
+        so_far, times=tuple((end, a + 50, b + 50) for end, a, b in so_far.times)
+    )
     again = open_episode(Asks())
     again.resume([before])
     drive(Part([again], None, 0), answer)
