@@ -92,17 +92,17 @@ class HeldWeights:
 
     def take(self, arrived: dict[str, torch.Tensor]) -> None:
         """Record loaded tensors. Raises WeightSyncError if the model holds other bits."""
-        for name, stored, tensor in self._pairs(arrived):
-            _require_same(name, stored, tensor, self._rounds)
-            self._whole[name] = arrived[name].to("meta")
-            if tensor is not arrived[name]:
-                self._shards.add(name, tensor)
-        hidden = arrived.keys() - self._parameters(arrived).keys()
-        if hidden and not self._rounds:
+        parameters = self._parameters(arrived)
+        if (hidden := arrived.keys() - parameters.keys()) and not self._rounds:
             raise WeightSyncError(
                 f"parameter={min(hidden)}: the engine holds nothing of this name, so it cannot be "
                 "compared with what was pushed. Choose a supported architecture (docs/architectures.md)."
             )
+        for name, stored, tensor in _pairs(arrived, parameters):
+            _require_same(name, stored, tensor, self._rounds)
+            self._whole[name] = arrived[name].to("meta")
+            if tensor is not arrived[name]:
+                self._shards.add(name, tensor)
         self._fresh |= arrived.keys()
 
     def bases(self) -> Callable[[str], torch.Tensor]:
@@ -150,7 +150,7 @@ class HeldWeights:
         """Return the names from earlier pushes whose bits have changed."""
         before, now = {**self.arrived.hashes(), **self._shards.hashes()}, WeightDigest()
         kept = {name: self._whole[name] for name in names if name in self._whole}
-        for name, stored, like in self._pairs(kept):
+        for name, stored, like in _pairs(kept, self._parameters(kept)):
             now.add(name, stored.to(like.dtype))
         found = now.hashes()
         return sorted(
@@ -159,21 +159,21 @@ class HeldWeights:
             if (found[name] != before[name] if name in found else not self._rounds)
         )
 
-    def _pairs(
-        self, tensors: dict[str, torch.Tensor]
-    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Yield the name, the model's own tensor, and this rank's shard of each pushed tensor.
 
-        Tensors that SGLang's own models fuse have other names and are skipped, as are 8-bit
-        parameters, which SGLang quantised on loading and which hold other bits by design.
-        """
-        parameters = self._parameters(tensors)
-        for name, tensor in tensors.items():
-            parameter = parameters.get(name)
-            if parameter is None or parameter.dim() != tensor.dim() or parameter.itemsize == 1:
-                continue
-            expected = shard(tensor, parameter, rank())
-            yield name, parameter.data[tuple(map(slice, expected.shape))], expected
+def _pairs(
+    tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield the name, the model's own tensor, and this rank's shard of each pushed tensor.
+
+    Tensors that SGLang's own models fuse have other names and are skipped, as are 8-bit
+    parameters, which SGLang quantised on loading and which hold other bits by design.
+    """
+    for name, tensor in tensors.items():
+        parameter = parameters.get(name)
+        if parameter is None or parameter.dim() != tensor.dim() or parameter.itemsize == 1:
+            continue
+        expected = shard(tensor, parameter, rank())
+        yield name, parameter.data[tuple(map(slice, expected.shape))], expected
 
 
 def require_tied(model: torch.nn.Module) -> None:

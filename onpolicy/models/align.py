@@ -188,8 +188,8 @@ def unaligned_modules(model: nn.Module, norms: Container[nn.Module]) -> list[str
     """
     blocks = expert_blocks(model)
     routing = {b for block in blocks for b in (block, *block.children()) if not is_norm(b)}
-    known = parts_of_delta_nets(model)
     routing |= {part for block in blocks for r in routers_of(block) for part in r.modules()}
+    known = routing | parts_of_delta_nets(model)
     return sorted(
         {
             type(module).__name__
@@ -199,7 +199,7 @@ def unaligned_modules(model: nn.Module, norms: Container[nn.Module]) -> list[str
                 or {name for name, _ in module.named_parameters(recurse=False)} - SINKS
             )
             and not (type(module) is nn.Linear or module in norms or is_known_embedding(module))
-            and module not in routing | known
+            and module not in known
         }
     )
 

@@ -81,8 +81,7 @@ def parts_of_delta_nets(model: nn.Module) -> set[nn.Module]:
 
 def has_delta_nets(config: PretrainedConfig) -> bool:
     """Return whether a model of this configuration has gated delta networks of a known class."""
-    kinds = getattr(config, "layer_types", None) or ()
-    return config.model_type in DELTA_NETS.values() and "linear_attention" in kinds
+    return config.model_type in DELTA_NETS.values() and bool(recurrent_layers(config))
 
 
 def recurrent_layers(config: PretrainedConfig) -> list[int]:

@@ -45,11 +45,11 @@ def contract_for(
     facts = ModelFacts(hf_config, model.trust_remote_code)
     context = context_length(config.sglang_args) or hf_config.max_position_embeddings
     require_context(hf_config, context)
-    if isinstance(config, TrainConfig):
-        require_sequences_apart(hf_config)
     if aligned:
         require_alignable(facts, context)
         require_exact(os.environ)
+    elif isinstance(config, TrainConfig):
+        require_sequences_apart(hf_config)
     adapter = adapter_of(config, facts) if isinstance(config, TrainConfig) else None
     shapes, backend = operator_shapes(facts, blocks), "stock"
     if aligned:
