@@ -16,6 +16,7 @@ from torch import Tensor
 
 from onpolicy.contract import ATTENTION_CHUNK
 from onpolicy.errors import ContractError
+from onpolicy.ops.differentiable_delta import DeltaInputs, DeltaWays, gated_delta
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.logit_chunks import CPU_LOGITS, rows_of_logits
 from onpolicy.ops.recurrence import RecurrentLayout, causal_conv
@@ -191,6 +192,10 @@ class Operators(ABC):
 
         Raise ContractError if these operators have no kernel for it.
         """
+        return gated_delta(self._delta_ways(DeltaInputs(q, k, v, g, beta)), layout, states)
+
+    def _delta_ways(self, inputs: DeltaInputs) -> DeltaWays:
+        """Return how these operators compute the rule; see `gated_delta`."""
         raise ContractError(
             f"{type(self).__name__}: has no gated delta rule, which layers of linear attention "
             "need. Give --operators cpu, or choose another checkpoint."

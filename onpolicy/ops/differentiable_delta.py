@@ -36,19 +36,21 @@ class DeltaInputs(NamedTuple):
         return slice(first * self.group, (first + count) * self.group)
 
 
-Forward = Callable[[DeltaInputs, RecurrentLayout], Tensor]
-"""(inputs, layout of whole sequences) -> [T, H_v, D_v]."""
+Forward = Callable[[DeltaInputs, RecurrentLayout, Tensor | None], Tensor]
+"""(inputs, layout, states; None for whole sequences) -> [T, H_v, D_v]."""
 
 Backward = Callable[[Tensor, DeltaInputs, RecurrentLayout], DeltaInputs]
 """(gradient of the result, inputs, layout) -> the gradients of the inputs, in their dtypes."""
 
+DeltaWays = tuple[Forward, Backward, DeltaInputs]
+"""How a backend computes the rule and its gradient, and the inputs as both need them."""
 
-def gated_delta(
-    forward: Forward, gradients: Backward, inputs: DeltaInputs, layout: RecurrentLayout
-) -> Tensor:
-    """Compute `Operators.gated_delta` without states by a backend's two functions."""
-    if not torch.is_grad_enabled():
-        return forward(inputs, layout)
+
+def gated_delta(ways: DeltaWays, layout: RecurrentLayout, states: Tensor | None) -> Tensor:
+    """Compute `Operators.gated_delta` by a backend's two functions."""
+    forward, gradients, inputs = ways
+    if states is not None or not torch.is_grad_enabled():
+        return forward(inputs, layout, states)
     out: Tensor = _GatedDelta.apply(forward, gradients, layout, *inputs)
     return out
 
@@ -66,7 +68,7 @@ class _GatedDelta(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(*inputs)
         ctx.how = gradients, layout  # type: ignore[attr-defined]
-        return forward(DeltaInputs(*inputs), layout)
+        return forward(DeltaInputs(*inputs), layout, None)
 
     @staticmethod
     @once_differentiable

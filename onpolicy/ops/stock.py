@@ -16,9 +16,8 @@ from torch import Tensor
 from onpolicy.ops.base import Operators
 from onpolicy.ops.cpu.delta_gradient import delta_gradient
 from onpolicy.ops.cpu.delta_rule import delta_rule
-from onpolicy.ops.differentiable_delta import DeltaInputs, gated_delta
+from onpolicy.ops.differentiable_delta import DeltaInputs, DeltaWays
 from onpolicy.ops.layouts import AttentionLayout, ScoreRule
-from onpolicy.ops.recurrence import RecurrentLayout
 from onpolicy.ops.row_parallel import RowParallel
 
 ROW_BYTES = 16
@@ -79,20 +78,9 @@ class StockOperators(Operators):
             outputs.append(out[0].transpose(0, 1))
         return torch.cat(outputs)
 
-    def gated_delta(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        layout: RecurrentLayout,
-        states: Tensor | None = None,
-    ) -> Tensor:
-        inputs, how = DeltaInputs(q, k, v, g, beta), (self.run_pieces, 1)
-        if states is not None:
-            return delta_rule(*how, inputs, layout, states)
-        return gated_delta(partial(delta_rule, *how), partial(delta_gradient, *how), inputs, layout)
+    def _delta_ways(self, inputs: DeltaInputs) -> DeltaWays:
+        how = self.run_pieces, 1
+        return partial(delta_rule, *how), partial(delta_gradient, *how), inputs
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, round_last: bool = False) -> Tensor:
         if round_last:

@@ -25,11 +25,10 @@ from onpolicy.ops.cpu.linear import (
 from onpolicy.ops.cpu.rows import few_rows, few_rows_at_a_time, log_softmax, write_few_at_a_time
 from onpolicy.ops.cpu.threads import PiecePool
 from onpolicy.ops.differentiable_attention import attend
-from onpolicy.ops.differentiable_delta import DeltaInputs, gated_delta
+from onpolicy.ops.differentiable_delta import DeltaInputs, DeltaWays
 from onpolicy.ops.layouts import AttentionLayout, ScoreRule
 from onpolicy.ops.linears import GroupedLinear
 from onpolicy.ops.machine import multiplies_with_amx
-from onpolicy.ops.recurrence import RecurrentLayout
 
 
 class CpuOperators(Operators):
@@ -111,21 +110,10 @@ class CpuOperators(Operators):
 
     causal_conv = on_whole_tensors(Operators.causal_conv)
 
-    def gated_delta(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        layout: RecurrentLayout,
-        states: Tensor | None = None,
-    ) -> Tensor:
-        inputs = DeltaInputs(*map(whole, (q, k, v, g, beta)))
+    def _delta_ways(self, inputs: DeltaInputs) -> DeltaWays:
         how = self.pool.run, self.pool.threads_for(work(inputs))
-        if states is not None:
-            return delta_rule(*how, inputs, layout, states)
-        return gated_delta(partial(delta_rule, *how), partial(delta_gradient, *how), inputs, layout)
+        inputs = DeltaInputs(*map(whole, inputs))
+        return partial(delta_rule, *how), partial(delta_gradient, *how), inputs
 
     @on_whole_tensors
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, round_last: bool = False) -> Tensor:

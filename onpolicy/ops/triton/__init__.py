@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onpolicy.ops.cpu.delta_gradient import delta_gradient
 from onpolicy.ops.differentiable_attention import attend
-from onpolicy.ops.differentiable_delta import DeltaInputs, gated_delta
+from onpolicy.ops.differentiable_delta import DeltaInputs, DeltaWays
 from onpolicy.ops.layouts import AttentionLayout, PagedLayout, ScoreRule
 from onpolicy.ops.linears import GroupedLinear, Linears
 from onpolicy.ops.logit_chunks import GPU_LOGITS
@@ -91,21 +91,8 @@ class TritonOperators(Linears):
             return super().causal_conv(x, weight, bias, layout)  # the same bits
         return causal_conv(x, weight, bias, DeviceLayout.of(layout, x.device), states)
 
-    def gated_delta(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        layout: RecurrentLayout,
-        states: Tensor | None = None,
-    ) -> Tensor:
-        inputs = DeltaInputs(q, k, v, g, beta)
-        if states is not None:
-            return blockwise_delta_rule(inputs, layout, states)
-        gradients = partial(delta_gradient, self.run_pieces, 1)
-        return gated_delta(blockwise_delta_rule, gradients, inputs, layout)
+    def _delta_ways(self, inputs: DeltaInputs) -> DeltaWays:
+        return blockwise_delta_rule, partial(delta_gradient, self.run_pieces, 1), inputs
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, round_last: bool = False) -> Tensor:
         out: Tensor = TritonNorm.apply(x, weight, None, eps, round_last)

@@ -63,8 +63,11 @@ def test_stock_operators_compute_it_too():
 
 
 def test_operators_without_the_rule_say_so():
-    with pytest.raises(ContractError, match="has no gated delta rule"):
-        Linears.gated_delta(OPERATORS, *delta_inputs(3), packed(3))
+    class Ruleless(CpuOperators):
+        _delta_ways = Linears._delta_ways
+
+    with pytest.raises(ContractError, match="Ruleless: has no gated delta rule"):
+        Ruleless(1).gated_delta(*delta_inputs(3), packed(3))
 
 
 lengths = st.lists(st.integers(1, 150), min_size=1, max_size=4)
