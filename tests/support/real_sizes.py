@@ -1,4 +1,5 @@
-"""The checks at start-up, and their negative controls, at the sizes of Qwen3-0.6B. Run by hand:
+"""The checks at start-up, and their negative controls, at the sizes of Qwen3-0.6B and of a
+gated delta network of Qwen3.5. Run by hand:
 
     python -m pytest tests/support/real_sizes.py -s            # minutes; 1.5 GB
 
@@ -11,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from onpolicy.contract import AttentionShape, NumericsContract, OperatorShapes
+from onpolicy.contract import AttentionShape, DeltaShape, NumericsContract, OperatorShapes
 from onpolicy.errors import ContractError
 from onpolicy.ops.checks.gradient_check import check_gradients
 from onpolicy.ops.checks.self_check import self_check
@@ -36,6 +37,9 @@ CONTRACT = NumericsContract(
         attention=(AttentionShape(heads=16, kv_heads=8, head_dim=128, value_dim=128),),
         norm=(128, HIDDEN),
         vocab_size=VOCABULARY,
+        delta=(
+            DeltaShape(key_heads=16, value_heads=16, key_dim=128, value_dim=128, kernel_size=4),
+        ),
     ),
 )
 
@@ -54,7 +58,7 @@ def test_aligned_operators_pass(check, dtype):
     "operator",
     [
         "linear", "attention", "paged_attention", "rms_norm", "elementwise", "gated", "rotary",
-        "softmax", "log_softmax", "gather_log_probs", "sample",
+        "softmax", "log_softmax", "gather_log_probs", "sample", "causal_conv", "gated_delta",
     ],
 )  # fmt: skip
 def test_an_operator_that_depends_on_the_batch_is_found(operator):
