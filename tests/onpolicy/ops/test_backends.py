@@ -106,7 +106,7 @@ def test_every_device_has_the_gated_delta_rule(machine, head_dim, backend):
     hybrid = dataclasses.replace(shapes(head_dim), delta=(kind,))
     assert choose_backend("auto", "bfloat16", hybrid, 1, machine) == backend
     operators = pkgutil.resolve_name(backend_of(backend).operators)
-    assert operators.gated_delta is not Operators.gated_delta
+    assert operators._delta_ways is not Operators._delta_ways
 
 
 def test_a_matrix_whose_parts_deep_gemm_does_not_take_is_left_to_triton():
