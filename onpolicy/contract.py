@@ -199,6 +199,9 @@ class NumericsContract:
     """The adapters that both engines have, or that the trainer alone has under a stock contract; None:
     no adapters."""
 
+    images: str = ""
+    """model_type of the checkpoint whose images both engines see; empty: text alone."""
+
     @property
     def variables(self) -> dict[str, str]:
         """Return the environment variables under which processes must start to keep this contract."""

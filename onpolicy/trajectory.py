@@ -127,6 +127,29 @@ class Completion:
         )
 
 
+def _read_bytes(written: str, _: Any) -> bytes:
+    return base64.b64decode(written, validate=True)
+
+
+@dataclass(slots=True, frozen=True)
+class PlacedImage:
+    """An image among the tokens of a sequence."""
+
+    start: Count
+    """Index of the first token that stands for it."""
+
+    end: Count
+    """Index after the last one."""
+
+    data: Annotated[
+        bytes, written_as(str, lambda data: base64.b64encode(data).decode(), _read_bytes)
+    ] = field(repr=False)
+    """The encoded image, as it was given."""
+
+    digest: str
+    """SHA-256 of its pixels (`images/pixels.py`), by which processes compare them."""
+
+
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Grammar:
     """A grammar that an answer must follow as text."""
@@ -248,6 +271,9 @@ class Trajectory:
     grammars: tuple[GrammarSpan, ...] = ()
     """Spans of tokens that were sampled under grammars, in order; some may count as given since."""
 
+    images: tuple[PlacedImage, ...] = ()
+    """Images among its tokens, in order."""
+
     finish_reason: FinishReason = FinishReason.ABORT
 
     weight_version: Annotated[int, Ge(UNPUSHED)] = UNPUSHED
@@ -291,6 +317,9 @@ class Trajectory:
         edges = [(span.start, span.end) for span in self.grammars]
         if not all(0 < start < end <= length for start, end in edges):
             raise ValueError(f"grammars={edges}: each must start after 0 and end by {length}")
+        places = [edge for image in self.images for edge in (image.start, image.end)]
+        if sorted({*places}) != places or (places and places[-1] > length):
+            raise ValueError(f"images={places}: must be places in their order, by {length}")
         ends = [end for end, _ in self.answers]
         if sorted({*ends}) != ends or (ends and ends[-1] > length):
             raise ValueError(f"answers={ends}: must be ends of answers in their order")
@@ -299,10 +328,12 @@ class Trajectory:
         return self
 
     @staticmethod
-    def begin(prompt_ids: Sequence[int]) -> Trajectory:
+    def begin(prompt_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> Trajectory:
         """Return a trajectory of a prompt alone."""
         return Trajectory(
-            token_ids=Ints(prompt_ids), sampled=Flags(np.zeros(len(prompt_ids), bool))
+            token_ids=Ints(prompt_ids),
+            sampled=Flags(np.zeros(len(prompt_ids), bool)),
+            images=tuple(images),
         )
 
     def plus(
@@ -340,12 +371,13 @@ class Trajectory:
         answers = (*self.answers, (end, self.finish_reason))
         return replace(self, answers=answers, times=self.times + measured)
 
-    def given(self, token_ids: Sequence[int]) -> Trajectory:
-        """Return it with further given tokens."""
+    def given(self, token_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> Trajectory:
+        """Return it with further given tokens, and the images among them."""
         return replace(
             self,
             token_ids=self.token_ids + token_ids,
             sampled=self.sampled + np.zeros(len(token_ids), bool),
+            images=(*self.images, *images),
         )
 
     def until(self, length: int) -> Trajectory:
@@ -367,6 +399,7 @@ class Trajectory:
             grammars=tuple(
                 replace(g, end=min(g.end, length)) for g in self.grammars if g.start < length
             ),
+            images=tuple(image for image in self.images if image.end <= length),
             weight_version=spans[-1].version if spans else self.weight_version,
             answers=tuple(each for each in self.answers if each[0] <= length),
             times=tuple(each for each in self.times if each[0] <= length),

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from onpolicy.system.number_arrays import Ints
 from onpolicy.system.records import Count, written_as
-from onpolicy.trajectory import FinishReason, Grammar, Trajectory
+from onpolicy.trajectory import FinishReason, Grammar, PlacedImage, Trajectory
 
 Term = Literal["objective", "kl_loss", "opd_kl", "entropy"]
 """A term of the policy's loss: the objective, or another with a coefficient flag of its own:
@@ -43,6 +43,9 @@ class Prompt:
 
     messages: list[dict[str, Any]] | None = None
     """Messages that the chat template was applied to; None: the prompt was text."""
+
+    images: tuple[PlacedImage, ...] = ()
+    """Images among the prompt's tokens, in order."""
 
     rule: str = ""
     """Rule or service that scores its responses, by name; empty: `rewards`, or the run's own reward."""
@@ -105,6 +108,9 @@ class Request:
     prompt_ids: Sequence[int]
     sampling_seed: int
     params: SamplingParams
+
+    images: tuple[PlacedImage, ...] = ()
+    """Images among the tokens of `prompt_ids`, in order."""
 
     num_begun: int = 0
     """Number of last tokens of `prompt_ids` that begin the response and were sampled before; its

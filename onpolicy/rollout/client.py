@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from onpolicy.errors import ContractError, EngineError
 from onpolicy.system.number_arrays import Floats, Ints
 from onpolicy.system.proxies import ask
+from onpolicy.images.placed import digest_of, values_of
 from onpolicy.trajectory import UNPUSHED, Completion, FinishReason, Span
 from onpolicy.types import Request
 
@@ -211,13 +212,24 @@ def _payload(request: Request) -> dict[str, Any]:
             "top_k": params.top_k,
             "min_p": params.min_p,
             **({"stop": [*params.stop], "no_stop_trim": True} if params.stop else {}),
-            # The second field is one that only an engine under a contract understands.
             **({grammar.kind: grammar.text} if grammar else {}),
-            "custom_params": {"num_begun": request.num_begun} if grammar else None,
+            "custom_params": _own_params(request),
         },
+        # An engine's prefix cache knows tokens alone, and other images have the same ones.
+        **({"extra_key": digest_of(request.images)} if request.images else {}),
         **({"return_routed_experts": True} if params.return_routed_experts else {}),
         **({"top_logprobs_num": params.num_likeliest} if params.num_likeliest else {}),
     }
+
+
+def _own_params(request: Request) -> dict[str, Any] | None:
+    """Return the parameters that only an engine under a contract understands."""
+    params: dict[str, Any] = {}
+    if request.params.grammar:
+        params["num_begun"] = request.num_begun
+    if request.images:
+        params["images"] = json.dumps([values_of(image) for image in request.images])
+    return params or None
 
 
 PATH = "/generate_each"

@@ -191,7 +191,8 @@ class OpenEpisode:
         if self.failures:
             seed = sampling_seed(request.sampling_seed, "again", self.num_failures)
             request = replace(request, sampling_seed=seed)
-        self.turns = Turns(self, request, Trajectory.begin(request.prompt_ids), ())
+        beginning = Trajectory.begin(request.prompt_ids, request.images)
+        self.turns = Turns(self, request, beginning, ())
         self.branches: Mapping[tuple[str, ...], Turns] = {(): self.turns}
         self._stopwatch = Stopwatch()
         past = (when for each in self.past.values() for *_, when in each.times)
@@ -294,7 +295,13 @@ class OpenEpisode:
         left = ask.params.max_new_tokens - (len(so_far.token_ids) - len(ask.prompt_ids))
         params = replace(ask.params, max_new_tokens=left if most is None else min(left, most))
         begun = so_far.num_begun(params.grammar)
-        return replace(ask, prompt_ids=so_far.token_ids, params=params, num_begun=begun)
+        return replace(
+            ask,
+            prompt_ids=so_far.token_ids,
+            images=so_far.images,
+            params=params,
+            num_begun=begun,
+        )
 
     def add(self, branch: Turns, ask: Request, answer: Completion) -> bool:
         """Append the tokens sampled for `request`; return whether the call is complete."""

@@ -39,6 +39,7 @@ def make_group(
     return [
         Request(
             prompt_ids=prompt.prompt_ids,
+            images=prompt.images,
             sampling_seed=sampling_seed(*seed_key, prompt.index, sample),
             params=params,
         )
@@ -65,7 +66,7 @@ def trajectories_of(
 ) -> list[Trajectory]:
     """Return the trajectory of each request and its completion."""
     return [
-        Trajectory.begin(request.prompt_ids).plus(
+        Trajectory.begin(request.prompt_ids, request.images).plus(
             completion, request.params.temperature, request.params.grammar
         )
         for request, completion in zip(requests, completions, strict=True)

@@ -72,7 +72,9 @@ class Turns:
         before = self.before = self.trajectory
         if not params.max_new_tokens:
             return self._answer(before, FinishReason.LENGTH)
-        ask = replace(self.request, prompt_ids=before.token_ids, params=params)
+        ask = replace(
+            self.request, prompt_ids=before.token_ids, images=before.images, params=params
+        )
         self._answered = asyncio.get_running_loop().create_future()
         self.episode.asks(self, ask)
         try:

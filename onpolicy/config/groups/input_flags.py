@@ -26,6 +26,15 @@ class ModelConfig(CheckpointConfig):
     trust_remote_code: Annotated[bool, NO_RESULT] = False
     """Run Python code that comes with the checkpoint, if transformers does not know its architecture."""
 
+    images: Annotated[
+        bool,
+        Against(lambda run: not run.plan.starts_aligned or run.plan.is_governed,
+            "stock engines do not compute images as the trainer does",
+            "Add --true-on-policy-mode, or leave the flag out."),
+    ] = False  # fmt: skip
+    """Load the checkpoint's vision tower, and read the images of rows and of agents' messages. By default
+    the text part is trained alone, and a row with images is refused."""
+
 
 PROCEDURAL = "reasoning-gym:"
 """What a source of --prompt-data begins with that is made, and not read."""

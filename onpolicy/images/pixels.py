@@ -1,0 +1,108 @@
+"""Pixels as a model's own processor makes them from an encoded image.
+
+Both engines and the run call this function, each in a process of its own, and compare digests.
+transformers' processors for PIL are used: they resize in whole numbers, which are the same on every
+CPU, and PyTorch's resize is not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onpolicy.errors import ConfigError, in_one_line
+from onpolicy.images.family import ImageFamily
+
+MOST_PIXELS = 1 << 26
+"""The most pixels of an encoded image; a small file can claim many more."""
+
+_MOST_KEPT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    """The input of a vision tower, for one image."""
+
+    values: Tensor
+    """float32: patches [P, channels x patch], or a picture [1, channels, height, width]."""
+
+    grid: tuple[int, int, int] | None
+    """Patches in time, height and width, where their number depends on the image."""
+
+    num_rows: int
+    """Number of tokens that stand for the image."""
+
+    digest: str
+    """SHA-256 of the values and the grid."""
+
+
+class PixelReader:
+    """A checkpoint's image processor; it keeps the pixels of the last images."""
+
+    def __init__(self, directory: str | Path, flag: str = "--hf-checkpoint"):
+        self.family = ImageFamily.of(directory, flag)
+        self._processor, self._kept = _processor(directory, flag), OrderedDict[bytes, Pixels]()
+
+    def __call__(self, data: bytes) -> Pixels:
+        """Return the pixels of an encoded image. Raise ValueError for one that cannot be read."""
+        key = hashlib.sha256(data).digest()
+        if key not in self._kept:
+            self._kept[key] = self._read(data)
+            if len(self._kept) > _MOST_KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def _read(self, data: bytes) -> Pixels:
+        found = self._processor(images=[decoded(data)], return_tensors="pt")
+        values = found["pixel_values"].float().contiguous()
+        grid, family = None, self.family
+        if (counts := found.get("image_grid_thw")) is not None:
+            grid = tuple(counts[0].tolist())
+        num_rows = family.rows_of_each
+        if num_rows is None:
+            assert grid is not None
+            num_rows = grid[0] * grid[1] * grid[2] // family.merge_size**2
+        digest = hashlib.sha256(repr((grid, tuple(values.shape))).encode())
+        digest.update(values.numpy().tobytes())
+        return Pixels(values, grid, num_rows, digest.hexdigest())
+
+
+def decoded(data: bytes) -> Any:
+    """Return a PIL image of three colours. Raise ValueError for what is no image, or too large."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(io.BytesIO(data)) as opened:
+            if opened.width * opened.height > MOST_PIXELS:
+                raise ValueError(
+                    f"{opened.width} x {opened.height} pixels, and an image may have {MOST_PIXELS}"
+                )
+            # A camera's orientation is applied; what is transparent becomes white, not black.
+            upright = ImageOps.exif_transpose(opened)
+            if upright.has_transparency_data:
+                upright = upright.convert("RGBA")
+                white = Image.new("RGBA", upright.size, "white")
+                upright = Image.alpha_composite(white, upright)
+            return upright.convert("RGB")
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"no image can be read from these {len(data)} bytes ({error})") from error
+
+
+def _processor(directory: str | Path, flag: str) -> Any:
+    from transformers import AutoImageProcessor
+
+    try:
+        return AutoImageProcessor.from_pretrained(directory, backend="pil", local_files_only=True)
+    except Exception as error:  # transformers raises many kinds
+        raise ConfigError(
+            f"{flag}={directory}: --images: no image processor ({in_one_line(error)}). Put the "
+            "checkpoint's preprocessor_config.json there."
+        ) from error

@@ -1,0 +1,81 @@
+"""The text and the tokens of images in a prompt.
+
+A template writes one marker for an image, and the model reads as many tokens as the image has rows.
+As the publishers' processors do, the marker's text is replaced before the text is tokenised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from onpolicy.images.pixels import PixelReader
+from onpolicy.trajectory import PlacedImage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class SeenImage:
+    """An image that was read and measured, as the `image` of a message's part."""
+
+    data: bytes
+    num_rows: int
+    digest: str
+
+
+class ImagePlacer:
+    """The places of images in texts and tokens, by one checkpoint's processor and tokenizer."""
+
+    def __init__(self, pixels: PixelReader, tokenizer: PreTrainedTokenizerBase):
+        family = pixels.family
+        self._pixels, self._image_token = pixels, family.image_token
+        named = [family.marker_token, family.image_token, family.end_token]
+        self.marker, image, self._end = (
+            "" if token is None else str(tokenizer.convert_ids_to_tokens(token)) for token in named
+        )
+        self._image = image
+
+    def measured(self, data: bytes) -> SeenImage:
+        """Return an image with its number of tokens. Raise ValueError for one that cannot be read."""
+        found = self._pixels(data)
+        return SeenImage(data, found.num_rows, found.digest)
+
+    def expanded(self, text: str, images: Sequence[SeenImage]) -> str:
+        """Return a text in which the marker of each image, in order, is the text of its tokens.
+
+        Raise ValueError where there are more or fewer markers than images.
+        """
+        parts = text.split(self.marker)
+        if len(parts) != len(images) + 1:
+            raise ValueError(
+                f"{len(parts) - 1} times {self.marker!r} in the prompt, and {len(images)} images: each "
+                "image has one place. Correct the prompt or its images"
+            )
+        texts = [self._text_of(image) for image in images]
+        return parts[0] + "".join(a + b for a, b in zip(texts, parts[1:], strict=True))
+
+    def _text_of(self, image: SeenImage) -> str:
+        rows = self._image * image.num_rows
+        return f"\n\n{self.marker}{rows}{self._end}\n\n" if self._end else rows
+
+    def placed(
+        self, token_ids: Sequence[int], images: Sequence[SeenImage], start: int = 0
+    ) -> tuple[PlacedImage, ...]:
+        """Return the places of images among tokens that begin at position `start` of a sequence.
+
+        Raise ValueError unless each image has as many tokens, one after another, as it has rows.
+        """
+        at = [i for i, token in enumerate(token_ids, start) if token == self._image_token]
+        found, first = [], 0
+        for image in images:
+            places = at[first : first + image.num_rows]
+            if not places or places != [*range(places[0], places[0] + image.num_rows)]:
+                raise ValueError(f"an image of {image.num_rows} rows has {len(places)} tokens")
+            found.append(PlacedImage(places[0], places[-1] + 1, image.data, image.digest))
+            first += image.num_rows
+        if first != len(at):
+            raise ValueError(f"{len(at)} tokens of images, and the images have {first}")
+        return tuple(found)
