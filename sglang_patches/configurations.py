@@ -5,7 +5,8 @@ SGLang has its own classes for some models, which lack fields that its transform
 the code in a checkpoint.
 
 Of a model that also sees images the text part is served, in aligned engines and in others: the
-weights get the names that it has alone, and those of other parts are not loaded.
+weights get the names that it has alone, and those of other parts are not loaded, but for the tower
+of an engine that sees (layer_images.py).
 
 Source: HfModelConfigParser, sglang/srt/utils/hf_transformers/config.py;
 DefaultModelLoader._get_weights_iterator, sglang/srt/model_loader/loader.py. Can go when SGLang takes a
@@ -24,14 +25,14 @@ from onpolicy.contract import NumericsContract
 from onpolicy.errors import ContractError
 from onpolicy.models.published import is_known, read_config
 from onpolicy.models.rotary_factors import choose_factors
-from onpolicy.models.text_part import has_text_part, own_name
+from onpolicy.models.text_part import has_text_part, own_name, tower_name
 from sglang_patches import registry
 
 LOAD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 WEIGHTS_TARGET = "sglang.srt.model_loader.loader.DefaultModelLoader._get_weights_iterator"
 
 
-def serve_text_parts() -> None:
+def serve_text_parts(contract: NumericsContract) -> None:
     """Hook the reading of configurations and weights, for models that also see images."""
     from sglang.srt.utils.hf_transformers import config
 
@@ -49,18 +50,21 @@ def serve_text_parts() -> None:
 
     config.AutoConfig = TextPartsConfig
     registry.note("text parts")
-    registry.hook(WEIGHTS_TARGET, _of_text_part, "after")
+
+    def of_part(weights: Weights, loader: Any, source: Any, **_: Any) -> Weights:
+        is_whole = has_text_part(source.model_or_path)
+        return _own(weights, sees=bool(contract.images)) if is_whole else weights
+
+    registry.hook(WEIGHTS_TARGET, of_part, "after")
 
 
-def _of_text_part(
-    weights: Iterable[tuple[str, Tensor]], loader: Any, source: Any, **_: Any
-) -> Iterable[tuple[str, Tensor]]:
-    return _own(weights) if has_text_part(source.model_or_path) else weights
+Weights = Iterable[tuple[str, Tensor]]
 
 
-def _own(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _own(weights: Weights, *, sees: bool) -> Iterator[tuple[str, Tensor]]:
     for stored, tensor in weights:
-        if (own := own_name(stored)) is not None:
+        own = own_name(stored) or (tower_name(stored) if sees else None)
+        if own is not None:
             yield own, tensor
 
 

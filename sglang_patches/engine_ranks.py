@@ -26,6 +26,11 @@ def row_parallel(contract: NumericsContract) -> RowParallel:
     )
 
 
+def num_ranks() -> int:
+    """Return the tensor-parallel degree."""
+    return int(_group().world_size)
+
+
 def rank() -> int:
     """Return this process's rank in the tensor-parallel group."""
     return int(_group().rank_in_group)

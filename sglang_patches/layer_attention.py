@@ -61,7 +61,10 @@ def attention_forward(
     sinks = scores.sinks
     extra = {} if sinks is None else {"sinks": own_part(sinks, layer.tp_q_head_num)}
     q, k, v = (x[0].transpose(0, 1).flatten(1) for x in (query, key, value))
-    return layer.forward(q, k, v, forward_batch=forward_batch, **extra), None
+    out = layer.forward(q, k, v, forward_batch=forward_batch, **extra)
+    if (images := getattr(forward_batch, "image_attention", None)) is not None:
+        out = images.correct(layer, q, out, scores)  # layer_images.py
+    return out, None
 
 
 def _set_sizes(layer: Any, query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -21,6 +21,7 @@ from sglang_patches import (
     generate_each,
     head_sizes,
     layer_attention,
+    layer_images,
     layer_recurrence,
     lm_head,
     model,
@@ -53,7 +54,7 @@ def load() -> None:
     neutral_values.install()
     status.install()
     pushed_weights.install(contract)
-    configurations.serve_text_parts()
+    configurations.serve_text_parts(contract)
     if contract.device == "cpu":
         platform.correct_for_cpu()
     else:
@@ -78,6 +79,7 @@ def _share_model(contract: NumericsContract, operators: Operators, *, fuses: boo
     engine_linears.install(operators, contract)
     layer_attention.install()
     layer_recurrence.install(contract)
+    layer_images.install(operators, contract)
     configurations.install(contract)
     head_sizes.install(contract)
     lm_head.install(operators)

@@ -37,6 +37,7 @@ from onpolicy.system.network import LOOPBACK
 from onpolicy.training.base import Rescored, Trainer, TrainerMemory
 from onpolicy.training.policy_trainer import PolicyTrainer
 from onpolicy.training.shares import Outcomes, make_shares
+from onpolicy.trajectory import PlacedImage
 from onpolicy.types import Sample, TrainOutcome
 from onpolicy.weights.push import Engine
 
@@ -139,8 +140,9 @@ class TrainerRanks(Trainer):
         temperature: float,
         kept_tokens: Sequence[list[bytes]] = (),
         seeds: Sequence[int] = (),
+        images: Sequence[Sequence[PlacedImage]] = (),
     ) -> list[Rescored]:
-        asked = sequences, prompt_lens, temperature, kept_tokens, seeds
+        asked = sequences, prompt_lens, temperature, kept_tokens, seeds, images
         return self.on_each_rank(PolicyTrainer.rescore, *asked)[0]
 
     def on_each_rank(self, function: Callable[..., T], *args: Any) -> list[T]:

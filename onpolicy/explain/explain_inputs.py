@@ -26,9 +26,9 @@ from onpolicy.models.hf_config import load_config
 from onpolicy.models.lora.peft_adapter import CONFIG, read_peft_adapter
 from onpolicy.outputs.directory import versions
 from onpolicy.run.cases import read_case
+from onpolicy.run.commands.random_prompts import make_prompts
 from onpolicy.run.commands.verification import (
     longest_prompt,
-    make_prompts,
     make_train_config,
     requests_of,
 )

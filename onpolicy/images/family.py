@@ -33,6 +33,9 @@ class ImageFamily:
     rows_of_each: int | None
     """Number of rows of every image; None: it depends on the image's size."""
 
+    axis_sections: tuple[int, ...] | None
+    """Pairs of angles that follow time, height and width (M-RoPE); None: a token has one position."""
+
     sees_both_ways: bool
     """Whether a token of an image sees the image's later tokens, too."""
 
@@ -44,20 +47,22 @@ class ImageFamily:
         make = _FAMILIES.get(str(raw.get("model_type")))
         if make is None:
             raise ConfigError(
-                f"{name}: --images: model_type={raw.get('model_type')}, and images have aligned operators "
-                f"in {', '.join(sorted(_FAMILIES))}. Leave --images out to train on text alone."
+                f"{name}: --images: model_type={raw.get('model_type')}, and images have aligned "
+                f"operators in {', '.join(sorted(_FAMILIES))}. Leave it out to train on text alone."
             )
         try:
             return make(raw)
         except (KeyError, TypeError) as error:
             raise ConfigError(
-                f"{name}: config.json says no {error}, so the tokens of an image are not known. Download "
-                "the checkpoint again."
+                f"{name}: config.json says no {error}, so the tokens of an image are not known. "
+                "Download the checkpoint again."
             ) from error
 
 
 def _qwen3_vl(raw: Mapping[str, Any]) -> ImageFamily:
-    """Source: transformers/models/qwen3_vl/processing_qwen3_vl.py."""
+    """Return the family's rules. Source: transformers/models/qwen3_vl/processing_qwen3_vl.py."""
+    text = raw["text_config"]
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     return ImageFamily(
         model_type="qwen3_vl",
         image_token=raw["image_token_id"],
@@ -65,12 +70,13 @@ def _qwen3_vl(raw: Mapping[str, Any]) -> ImageFamily:
         end_token=None,
         merge_size=raw["vision_config"].get("spatial_merge_size", 2),
         rows_of_each=None,
+        axis_sections=tuple(rope.get("mrope_section", (24, 20, 20))),
         sees_both_ways=False,
     )
 
 
 def _gemma3(raw: Mapping[str, Any]) -> ImageFamily:
-    """Source: transformers/models/gemma3/processing_gemma3.py."""
+    """Return the family's rules. Source: transformers/models/gemma3/processing_gemma3.py."""
     return ImageFamily(
         model_type="gemma3",
         image_token=raw.get("image_token_index", raw.get("image_token_id", 262144)),
@@ -78,8 +84,12 @@ def _gemma3(raw: Mapping[str, Any]) -> ImageFamily:
         end_token=raw.get("eoi_token_index", 256000),
         merge_size=1,
         rows_of_each=raw.get("mm_tokens_per_image", 256),
+        axis_sections=None,
         sees_both_ways=True,
     )
 
+
+BOTH_WAYS = ("gemma3",)
+"""Families of `sees_both_ways`, whose engines may not cut a prompt within an image."""
 
 _FAMILIES = {"gemma3": _gemma3, "qwen3_vl": _qwen3_vl}

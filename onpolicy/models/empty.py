@@ -27,14 +27,14 @@ def empty_causal_lm(
     Raise ConfigError if the configuration does not describe a causal language model.
     """
     try:
-        with _parameters_without_memory(), no_init_weights():
+        with parameters_without_memory(), no_init_weights():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config),
                 trust_remote_code=trust_remote_code,
                 **{"dtype": torch.float32, **settings},
             )
         use_usual_form(model)
-        _initialize_buffers(model)
+        initialize_buffers(model)
         hand_on_keywords(model)
         return model
     except Exception as error:  # a model's own code may raise anything
@@ -45,7 +45,7 @@ def empty_causal_lm(
 
 
 @contextmanager
-def _parameters_without_memory() -> Iterator[None]:
+def parameters_without_memory() -> Iterator[None]:
     """Move every parameter to the meta device when a module registers it.
 
     Buffers stay where they are made, since a checkpoint does not store them.
@@ -66,7 +66,7 @@ def _parameters_without_memory() -> Iterator[None]:
         nn.Module.register_parameter = take  # type: ignore[method-assign]
 
 
-def _initialize_buffers(model: PreTrainedModel) -> None:
+def initialize_buffers(model: PreTrainedModel) -> None:
     """Initialise buffers as transformers does for a checkpoint with all parameters and no buffers.
 
     Parameters are skipped: on the meta device their random numbers are never stored, but drawing

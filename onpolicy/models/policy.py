@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,8 @@ from onpolicy.models.empty import decoder_layers, empty_causal_lm
 from onpolicy.models.expert_layers import OWN_CHOICE, RoutingReplay, replay_routing
 from onpolicy.models.logits import LogitsRule, logits_rule
 from onpolicy.models.lora.adapters import add_adapters, factors_of
+from onpolicy.models.vision.image_attention import BlockAttention
+from onpolicy.models.vision.seeing import SequencePart, add_sight, sight_of
 from onpolicy.ops import AttentionLayout, Operators, ScoreRule
 from onpolicy.ops.draws import Draws
 from onpolicy.ops.kept_tokens import WHOLE, Cut, KeptTokens
@@ -34,6 +37,7 @@ from onpolicy.ops.log_probs import Head, Scores, VocabParallel, square_sums, tok
 from onpolicy.ops.reverse_kl import TeacherRows, reverse_kl
 from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.ops.shared_rows import SharedRows
+from onpolicy.trajectory import PlacedImage
 
 
 class PolicyModel(nn.Module):
@@ -83,21 +87,37 @@ class PolicyModel(nn.Module):
     def hidden_states(self, batch: PackedTokens) -> Tensor:
         """Return [R, H]: the head's input for each requested token, from the position before it."""
 
+        inputs, images = self._inputs(batch)
+
         def attention(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule) -> Tensor:
-            return self.operators.attention(q, k, v, batch.layout, scores)
+            out = self.operators.attention(q, k, v, batch.layout, scores)
+            return images.correct(self.operators, out, q, k, v, scores) if images else out
 
         recurrent = {"recurrence": recurrence_of(batch.layout)} if self.is_recurrent else {}
         self.replay = routing_replay(batch, self.causal_lm.config)
         # It stays until the next forward pass, since a backward pass may recompute activations.
         replay_routing(self.causal_lm, self.replay)
         hidden = self.causal_lm.base_model(
-            input_ids=batch.tokens[None],
             position_ids=batch.positions[None],
             use_cache=False,
             attention_function=attention,
+            **inputs,
             **recurrent,
         )[0][0]
         return rows_asked(hidden, batch)
+
+    def _inputs(self, batch: PackedTokens) -> tuple[dict[str, Tensor], BlockAttention | None]:
+        """Return the decoder's inputs, and the attention of images whose tokens see each other."""
+        sight = sight_of(self.causal_lm.base_model)
+        if sight is None:
+            return {"input_ids": batch.tokens[None]}, None
+        lens = batch.layout.query_lens
+        images = batch.images or [()] * len(lens)
+        parts = [SequencePart(0, n, seen) for n, seen in zip(lens, images, strict=True)]
+        embedded = sight.embed(batch.tokens, parts)
+        starts = [0, *accumulate(lens)]
+        attention = sight.attention(lambda part, low, high: starts[part] + torch.arange(low, high))
+        return {"inputs_embeds": embedded}, attention
 
 
 def routing_replay(batch: PackedTokens, config: PretrainedConfig) -> RoutingReplay | None:
@@ -114,12 +134,16 @@ def empty_policy(
     row_parallel_blocks: int = 1,
     kind: type[PolicyModel] = PolicyModel,
     adapter: AdapterShape | None = None,
+    tower_of: str | None = None,
 ) -> PolicyModel:
-    """Build the model with parameters on the meta device, buffers, aligned operators and adapters."""
+    """Build the model with parameters on the meta device, buffers, aligned operators and adapters, and
+    with the vision tower of the checkpoint `tower_of`, if one is named."""
     causal_lm = empty_causal_lm(config, trust_remote_code, attn_implementation=ATTENTION_NAME)
     causal_lm.tie_weights()
     causal_lm.eval()  # no dropout: the rollout has none
     align_modules(causal_lm, operators, RowParallel(row_parallel_blocks))
+    if tower_of is not None:
+        add_sight(causal_lm, tower_of, operators)
     add_adapters(causal_lm, operators, adapter)
     return kind(causal_lm, operators)
 
@@ -212,6 +236,9 @@ class PackedTokens(AskedTokens):
 
     layout: AttentionLayout
 
+    images: Sequence[Sequence[PlacedImage]] = ()
+    """Images of each sequence, if any has some"""
+
     routed_experts: Tensor | None = None
     """int64 [T, layers x k]: experts to use in place of the routers' choice; -1: not known"""
 
@@ -222,6 +249,7 @@ class PackedTokens(AskedTokens):
         temperatures: Sequence[Sequence[float]],
         routed_experts: Sequence[NDArray[np.int32] | None] = (),
         kept_tokens: Sequence[Sequence[bytes]] = (),
+        images: Sequence[Sequence[PlacedImage]] = (),
     ) -> PackedTokens:
         """Pack sequences of token ids on the CPU, each with a mask of the requested tokens.
 
@@ -243,6 +271,7 @@ class PackedTokens(AskedTokens):
             temperature=_tensor(temperatures, "<f4"),
             routed_experts=_pack_experts(lens, routed_experts),
             kept=_pack_kept([len(each) for each in temperatures], kept_tokens),
+            images=images,
         )
 
     @staticmethod
@@ -252,6 +281,7 @@ class PackedTokens(AskedTokens):
         temperature: float,
         routed_experts: Sequence[NDArray[np.int32] | None] = (),
         kept_tokens: Sequence[Sequence[bytes]] = (),
+        images: Sequence[Sequence[PlacedImage]] = (),
     ) -> PackedTokens:
         """Pack sequences in which every token after the prompt is requested."""
         asked = [
@@ -259,7 +289,8 @@ class PackedTokens(AskedTokens):
             for sequence, prompt in zip(sequences, prompt_lens, strict=True)
         ]
         temperatures = [[temperature] * sum(mask) for mask in asked]
-        return PackedTokens.pack(sequences, asked, temperatures, routed_experts, kept_tokens)
+        held = routed_experts, kept_tokens, images
+        return PackedTokens.pack(sequences, asked, temperatures, *held)
 
     def on(self, device: torch.device | str) -> PackedTokens:
         """Return the same on a device, so that no part needs to be read back from it."""

@@ -1,8 +1,9 @@
 """The text part of a published model that also sees images, and the names of its weights.
 
-Both engines build and load the text part alone, as the language model of transformers that computes
-the same function of text (`published.py`). The tower and the projector stay in the files, and an
-export copies them from there (`hf_export.py`).
+Both engines build and load the text part, as the language model of transformers that computes the
+same function of text (`published.py`). The tower and the projector stay in the files, and an export
+copies them from there (`hf_export.py`), unless `--images` has both engines load them too
+(`vision/seeing.py`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,28 @@ _FORMS = (
 )
 """Prefixes of names in a language model alone, with those in files. transformers 5 names modules by
 the second form, and writes Gemma-3 and Mistral-3 in the first, as transformers 4 did."""
+
+
+_TOWER = {
+    "model.tower.visual.": ("model.visual.", "visual."),
+    "model.tower.vision_tower.": (
+        "model.vision_tower.vision_model.", "vision_tower.vision_model.", "model.vision_tower.",
+        "vision_tower.",
+    ),
+    "model.tower.multi_modal_projector.": (
+        "model.multi_modal_projector.", "multi_modal_projector.",
+    ),
+}  # fmt: skip
+"""Prefixes of the names of a tower beside a language model, with those in files."""
+
+
+def tower_name(stored: str) -> str | None:
+    """Map the name of a stored tensor to that in a tower beside the language model; None: of no tower."""
+    for own, prefixes in _TOWER.items():
+        for prefix in prefixes:
+            if stored.startswith(prefix):
+                return own + stored.removeprefix(prefix)
+    return None
 
 
 def has_text_part(directory: str | Path) -> bool:

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.models.empty import empty_causal_lm
-from onpolicy.models.text_part import has_text_part, own_names, stored_name
+from onpolicy.models.text_part import has_text_part, own_names, stored_name, tower_name
 from onpolicy.system.files import read_json_object
 from onpolicy.weights.digest import WeightBucket, in_buckets
 
@@ -193,8 +193,9 @@ def _indexed_names(index: Path, name: str) -> list[str]:
 class CheckpointReader:
     """A reader of the safetensors files of a directory, each opened once.
 
-    Of a model that also sees images it reads the text part, under the names that this has alone.
-    It raises ConfigError, which names `flag`, for a file that is missing or damaged.
+    Of a model that also sees images it reads the text part, under the names that this has alone, and by
+    name also the tower's tensors. It raises ConfigError, which names `flag`, for a file that is missing
+    or damaged.
     """
 
     def __init__(self, path: str | Path, flag: str = "--hf-checkpoint"):
@@ -213,8 +214,12 @@ class CheckpointReader:
         self.others = {name: handle for name, handle in handles.items() if name not in read}
         """Open file of each tensor that is not of the text part, by its stored name."""
 
+        of_tower = ((tower_name(stored), stored) for stored in self.others)
+        self.tower = {own: stored for own, stored in of_tower if own is not None}
+        """Stored name of each tensor of a vision tower, by its own name."""
+
     def __contains__(self, name: str) -> bool:
-        return name in self._handles
+        return name in self._handles or name in self.tower
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor, in its stored dtype."""
@@ -222,11 +227,17 @@ class CheckpointReader:
             yield name, self.read(name, ())
 
     def whole(self, part: Iterable[WeightBucket]) -> Iterator[WeightBucket]:
-        """Yield the buckets of a text part under their stored names, then all that is not of it,
-        with its stored bits."""
+        """Yield the buckets of what is trained under their stored names, then all other tensors, with
+        their stored bits."""
+        left = dict(self.others)
         for bucket in part:
-            yield [(stored_name(own, self._stored), tensor) for own, tensor in bucket]
-        others = ((name, handle.get_tensor(name)) for name, handle in self.others.items())
+            named = [
+                (self.tower.get(own) or stored_name(own, self._stored), x) for own, x in bucket
+            ]
+            for name, _ in named:
+                left.pop(name, None)
+            yield named
+        others = ((name, handle.get_tensor(name)) for name, handle in left.items())
         yield from in_buckets(others, AT_A_TIME)
 
     @property
@@ -278,6 +289,8 @@ class CheckpointReader:
         _require_none(wrong, "tensors have other shapes than the model's", name)
 
     def _slice(self, name: str) -> Any:
+        if name in self.tower:
+            return self.others[self.tower[name]].get_slice(self.tower[name])
         return self._handles[name].get_slice(self._stored[name])
 
     def read(self, name: str, block: Iterable[slice | int]) -> Tensor:

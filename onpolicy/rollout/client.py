@@ -21,9 +21,9 @@ import requests
 from numpy.typing import NDArray
 
 from onpolicy.errors import ContractError, EngineError
+from onpolicy.images.placed import values_of
 from onpolicy.system.number_arrays import Floats, Ints
 from onpolicy.system.proxies import ask
-from onpolicy.images.placed import digest_of, values_of
 from onpolicy.trajectory import UNPUSHED, Completion, FinishReason, Span
 from onpolicy.types import Request
 
@@ -215,8 +215,6 @@ def _payload(request: Request) -> dict[str, Any]:
             **({grammar.kind: grammar.text} if grammar else {}),
             "custom_params": _own_params(request),
         },
-        # An engine's prefix cache knows tokens alone, and other images have the same ones.
-        **({"extra_key": digest_of(request.images)} if request.images else {}),
         **({"return_routed_experts": True} if params.return_routed_experts else {}),
         **({"top_logprobs_num": params.num_likeliest} if params.num_likeliest else {}),
     }

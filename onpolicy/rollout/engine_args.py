@@ -26,6 +26,7 @@ from onpolicy.contract import (
     NumericsContract,
 )
 from onpolicy.errors import ConfigError, EngineError
+from onpolicy.images.family import BOTH_WAYS
 from onpolicy.system.network import (
     GLOO_INTERFACE,
     LOOPBACK_INTERFACE,
@@ -164,6 +165,8 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
             "--enable-deterministic-inference",
             "--sampling-backend", "pytorch",
         ]  # fmt: skip
+    if spec.contract.images in BOTH_WAYS:
+        flags += ["--chunked-prefill-size", "-1"]
     return [*flags, *secrets.split(spec.sglang_args)[0]]
 
 
@@ -194,6 +197,8 @@ def _gpu_flags(spec: EngineSpec) -> list[str]:
     if spec.contract.is_aligned:
         # Its bookkeeping for pages and CUDA graphs serves both backends (see sglang_patches/).
         flags += ["--attention-backend", "fa3", "--page-size", "1"]
+    if spec.contract.images:
+        flags.append("--disable-cuda-graph")  # sglang_patches/layer_images.py
     if spec.contract.is_aligned and spec.contract.shapes.delta:
         # A pass after a request's end would write into the state that SGLang then caches, and CUDA
         # graphs cannot hold the layout of its layers (sglang_patches/layer_recurrence.py).

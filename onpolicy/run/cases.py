@@ -65,6 +65,7 @@ class Case:
         """Return the request that sampled that answer."""
         return Request(
             prompt_ids=self.trajectory.token_ids[: self.prompt_len],
+            images=self.trajectory.until(self.prompt_len).images,
             sampling_seed=self.sampling_seed,
             params=self.params,
             num_begun=self.trajectory.until(self.prompt_len).num_begun(self.params.grammar),
@@ -128,6 +129,7 @@ def asked_at(request: Request, trajectory: Trajectory, place: int) -> Request:
     last = next(at for at in count(place) if way(at + 1) != sampled)
     return Request(
         prompt_ids=trajectory.token_ids[:first],
+        images=trajectory.until(first).images,
         sampling_seed=seed_of_branch(request.sampling_seed, branch),
         params=replace(
             request.params,

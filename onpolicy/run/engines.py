@@ -204,7 +204,8 @@ class EnginePair:
         self.make_room()
         seeds = [request.sampling_seed for request in requests] if self.contract.is_aligned else []
         asked = _asked(requests, completions, temperature)
-        return self.trainer.rescore(*asked, seeds[::-1])[::-1]
+        images = [request.images for request in requests][::-1]
+        return self.trainer.rescore(*asked, seeds[::-1], images)[::-1]
 
     def stop(self) -> None:
         """Stop the servers and the trainer's ranks."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
+from onpolicy.trajectory import PlacedImage
 from onpolicy.types import Sample, TrainOutcome
 from onpolicy.weights.push import Engine
 
@@ -77,12 +78,14 @@ class Trainer(ABC):
         temperature: float,
         kept_tokens: Sequence[list[bytes]] = (),
         seeds: Sequence[int] = (),
+        images: Sequence[Sequence[PlacedImage]] = (),
     ) -> list[Rescored]:
         """Score every token after a sequence's prompt, sequence by sequence.
 
         kept_tokens: of each sequence, as in `Completion`. A token that the run's sampling filters
         exclude under the trainer's own logits has NaN for a log-probability. seeds: the seed of each
-        sequence's request, with which every token is drawn again; without seeds none is.
+        sequence's request, with which every token is drawn again; without seeds none is. images: those
+        of each sequence, if any has some.
         """
 
     @abstractmethod

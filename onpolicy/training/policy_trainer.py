@@ -38,6 +38,7 @@ from onpolicy.training.shares import Outcomes, Steps, make_shares, pack
 from onpolicy.training.state import load_state, save_state
 from onpolicy.training.teachers import teacher_role, with_teacher
 from onpolicy.training.weight_outlet import WeightOutlet, bucket_bytes, export
+from onpolicy.trajectory import PlacedImage
 from onpolicy.types import Sample, TrainOutcome
 
 logger = logging.getLogger(__name__)
@@ -151,6 +152,7 @@ class PolicyTrainer(WeightOutlet, Trainer):
         temperature: float,
         kept_tokens: Sequence[list[bytes]] = (),
         seeds: Sequence[int] = (),
+        images: Sequence[Sequence[PlacedImage]] = (),
     ) -> list[Rescored]:
         self._bring_back("weights")
         # Each data-parallel rank scores a share of the sequences, in micro-batches within its budget.
@@ -162,6 +164,7 @@ class PolicyTrainer(WeightOutlet, Trainer):
                 [prompt_lens[i] for i in indices] or [1],
                 temperature,
                 kept_tokens=[kept_tokens[i] for i in indices] if any(kept_tokens) else (),
+                images=[images[i] for i in indices] if indices and any(images) else (),
             ).with_own_cut(self.learner.cut, always=self.contract.is_aligned)
             for indices in plan
         ]

@@ -134,8 +134,10 @@ def add_adapters(model: nn.Module, operators: Operators, shape: AdapterShape | N
     if shape is None:
         return
     model.requires_grad_(False)
-    chosen = [m for name, m in model.named_modules() if _leaf(name) in shape.targets]
-    missing = set(shape.targets) - {_leaf(name) for name, _ in model.named_modules()}
+    # A vision tower has linears of the same names, and stays as it is.
+    named = [(name, m) for name, m in model.named_modules() if ".tower." not in name]
+    chosen = [m for name, m in named if _leaf(name) in shape.targets]
+    missing = set(shape.targets) - {_leaf(name) for name, _ in named}
     if missing:
         raise ConfigError(
             f"--lora-target-modules: the model has no {', '.join(sorted(missing))}, so nothing would be "

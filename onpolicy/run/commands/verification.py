@@ -21,6 +21,7 @@ from onpolicy.config.secrets import control_key, reveal
 from onpolicy.config.tool_flags import VerifyConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
+from onpolicy.images.family import ImageFamily
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.lora.adapters import drawn_values
 from onpolicy.models.size import ModelSize
@@ -39,6 +40,7 @@ from onpolicy.rollout.sample_requests import trajectories_of
 from onpolicy.rollout.seeds import sampling_seed, seeds_of
 from onpolicy.rollout.server import require_addresses
 from onpolicy.run.commands.depth_table import Apart, by_depth, depths_of, table
+from onpolicy.run.commands.random_prompts import make_prompts
 from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.cluster_engines import MakeEngines
 from onpolicy.run.launch.contracts import contract_for
@@ -207,6 +209,7 @@ def requests_of(
     return [
         Request(
             prompt_ids=prompt.prompt_ids,
+            images=prompt.images,
             sampling_seed=sampling_seed(config.seed, "verify", round_number, prompt.index),
             params=params,
         )
@@ -229,6 +232,7 @@ def _score(
             config.temperature,
             [sample.trajectory.kept_tokens for sample in part],
             [sample.seeds[0][0] for sample in part] if engines.contract.is_aligned else (),
+            [sample.trajectory.images for sample in part],
         )
         phases.advance(len(train))
     log_probs, drawn, digests = (torch.cat(each) for each in zip(*train, strict=True))
@@ -306,18 +310,10 @@ def chunk_size(longest: int) -> int:
     return max(SHORTEST_CHUNK, -(-longest // CHUNKS))
 
 
-def make_prompts(config: VerifyConfig, vocab_size: int, longest: int) -> list[Prompt]:
-    """Return random prompts with shared prefixes, some longer than a prefill chunk."""
-    rng = random.Random(f"prompts/{config.seed}")
-    shared = [rng.randrange(vocab_size) for _ in range(longest // 2)]
-    prompts = []
-    for i in range(config.num_prompts):
-        prefix = shared[: rng.randrange(len(shared))]
-        # The first prompt has the full length, so that one takes all prefill chunks.
-        length = longest if i == 0 else rng.randrange(1, longest - len(prefix))
-        token_ids = (prefix + [rng.randrange(vocab_size) for _ in range(length)])[:longest]
-        prompts.append(Prompt(index=i, prompt_ids=token_ids, label="", text=""))
-    return prompts
+def _cuts_no_prompt(config: VerifyConfig) -> bool:
+    """Return whether the engine may not prefill a prompt in chunks."""
+    model = config.model
+    return model.images and ImageFamily.of(model.hf_checkpoint).sees_both_ways
 
 
 def make_train_config(config: VerifyConfig, longest: int) -> TrainConfig:
@@ -325,7 +321,7 @@ def make_train_config(config: VerifyConfig, longest: int) -> TrainConfig:
     sglang_args = config.sglang_args
     starts_servers = not config.servers.rollout_server_url
     chunked = any(arg.startswith("--chunked-prefill-size") for arg in sglang_args)
-    if starts_servers and not chunked:
+    if starts_servers and not chunked and not _cuts_no_prompt(config):
         sglang_args = (*sglang_args, "--chunked-prefill-size", str(chunk_size(longest)))
     sequence = longest + config.max_new_tokens
     return TrainConfig(

@@ -13,6 +13,7 @@ from onpolicy.config.sglang_flags import context_length, tensor_parallel_size
 from onpolicy.config.tool_flags import ServeConfig
 from onpolicy.contract import AdapterShape, NumericsContract
 from onpolicy.errors import ConfigError
+from onpolicy.images.family import ImageFamily
 from onpolicy.models.expert_layers import expert_names
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.hf_config import require_alignable, require_sequences_apart
@@ -75,6 +76,7 @@ def contract_for(
         row_parallel_blocks=blocks,
         context=_deciding(context, hf_config),
         adapter=adapter,
+        images=ImageFamily.of(model.hf_checkpoint).model_type if model.images else "",
     )
 
 

@@ -98,6 +98,7 @@ class FsdpModel(ShardedModel):
             context=contract.context,
             kind=self.kind,
             adapter=self.adapter,
+            sees=bool(contract.images),
             trained=trained,
             mesh=None if self.replicas is None else self.replicas.mesh,
         )

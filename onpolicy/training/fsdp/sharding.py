@@ -47,16 +47,20 @@ def load_sharded_policy(
     context: int | None = None,
     kind: type[PolicyModel] = PolicyModel,
     adapter: AdapterShape | None = None,
+    sees: bool = False,
     trained: bool = True,
     mesh: DeviceMesh | None = None,
 ) -> PolicyModel:
     """Load the weights, each rank its shards: trained weights in float32, all others in `dtype`, in
-    which everything is computed. `mesh` has the ranks that share a model; by default all do.
+    which everything is computed. `mesh` has the ranks that share a model; by default all do. sees:
+    whether the checkpoint's vision tower is part of the model.
 
     Adapters are left uninitialised; see `fill_adapters`.
     """
     config = load_config(path, trust_remote_code, context=context)
-    model = empty_policy(config, operators, trust_remote_code, row_parallel_blocks, kind, adapter)
+    tower_of = path if sees else None
+    built = operators, trust_remote_code, row_parallel_blocks, kind, adapter, tower_of
+    model = empty_policy(config, *built)
     if not trained:
         model.requires_grad_(False)
     buffers = dict(model.named_buffers())

@@ -8,6 +8,7 @@ from onpolicy.config.groups import EngineCountConfig, ModelConfig, SessionsConfi
 from onpolicy.config.tool_flags import ServeConfig, VerifyConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
+from onpolicy.run.commands.random_prompts import make_prompts
 from onpolicy.run.commands.served_engines import checked_spec, needs_of_servers
 from onpolicy.run.commands.verification import (
     CHUNKS,
@@ -16,7 +17,6 @@ from onpolicy.run.commands.verification import (
     check_inputs,
     chunk_size,
     longest_prompt,
-    make_prompts,
     make_train_config,
 )
 from onpolicy.run.launch import memory

@@ -1,0 +1,56 @@
+"""Positions of three axes (M-RoPE): an image's tokens lie on a grid, and text goes on after its side.
+
+Source: transformers/models/qwen3_vl/modeling_qwen3_vl.py, get_rope_index and
+Qwen3VLTextRotaryEmbedding, whose pairs of angles take turns between time, height and width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Grid = tuple[int, int, int]
+"""Rows of an image in time, height and width."""
+
+
+def axis_positions(first: int, count: int, images: Sequence[tuple[int, Grid]]) -> Tensor:
+    """Return the positions of tokens `first` to `first + count` of a sequence: int64 [3, count].
+
+    images: (index of the first token, grid) of each image before the last of these tokens, in order.
+    """
+    found, shift = torch.arange(first + count).expand(3, -1).clone(), 0
+    for start, (time, height, width) in images:
+        axes = [torch.arange(size) for size in (time, height, width)]
+        places = torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1)
+        length = places.shape[1]
+        saved = length - max(height, width)
+        end = min(start + length, first + count)
+        found[:, start:end] = start - shift + places[:, : max(0, end - start)]
+        found[:, end:] -= saved
+        shift += saved
+    return found[:, first:]
+
+
+def rotate_by_axes(rotary: Any, sections: Sequence[int], given: Callable[[], Tensor]) -> None:
+    """Have a rotary embedding take its positions, int64 [3, T], from `given` at each call."""
+
+    def forward(x: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        angles = given()[:, None, :, None].float() * rotary.inv_freq.float()
+        turns = (angles.cos(), angles.sin())
+        cos, sin = (_take_turns(each * rotary.attention_scaling, sections) for each in turns)
+        return cos.to(x.dtype), sin.to(x.dtype)
+
+    rotary.forward = torch.no_grad()(partial(forward))
+
+
+def _take_turns(of_axes: Tensor, sections: Sequence[int]) -> Tensor:
+    """Return each pair's number from its own axis, [3, 1, T, D / 2] -> [1, T, D], twice."""
+    taken = of_axes[0].clone()
+    for axis in (1, 2):
+        pairs = slice(axis, sections[axis] * 3, 3)
+        taken[..., pairs] = of_axes[axis, ..., pairs]
+    return torch.cat((taken, taken), dim=-1)
