@@ -93,7 +93,10 @@ class SftOutputConfig(groups.OutputConfig):
     """Names of settings, as in config.json, that may differ from those of the resumed checkpoint."""
 
 
-@also(hf_checkpoint=[NO_CHECKPOINT])
+@also(
+    hf_checkpoint=[NO_CHECKPOINT],
+    images=[Against(lambda run: True, "answers are trained on text alone")],
+)
 @dataclass(frozen=True, kw_only=True)
 class SftConfig:
     """Fine-tune on given answers (SFT), with the engines and operators of `onpolicy train`.

@@ -108,7 +108,11 @@ NEEDS_RECORDS = Against(
 )
 
 
-@also(rollout_server_url=[NEEDS_RECORDS], lora_rank=[groups.NOT_MERGED])
+@also(
+    rollout_server_url=[NEEDS_RECORDS],
+    lora_rank=[groups.NOT_MERGED],
+    images=[Against(lambda run: True, "no operator of a vision tower is recorded")],
+)
 @dataclass(frozen=True, kw_only=True)
 class ExplainConfig(VerifyConfig):
     """Name the first operator and layer at which the two engines differ, and by how much.

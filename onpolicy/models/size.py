@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from onpolicy.config.groups import ModelConfig
 from onpolicy.contract import (
     AdapterShape,
     AttentionShape,
@@ -23,6 +24,7 @@ from onpolicy.models.expert_layers import experts_shapes, router_shapes
 from onpolicy.models.facts import ModelFacts
 from onpolicy.models.lora.adapters import adapter_size
 from onpolicy.models.tensor_parallel import row_parallel_linears
+from onpolicy.models.vision.tower import empty_tower
 from onpolicy.ops.recurrence import state_shapes
 
 
@@ -93,6 +95,18 @@ class ModelSize:
     def outside_layers(self) -> int:
         """Return the parameters of embedding, head and last norm, as if all layers had equal size."""
         return max(self.parameters - self.layers * self.largest_layer, 2 * self.vocab)
+
+
+def size_of(
+    model: ModelConfig, hf_config: PretrainedConfig, adapter: AdapterShape | None
+) -> ModelSize:
+    """Return the size of a run's policy, with its vision tower if it has one."""
+    size = ModelSize.of(hf_config, model.trust_remote_code, adapter)
+    if not model.images:
+        return size
+    tower = sum(x.numel() for x in empty_tower(model.hf_checkpoint).parameters())
+    trained = size.trained + (0 if adapter else tower)
+    return replace(size, parameters=size.parameters + tower, trained=trained)
 
 
 OWN_ROWS = 20

@@ -48,7 +48,7 @@ _TOWER = {
 
 
 def tower_name(stored: str) -> str | None:
-    """Map the name of a stored tensor to that in a tower beside the language model; None: of no tower."""
+    """Map the name of a stored tensor to that in a tower; None: it is of none."""
     for own, prefixes in _TOWER.items():
         for prefix in prefixes:
             if stored.startswith(prefix):

@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.models.empty import empty_causal_lm
 from onpolicy.models.text_part import has_text_part, own_names, stored_name, tower_name
+from onpolicy.models.vision.tower import empty_tower
 from onpolicy.system.files import read_json_object
 from onpolicy.weights.digest import WeightBucket, in_buckets
 
@@ -49,12 +50,19 @@ def require_fit(
     flag: str = "--hf-checkpoint",
     *,
     of_critic: bool = False,
+    sees: bool = False,
 ) -> None:
-    """Raise ConfigError unless the weights fit a model of this configuration."""
+    """Raise ConfigError unless the weights fit a model of this configuration. sees: and its tower."""
     try:
         matched_model(path, config, trust_remote_code, flag, of_critic=of_critic)
     except (NotImplementedError, RuntimeError) as error:  # an operation without meta tensors
         logger.debug("the sizes of %s were not compared (%s)", path, error)
+    if sees:
+        reader, tower = CheckpointReader(path, flag), empty_tower(path)
+        needed = {f"model.tower.{name}": x.shape for name, x in tower.named_parameters()}
+        found = {name: reader.shape(name) for name in reader.tower}
+        problem = "tensors of the vision tower are missing, or others than its config.json says"
+        _require_none([n for n in needed if needed[n] != found.get(n)], problem, f"{flag}={path}")
 
 
 def matched_model(
@@ -395,7 +403,8 @@ def say_left_out(reader: CheckpointReader, model: PreTrainedModel, name: str) ->
     if reader.others:
         _say(
             f"{name}: its text part is trained, as a {type(model).__name__}; the other "
-            f"{len(reader.others)} tensors are neither loaded nor changed, and saved as they are"
+            f"{len(reader.others)} tensors are loaded and trained with --images alone, and are saved as "
+            "they are without it"
         )
 
 

@@ -1,6 +1,7 @@
 """The flags of a run's checkpoint and prompts."""
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, Literal
 
 from fallback_correction.ranges import ReadBy, above
@@ -21,6 +22,24 @@ class CheckpointConfig:
     loss is scaled (docs/losses.md)."""
 
 
+def _text_alone(run: Facts) -> str | None:
+    """Return the first setting that was made for text alone."""
+    said = vars(run)
+    ranks = (f"{flag}={n}" for flag, n in run.plan.degrees.items() if n > 1)
+    rounded = ("rollout_weight_format", "rollout_activation_format")
+    asked = {
+        "--train-backend=megatron": said.get("train_backend") == "megatron",
+        "--advantage-estimator=gae": said.get("advantage_estimator") == "gae",
+        "a teacher": said.get("teacher_checkpoint") or said.get("teacher_url"),
+        **{
+            f"--{name.replace('_', '-')}={said[name]}": said[name]
+            for name in rounded
+            if name in said
+        },
+    }
+    return next(chain(ranks, (name for name, holds in asked.items() if holds)), None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(CheckpointConfig):
     trust_remote_code: Annotated[bool, NO_RESULT] = False
@@ -31,6 +50,7 @@ class ModelConfig(CheckpointConfig):
         Against(lambda run: not run.plan.starts_aligned or run.plan.is_governed,
             "stock engines do not compute images as the trainer does",
             "Add --true-on-policy-mode, or leave the flag out."),
+        Against(_text_alone, "{found} was made for text, and is not tried with images"),
     ] = False  # fmt: skip
     """Load the checkpoint's vision tower, and read the images of rows and of agents' messages. By
     default the text part is trained alone, and a row with images is refused."""

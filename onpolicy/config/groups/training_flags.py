@@ -54,6 +54,8 @@ class TrainerConfig:
             and (not run.plan.starts_aligned or run.plan.is_governed),
             "operators that are not aligned compute a token otherwise where its past is shared",
             "Add --true-on-policy-mode, without --mismatch-governor, or leave it out."),
+        Against(lambda run: run.share_prefixes == "on" and run.images,
+            "a prefix with images is computed for each sample"),
     ] = "auto"  # fmt: skip
     """Compute a prefix that samples of a micro-batch share, such as the prompt of a group, only once.
     Log-probabilities keep their bits, but gradients of shared tokens are summed in another order. `auto`

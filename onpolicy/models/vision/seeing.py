@@ -88,6 +88,7 @@ class Sight:
         """
         embedded: Tensor = self._decoder.get_input_embeddings()(tokens[None])[0]
         positions, rows, found, blocks, row = [], [], [], [], 0
+        known: dict[str, ImageRows] = {}  # samples of a group have the same images
         for number, part in enumerate(parts):
             pixels = [self._checked(image) for image in part.images]
             positions.append(self._positions(part, pixels))
@@ -97,7 +98,9 @@ class Sight:
                     at = row + low - part.first
                     rows.append(torch.arange(at, at + high - low))
                     seen = slice(low - image.start, high - image.start)
-                    found.append((self._decoder.tower(each), seen))
+                    if each.digest not in known:
+                        known[each.digest] = self._decoder.tower(each)
+                    found.append((known[each.digest], seen))
                     if self.pixels.family.sees_both_ways:
                         blocks.append(_whole_block(number, at, image, high - low))
             row += part.length

@@ -74,7 +74,14 @@ _TOWERS: dict[str, type[nn.Module]] = {"gemma3": GemmaTower, "qwen3_vl": QwenTow
 
 
 def make_tower(directory: str | Path, operators: Operators) -> nn.Module:
-    """Return the tower of a checkpoint: parameters on the meta device, buffers and operators in place.
+    """Return `empty_tower` with aligned modules."""
+    tower = empty_tower(directory)
+    _align(tower, operators)
+    return tower.eval()
+
+
+def empty_tower(directory: str | Path) -> nn.Module:
+    """Return the tower of a checkpoint, with parameters on the meta device and buffers in place.
 
     Raise ConfigError if transformers cannot build it.
     """
@@ -90,8 +97,7 @@ def make_tower(directory: str | Path, operators: Operators) -> nn.Module:
             f"{directory}: --images: transformers cannot build its vision tower ({in_one_line(error)}). "
             "Download the checkpoint again, or leave --images out."
         ) from error
-    _align(tower, operators)
-    return tower.eval()
+    return tower
 
 
 def _part(config: PretrainedConfig) -> Any:

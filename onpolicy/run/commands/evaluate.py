@@ -94,5 +94,8 @@ class PublishedEngines(EnginePair):
         dtype = getattr(torch, self.contract.dtype)
         empty = empty_causal_lm(self.hf_config, model.trust_remote_code)
         buffers = {name for name, _ in empty.named_buffers()}
-        for name, tensor in CheckpointReader(model.hf_checkpoint).tensors():
+        reader = CheckpointReader(model.hf_checkpoint)
+        for name, tensor in reader.tensors():
             yield name, tensor if name in buffers else tensor.to(dtype)
+        for name in reader.tower if model.images else ():
+            yield name, reader.read(name, ()).to(dtype)

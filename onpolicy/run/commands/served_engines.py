@@ -31,7 +31,7 @@ from onpolicy.config.groups import EngineConfig, template_options
 from onpolicy.config.tool_flags import ServeConfig
 from onpolicy.errors import ConfigError, EngineError
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.size import ModelSize
+from onpolicy.models.size import size_of
 from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.models.weight_files import quantised_by, require_fit
 from onpolicy.rollout.client import EngineClient
@@ -191,7 +191,7 @@ def checked_spec(config: ServeConfig) -> EngineSpec:
     require_place(server.rollout_host, server.rollout_base_port, number)
     with FlagCheck(spec) as flags:
         if not quantised_by(hf_config):  # SGLang's own kernels may serve a quantised checkpoint
-            require_fit(model.hf_checkpoint, hf_config, model.trust_remote_code)
+            require_fit(model.hf_checkpoint, hf_config, model.trust_remote_code, sees=model.images)
         held = needs_of_servers(config, spec).held(0, number)
         require_memory(held, spec.contract.device, ray_address=config.cluster.ray_address)
         flags.require_passed()
@@ -212,7 +212,7 @@ def needs_of_servers(config: ServeConfig, spec: EngineSpec) -> Needs:
     """Return the memory needs of the servers, on one host or on several."""
     model = config.model
     hf_config = load_config(model.hf_checkpoint, model.trust_remote_code)
-    size = ModelSize.of(hf_config, model.trust_remote_code, spec.contract.adapter)
+    size = size_of(model, hf_config, spec.contract.adapter)
     return Needs(lambda _, servers: [server_memory(spec, size, hf_config, servers)])
 
 

@@ -113,7 +113,7 @@ def require_weights(config: TrainConfig, hf_config: PretrainedConfig) -> None:
     """Raise ConfigError if a checkpoint's weights (policy, reference or critic) do not have its model's
     shapes, or if reference or critic cannot be computed or laid out as the policy is."""
     model = config.model
-    require_fit(model.hf_checkpoint, hf_config, model.trust_remote_code)
+    require_fit(model.hf_checkpoint, hf_config, model.trust_remote_code, sees=model.images)
     others = {
         "--ref-checkpoint": config.algorithm.ref_checkpoint * config.algorithm.reads_reference,
         "--critic-load": config.critic.critic_load,
@@ -129,7 +129,8 @@ def require_weights(config: TrainConfig, hf_config: PretrainedConfig) -> None:
                 f"{hf_config.vocab_size}. Choose a checkpoint with the policy's tokenizer."
             )
         of_critic = flag == "--critic-load"
-        require_fit(path, own, model.trust_remote_code, flag, of_critic=of_critic)
+        sees = model.images and not of_critic
+        require_fit(path, own, model.trust_remote_code, flag, of_critic=of_critic, sees=sees)
         try:
             # Adapters are the policy's alone.
             contract = contract_for(plain, own, aligned=config.plan.may_align)

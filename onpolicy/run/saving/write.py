@@ -164,14 +164,16 @@ def require_room(
     """Raise ConfigError, with the sum, if a checkpoint (of adapters alone, if any) does not fit."""
     trust = config.model.trust_remote_code
     parameters = _saved_parameters(hf_config, trust, adapter)
+    source = config.model.hf_checkpoint
+    copies = has_text_part(source) and adapter is None
+    others = CheckpointReader(source).num_others if copies else 0
+    if config.model.images and copies:  # then they are trained
+        parameters, others = parameters + others, 0
     if critic := config.critic_checkpoint:
         parameters += _saved_parameters(load_config(critic, trust, "--critic-load"), trust)
     computed = getattr(torch, config.model.dtype).itemsize
     # Megatron saves the weights in compute dtype, too.
     trained = MASTER + computed * (config.trainer.train_backend == "megatron")
-    source = config.model.hf_checkpoint
-    copies = has_text_part(source) and adapter is None
-    others = CheckpointReader(source).num_others if copies else 0
     needed = parameters * (trained + computed) + others * computed
     free = free_bytes(Path(config.output.save))
     if needed > free:
