@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ContractError
+from onpolicy.images.pixels import PixelReader
 from onpolicy.images.placed import digest_of, image_of
 from onpolicy.models.vision.image_attention import BlockAttention
 from onpolicy.models.vision.seeing import SequencePart, Sight, add_sight, sight_of
@@ -42,7 +43,7 @@ TAKE_TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_to
 
 def install(operators: Operators, contract: NumericsContract) -> None:
     """Hook SGLang for a contract with images, and refuse images under any other."""
-    registry.hook(TAKE_TARGET, _take_images, "after")
+    registry.hook(TAKE_TARGET, ImageTaker(contract), "after")
     if not contract.images:
         return
 
@@ -60,21 +61,37 @@ def install(operators: Operators, contract: NumericsContract) -> None:
     registry.hook(LOAD_TARGET, after_load, "after")
 
 
-def _take_images(tokenized: Any, *_: Any, **__: Any) -> Any:
-    """Refuse images that this server does not see, and keep others' prefixes apart by their digest."""
-    params = tokenized.sampling_params.custom_params or {}
-    if "images" not in params:
-        return tokenized
-    if not registry.contract().images:
-        raise ValueError("images: this server reads text alone. Start it with --images.")
-    length, images = len(tokenized.input_ids), images_of(params)
-    for image in images:
-        if not 0 <= image.start < image.end <= length:
-            raise ValueError(
-                f"images: {image} does not lie within the {length} tokens of the prompt."
+class ImageTaker:
+    """A hook that checks the images of each request, in the process that all requests pass through.
+
+    It keeps the prefixes of other images apart by a digest.
+    """
+
+    def __init__(self, contract: NumericsContract):
+        self._sees = bool(contract.images)
+        self._pixels: PixelReader | None = None
+
+    def __call__(self, tokenized: Any, manager: Any, *_: Any, **__: Any) -> Any:
+        """Raise ValueError, which is the answer, for images that this engine cannot compute as the
+        caller's trainer does."""
+        if not (images := images_of(tokenized.sampling_params.custom_params)):
+            return tokenized
+        if not self._sees:
+            raise ValueError("images: this server reads text alone. Start it with --images.")
+        if self._pixels is None:
+            self._pixels = PixelReader(manager.server_args.model_path)
+        for image in images:
+            self._pixels.checked(image)
+            token, held = (
+                self._pixels.family.image_token,
+                tokenized.input_ids[image.start : image.end],
             )
-    tokenized.extra_key = (tokenized.extra_key or "") + digest_of(images)
-    return tokenized
+            if [*held] != [token] * (image.end - image.start):
+                raise ValueError(
+                    f"images: {image} does not stand for tokens {token} of the prompt."
+                )
+        tokenized.extra_key = (tokenized.extra_key or "") + digest_of(images)
+        return tokenized
 
 
 def images_of(params: Any) -> tuple[PlacedImage, ...]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.images.family import ImageFamily
+from onpolicy.trajectory import PlacedImage
 
 MOST_PIXELS = 1 << 26
 """The most pixels of an encoded image; a small file can claim many more."""
@@ -59,6 +60,18 @@ class PixelReader:
         self._kept.move_to_end(key)
         return self._kept[key]
 
+    def checked(self, image: PlacedImage) -> Pixels:
+        """Return the pixels of a placed image. Raise ValueError unless they are those that it was placed
+        by, in the process that made the prompt."""
+        pixels, count = self(image.data), image.end - image.start
+        if (pixels.digest, pixels.num_rows) != (image.digest, count):
+            raise ValueError(
+                f"image at token {image.start}: its pixels are {pixels.digest[:16]} for "
+                f"{pixels.num_rows} tokens here, and were {image.digest[:16]} for {count} where the "
+                "prompt was made. Both need the same checkpoint, transformers and Pillow."
+            )
+        return pixels
+
     def _read(self, data: bytes) -> Pixels:
         found = self._processor(images=[decoded(data)], return_tensors="pt")
         values = found["pixel_values"].float().contiguous()
@@ -83,6 +96,11 @@ def decoded(data: bytes) -> Any:
             if opened.width * opened.height > MOST_PIXELS:
                 raise ValueError(
                     f"{opened.width} x {opened.height} pixels, and an image may have {MOST_PIXELS}"
+                )
+            if (frames := getattr(opened, "n_frames", 1)) > 1 or opened.mode[0] in "IF":
+                raise ValueError(
+                    f"frames={frames}, mode={opened.mode}: an image has one frame, of 8 bits for a "
+                    "colour. Convert it before"
                 )
             # A camera's orientation is applied; what is transparent becomes white, not black.
             upright = ImageOps.exif_transpose(opened)

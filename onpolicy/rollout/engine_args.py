@@ -17,7 +17,7 @@ from typing import Self
 
 from onpolicy.config import secrets
 from onpolicy.config.secrets import hide
-from onpolicy.config.sglang_flags import PREFIX, tensor_parallel_size
+from onpolicy.config.sglang_flags import PREFIX, chunked_prefill_size, tensor_parallel_size
 from onpolicy.contract import (
     CONTRACT_VARIABLE,
     DIGESTS_VARIABLE,
@@ -166,6 +166,11 @@ def engine_flags(spec: EngineSpec, port: int) -> list[str]:
             "--sampling-backend", "pytorch",
         ]  # fmt: skip
     if spec.contract.images in BOTH_WAYS:
+        if (size := chunked_prefill_size(spec.sglang_args) or 0) > 0:
+            raise ConfigError(
+                f"--sglang-chunked-prefill-size={size}: a chunk may end within an image, whose tokens "
+                "see each other. Leave it out."
+            )
         flags += ["--chunked-prefill-size", "-1"]
     return [*flags, *secrets.split(spec.sglang_args)[0]]
 

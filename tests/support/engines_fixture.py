@@ -34,13 +34,14 @@ def make_engines(
     sglang_args=(),
     aligned=True,
     parity_check="sampled",
+    images=False,
     **engine,
 ):
     """An engine pair, not started yet; `tp_size` is the rollout's."""
     distributed.init_process_group()
     hf_config = load_config(str(checkpoint))
     config = TrainConfig(
-        model=groups.ModelConfig(hf_checkpoint=str(checkpoint), dtype=dtype),
+        model=groups.ModelConfig(hf_checkpoint=str(checkpoint), dtype=dtype, images=images),
         rollout=groups.RolloutConfig(num_rollout=1, rollout_batch_size=1, n_samples_per_prompt=2),
         engine=groups.EngineConfig(cpu_threads=1, **engine),
         trainer=groups.TrainerConfig(lr=1e-3, max_tokens_per_gpu=500),

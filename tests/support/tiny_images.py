@@ -3,7 +3,10 @@
 import io
 import json
 
+import torch
 from PIL import Image
+from torch import nn
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tests.support.chat_tokenizers import byte_tokenizer
 from tests.support.published import published
@@ -79,3 +82,28 @@ def encoded_image(colour="red", size=(24, 16), kind="PNG"):
     file = io.BytesIO()
     image.save(file, kind)
     return file.getvalue()
+
+
+def make_image_checkpoint(directory, model_type, dtype=torch.bfloat16):
+    """Write a whole small checkpoint of random weights, and return its directory.
+
+    Weights are large enough for an image to change what follows it.
+    """
+    write_image_checkpoint_files(directory, model_type)
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(directory)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 and "embed_tokens" not in name:
+                nn.init.normal_(weight, std=0.6 * weight[0].numel() ** -0.5)
+            elif "bias" in name:
+                nn.init.normal_(weight, std=0.1)
+    files = {file: (directory / file).read_bytes() for file in KEPT}
+    model.to(dtype).save_pretrained(directory)
+    for file, content in files.items():
+        (directory / file).write_bytes(content)
+    return directory
+
+
+KEPT = ("config.json", "preprocessor_config.json")

@@ -84,13 +84,13 @@ class Sight:
     def embed(self, tokens: Tensor, parts: Sequence[SequencePart]) -> Tensor:
         """Return the decoder's inputs_embeds, [1, T, H], for the tokens of `parts` end to end, [T].
 
-        Raise ContractError for pixels that differ from those that the tokens were made with.
+        Raise ValueError for pixels that differ from those that the tokens were made with.
         """
         embedded: Tensor = self._decoder.get_input_embeddings()(tokens[None])[0]
         positions, rows, found, blocks, row = [], [], [], [], 0
         known: dict[str, ImageRows] = {}  # samples of a group have the same images
         for number, part in enumerate(parts):
-            pixels = [self._checked(image) for image in part.images]
+            pixels = [self.pixels.checked(image) for image in part.images]
             positions.append(self._positions(part, pixels))
             for image, each in zip(part.images, pixels, strict=True):
                 low, high = max(image.start, part.first), min(image.end, part.first + part.length)
@@ -111,17 +111,6 @@ class Sight:
             new = torch.cat([image.embeddings[seen] for image, seen in found])
             embedded = embedded.index_copy(0, where, new.to(embedded.dtype))
         return embedded[None]
-
-    def _checked(self, image: PlacedImage) -> Pixels:
-        pixels = self.pixels(image.data)
-        if (pixels.digest, pixels.num_rows) != (image.digest, image.end - image.start):
-            raise ContractError(
-                f"image at token {image.start}: its pixels are {pixels.digest[:16]} for "
-                f"{pixels.num_rows} tokens here, and were {image.digest[:16]} for "
-                f"{image.end - image.start} where the prompt was made. Both need the same checkpoint, "
-                "transformers and Pillow."
-            )
-        return pixels
 
     def _positions(self, part: SequencePart, pixels: Sequence[Pixels]) -> Tensor:
         side, grids = self._merge, []

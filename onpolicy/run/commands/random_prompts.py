@@ -33,8 +33,14 @@ def make_prompts(config: VerifyConfig, vocab_size: int, longest: int) -> list[Pr
         length = longest if i == 0 else rng.randrange(1, longest - len(prefix))
         token_ids = (prefix + [draw() for _ in range(length)])[:longest]
         images: Sequence[PlacedImage] = ()
-        if pixels is not None and i % 4:
-            token_ids, images = with_images(token_ids, pixels, rng, count=1 + i % 2, most=longest)
+        if pixels is not None and i % 4 == 3 and prompts[-1].images:
+            # One that shares the images of the last, and so what the engine cached of it.
+            images = prompts[-1].images
+            token_ids = [*prompts[-1].prompt_ids[: images[-1].end + 1], draw()]
+        elif pixels is not None and i % 4:
+            token_ids, images = with_images(
+                token_ids, pixels, rng, count=1 + i % 2, most=longest - 1
+            )
         prompts.append(
             Prompt(index=i, prompt_ids=token_ids, images=tuple(images), label="", text="")
         )
