@@ -47,7 +47,7 @@ class PixelReader:
     """A checkpoint's image processor; it keeps the pixels of the last images."""
 
     def __init__(self, directory: str | Path, flag: str = "--hf-checkpoint"):
-        self.family = ImageFamily.of(directory, flag)
+        self.directory, self.family = Path(directory), ImageFamily.of(directory, flag)
         self._processor, self._kept = _processor(directory, flag), OrderedDict[bytes, Pixels]()
 
     def __call__(self, data: bytes) -> Pixels:
