@@ -27,6 +27,9 @@ class ImageFamily:
     end_token: int | None
     """Token that follows an image's tokens; None: the template writes what follows."""
 
+    frame_tokens: tuple[int, ...]
+    """Tokens before and after the marker where a template writes them; empty: none."""
+
     merge_size: int
     """Side of a square of patches that gives one row; 1 where `rows_of_each` counts them."""
 
@@ -44,15 +47,15 @@ class ImageFamily:
         make = _FAMILIES.get(str(raw.get("model_type")))
         if make is None:
             raise ConfigError(
-                f"{name}: --images: model_type={raw.get('model_type')}, and images have aligned operators "
-                f"in {', '.join(sorted(_FAMILIES))}. Leave --images out to train on text alone."
+                f"{name}: --images: model_type={raw.get('model_type')}, and images have aligned "
+                f"operators in {', '.join(sorted(_FAMILIES))}. Leave --images out to train on text."
             )
         try:
             return make(raw)
         except (KeyError, TypeError) as error:
             raise ConfigError(
-                f"{name}: config.json says no {error}, so the tokens of an image are not known. Download "
-                "the checkpoint again."
+                f"{name}: config.json says no {error}, so the tokens of an image are not known. "
+                "Download the checkpoint again."
             ) from error
 
 
@@ -63,6 +66,7 @@ def _qwen3_vl(raw: Mapping[str, Any]) -> ImageFamily:
         image_token=raw["image_token_id"],
         marker_token=raw["image_token_id"],
         end_token=None,
+        frame_tokens=(raw["vision_start_token_id"], raw["vision_end_token_id"]),
         merge_size=raw["vision_config"].get("spatial_merge_size", 2),
         rows_of_each=None,
         sees_both_ways=False,
@@ -76,6 +80,7 @@ def _gemma3(raw: Mapping[str, Any]) -> ImageFamily:
         image_token=raw.get("image_token_index", raw.get("image_token_id", 262144)),
         marker_token=raw.get("boi_token_index", 255999),
         end_token=raw.get("eoi_token_index", 256000),
+        frame_tokens=(),
         merge_size=1,
         rows_of_each=raw.get("mm_tokens_per_image", 256),
         sees_both_ways=True,

@@ -21,9 +21,9 @@ import requests
 from numpy.typing import NDArray
 
 from onpolicy.errors import ContractError, EngineError
+from onpolicy.images.placed import digest_of, values_of
 from onpolicy.system.number_arrays import Floats, Ints
 from onpolicy.system.proxies import ask
-from onpolicy.images.placed import digest_of, values_of
 from onpolicy.trajectory import UNPUSHED, Completion, FinishReason, Span
 from onpolicy.types import Request
 

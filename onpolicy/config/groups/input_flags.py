@@ -32,8 +32,8 @@ class ModelConfig(CheckpointConfig):
             "stock engines do not compute images as the trainer does",
             "Add --true-on-policy-mode, or leave the flag out."),
     ] = False  # fmt: skip
-    """Load the checkpoint's vision tower, and read the images of rows and of agents' messages. By default
-    the text part is trained alone, and a row with images is refused."""
+    """Load the checkpoint's vision tower, and read the images of rows and of agents' messages. By
+    default the text part is trained alone, and a row with images is refused."""
 
 
 PROCEDURAL = "reasoning-gym:"
