@@ -106,9 +106,16 @@ class ImagePlacer:
         for image in images:
             places = at[first : first + image.num_rows]
             if not places or places != [*range(places[0], places[0] + image.num_rows)]:
-                raise ValueError(f"an image of {image.num_rows} rows has {len(places)} tokens")
+                raise ValueError(self._of_text(len(at), images))
             found.append(PlacedImage(places[0], places[-1] + 1, image.data, image.digest))
             first += image.num_rows
         if first != len(at):
-            raise ValueError(f"{len(at)} tokens of images, and the images have {first}")
+            raise ValueError(self._of_text(len(at), images))
         return tuple(found)
+
+    def _of_text(self, count: int, images: Sequence[SeenImage]) -> str:
+        rows = sum(image.num_rows for image in images)
+        return (
+            f"{count} tokens {self._image!r}, and the {len(images)} images have {rows}, each its own in "
+            "one place. Take them out of the text"
+        )
