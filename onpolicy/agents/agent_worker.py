@@ -292,7 +292,7 @@ class RemoteTurns(Turns):
     def append(self, more: str | Sequence[int] | Sequence[Mapping[str, Json]]) -> None:
         more = more if isinstance(more, str) else [*more]
         said = self._worker.wait_for(self._ask("append", more=more)[1])
-        self.trajectory = self.trajectory.given(said)
+        self.trajectory = self.trajectory.given(*said)
 
     def fork(self, length: int | None = None, *, key: str | None = None) -> RemoteTurns:
         said = self._worker.wait_for(self._ask("fork", length=length, key=key)[1])

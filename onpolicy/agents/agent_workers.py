@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from onpolicy.errors import AgentError, ConfigError, in_one_line
 from onpolicy.rollout.rollouter import Episode, Rollouter
 from onpolicy.rollout.turns import Turns
 from onpolicy.system import guard
+from onpolicy.trajectory import PlacedImage
 from onpolicy.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -385,11 +386,12 @@ class RemoteEpisode:
         if not self.outcome.done():
             self.outcome.set_exception(error)
 
-    def append(self, branch: Turns, more: Any) -> list[int]:
-        """Append to a branch; return the tokens that were given."""
-        before = len(branch.trajectory.token_ids)
+    def append(self, branch: Turns, more: Any) -> tuple[list[int], Sequence[PlacedImage]]:
+        """Append to a branch; return the tokens that were given, and the images among them."""
+        before = branch.trajectory
         branch.append(more)
-        return branch.trajectory.token_ids[before:].tolist()
+        now = branch.trajectory
+        return now.token_ids[len(before.token_ids) :].tolist(), now.images[len(before.images) :]
 
     def fork(self, branch: Turns, length: int | None, key: str | None) -> Message:
         """Fork a branch; return the worker's description of the new branch."""

@@ -18,11 +18,14 @@ from onpolicy.chat.messages import (
     CallForm,
     Message,
     for_template,
+    images_of,
     names_called,
+    replaced,
     role_in,
-    text_of,
+    texts_of,
 )
 from onpolicy.errors import in_one_line
+from onpolicy.images.placing import ImagePlacer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,17 +38,25 @@ OURS = {
 }  # fmt: skip
 """The arguments of `apply_chat_template` that are no variables of a template."""
 
+_SAID_MARKER = chr(0x10FF7F)
+"""A character of the last private-use plane, in place of a marker that the policy itself sampled."""
+
 
 class ChatRenderer:
     """The template of a tokenizer, applied as SGLang's chat endpoint does. options: variables of
-    the template beside its messages and tools, such as enable_thinking. Raises ValueError for one
-    that the template does not read; all methods raise it for messages that the template refuses."""
+    the template beside its messages and tools, such as enable_thinking. placer: expands images that
+    were read; None: there are none. Raises ValueError for an option that the template does not read;
+    all methods raise it for messages that the template refuses."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: Mapping[str, Any] | None = None,
+        placer: ImagePlacer | None = None,
     ):
         bound_templates()
         self._tokenizer, self._options = tokenizer, dict(options or {})
+        self.placer = placer
         for name in self._options:
             self._require_option(name)
 
@@ -62,21 +73,22 @@ class ChatRenderer:
         for name in names_called(messages):
             if name not in text:
                 raise ValueError(f"the chat template leaves out the call of {name!r}")
-        words = [str(text_of(message.get("content")) or "").strip() for message in messages]
-        if not all(said in text for said in words):
-            self._require_heard(messages, words, tools)
+        words = [texts_of(message.get("content")) for message in messages]
+        if not all(said.strip() in text for texts in words for said in texts):
+            self._require_heard(messages, tools)
         return text
 
     def _require_heard(
-        self, messages: Sequence[Message], words: Sequence[str], tools: Sequence[Mapping[str, Any]]
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> None:
         """Raise ValueError for the first message that the template leaves out."""
         render = partial(self._render, tools=tools, begins=True)
         if unheard := left_out(messages, render):
-            number = unheard[0]
+            message = messages[unheard[0]]
+            words = " ".join(texts_of(message["content"])).strip()
             raise ValueError(
-                f"the chat template leaves out what role={messages[number]['role']} says "
-                f"({words[number]!r:.40}). Give it another role"
+                f"the chat template leaves out what role={message['role']} says ({words!r:.40}). Give "
+                "it another role"
             )
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -84,6 +96,21 @@ class ChatRenderer:
         return self._render(messages, tools, goes_on=False)
 
     def _render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], **frame: bool
+    ) -> str:
+        """Return the template's text for messages, with the texts of their images' tokens."""
+        if self.placer is None:
+            return self._written(messages, tools, **frame)
+        hidden = {self.placer.marker: _SAID_MARKER}
+        messages = [
+            replaced(message, hidden) if message.get("role") == "assistant" else message
+            for message in messages
+        ]
+        text = self._written(messages, tools, **frame)
+        text = self.placer.expanded(text, images_of(messages))
+        return text.replace(_SAID_MARKER, self.placer.marker)
+
+    def _written(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
@@ -168,7 +195,12 @@ def left_out(
     asked = [i for i, message in enumerate(messages) if _has_words(message)]
     marked: list[dict[str, Any]] = [dict(message) for message in messages]
     for i in asked:
-        marked[i]["content"] = _mark(i)
+        parts, mark = marked[i]["content"], _mark(i)
+        marked[i]["content"] = (
+            [{**part, "text": mark} if "text" in part else part for part in parts]
+            if isinstance(parts, list)
+            else mark
+        )
     try:
         text = render(marked).upper()
     except Exception:  # a template is a program of the checkpoint's
@@ -178,7 +210,8 @@ def left_out(
 
 def _has_words(message: Message) -> bool:
     content = message.get("content")
-    return message.get("role") != "assistant" and isinstance(content, str) and bool(content.strip())
+    has_words = isinstance(content, (str, list)) and any(map(str.strip, texts_of(content)))
+    return message.get("role") != "assistant" and has_words
 
 
 def _mark(number: int) -> str:

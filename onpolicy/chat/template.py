@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from onpolicy.chat.messages import Message, names_called
+from onpolicy.chat.messages import Message, names_called, replaced
 from onpolicy.chat.rendering import ChatRenderer
 from onpolicy.errors import ConfigError
+from onpolicy.images.placing import ImagePlacer, SeenImage
+from onpolicy.trajectory import PlacedImage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,8 +74,8 @@ class Continuation:
 class ChatTemplate(ChatRenderer):
     """The template of a tokenizer, applied as SGLang's chat endpoint does. stop_token_ids: the
     tokens that end an answer. options: further variables of the template, such as enable_thinking.
-    Raises ValueError for an option that the template does not read; all methods raise it for
-    messages that the template refuses."""
+    placer: places images that were read; None: there are none. Raises ValueError for an option that
+    the template does not read; all methods raise it for messages that the template refuses."""
 
     def __init__(
         self,
@@ -81,8 +83,9 @@ class ChatTemplate(ChatRenderer):
         stop_token_ids: Sequence[int] = (),
         rule: DriftRule = "new",
         options: Mapping[str, Any] | None = None,
+        placer: ImagePlacer | None = None,
     ):
-        super().__init__(tokenizer, options)
+        super().__init__(tokenizer, options, placer)
         self.rule = rule
         self._stops = {self._decode([token]) for token in stop_token_ids}
         added = tokenizer.get_added_vocab().values()
@@ -112,7 +115,7 @@ class ChatTemplate(ChatRenderer):
         if any(stop in text for text in _texts(answer) for stop in self._stops):
             # Characters of the last private-use plane, which no text has.
             marks = {stop: chr(0x10FF00 + i) for i, stop in enumerate(sorted(self._stops))}
-            marked = _replaced(answer, marks)
+            marked = replaced(answer, marks)
         text = self._render([*known, marked], tools, goes_on=False)
         said = text.removeprefix(before)
         ends = [said.index(stop) + len(stop) for stop in self._stops if stop in said]
@@ -241,6 +244,13 @@ class ChatTemplate(ChatRenderer):
             count -= 1
         return count, len(text)
 
+    def placed(
+        self, token_ids: Sequence[int], images: Sequence[SeenImage], start: int = 0
+    ) -> tuple[PlacedImage, ...]:
+        """Return the places of images among tokens that begin at position `start` of a chat. Raises
+        ValueError where tokens of images belong to none."""
+        return self.placer.placed(token_ids, images, start) if self.placer else ()
+
     def encode(self, text: str) -> list[int]:
         """Return the tokens of text within a chat."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
@@ -267,10 +277,11 @@ def make_template(
     *,
     rule: DriftRule = "new",
     options: Mapping[str, Any] | None = None,
+    placer: ImagePlacer | None = None,
 ) -> ChatTemplate:
     """Return the template of a checkpoint. Raises ConfigError for an option that it does not read."""
     try:
-        return ChatTemplate(tokenizer, stop_token_ids, rule, options)
+        return ChatTemplate(tokenizer, stop_token_ids, rule, options, placer)
     except ValueError as error:
         raise ConfigError(f"{error}.") from error
 
@@ -287,18 +298,6 @@ def _agreement(one: str, other: str) -> int:
     """Return the number of leading characters that two texts share."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _replaced(value: Any, texts: Mapping[str, str]) -> Any:
-    """Return a message, or a part of one, with texts in it replaced."""
-    if isinstance(value, Mapping):
-        return {key: _replaced(each, texts) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_replaced(each, texts) for each in value]
-    if isinstance(value, str):
-        for text, other in texts.items():
-            value = value.replace(text, other)
-    return value
 
 
 def _texts(value: Any) -> Iterator[str]:

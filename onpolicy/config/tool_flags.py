@@ -334,6 +334,10 @@ class EvaluateConfig(SglangArgs):
     """Run Python code that comes with the checkpoint, if transformers does not know its architecture. It
     must be given again even if the run had it."""
 
+    images: bool = False
+    """Read the images of rows and of agents' messages, as --images of a run does. It must be given again
+    even if the run had it."""
+
     true_on_policy_mode: bool = True
     """Aligned operators. With --no-true-on-policy-mode the servers run their stock operators."""
 
@@ -361,6 +365,7 @@ class EvaluateConfig(SglangArgs):
                 hf_checkpoint=hf_checkpoint,
                 dtype=self.dtype,
                 trust_remote_code=self.trust_remote_code,
+                images=self.images,
             ),
             data=groups.DataConfig(**flag_values(self.rows)),
             rollout=groups.RolloutConfig(num_rollout=0, **flag_values(self.sampling)),
@@ -396,6 +401,9 @@ class LookConfig:
     hf_checkpoint: str = ""
     """Checkpoint whose tokenizer counts tokens and whose context limits prompts. Without it lengths are
     in characters."""
+
+    images: bool = False
+    """Read the images of rows, as --images of a run does. It needs --hf-checkpoint."""
 
     rows: LookedAtConfig = field(default_factory=LookedAtConfig)
 

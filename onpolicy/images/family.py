@@ -27,6 +27,9 @@ class ImageFamily:
     end_token: int | None
     """Token that follows an image's tokens; None: the template writes what follows."""
 
+    frame_tokens: tuple[int, ...]
+    """Tokens before and after the marker where a template writes them; empty: none."""
+
     merge_size: int
     """Side of a square of patches that gives one row; 1 where `rows_of_each` counts them."""
 
@@ -48,7 +51,11 @@ class ImageFamily:
         if make is None:
             raise ConfigError(
                 f"{name}: --images: model_type={raw.get('model_type')}, and images have aligned "
+<<<<<<< HEAD
                 f"operators in {', '.join(sorted(_FAMILIES))}. Leave it out to train on text alone."
+=======
+                f"operators in {', '.join(sorted(_FAMILIES))}. Leave --images out to train on text."
+>>>>>>> img-chat
             )
         try:
             return make(raw)
@@ -68,6 +75,7 @@ def _qwen3_vl(raw: Mapping[str, Any]) -> ImageFamily:
         image_token=raw["image_token_id"],
         marker_token=raw["image_token_id"],
         end_token=None,
+        frame_tokens=(raw["vision_start_token_id"], raw["vision_end_token_id"]),
         merge_size=raw["vision_config"].get("spatial_merge_size", 2),
         rows_of_each=None,
         axis_sections=tuple(rope.get("mrope_section", (24, 20, 20))),
@@ -82,6 +90,7 @@ def _gemma3(raw: Mapping[str, Any]) -> ImageFamily:
         image_token=raw.get("image_token_index", raw.get("image_token_id", 262144)),
         marker_token=raw.get("boi_token_index", 255999),
         end_token=raw.get("eoi_token_index", 256000),
+        frame_tokens=(),
         merge_size=1,
         rows_of_each=raw.get("mm_tokens_per_image", 256),
         axis_sections=None,

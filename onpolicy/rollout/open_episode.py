@@ -237,8 +237,12 @@ class OpenEpisode:
         """
         self.failures = [*failures]
         self.past = {each.key: each for each in past}
-        first, prompt_ids = self.past.get(()), self._request.prompt_ids
-        if first is None or [*first.token_ids[: len(prompt_ids)]] != [*prompt_ids]:
+        first, given = (
+            self.past.get(()),
+            Trajectory.begin(self._request.prompt_ids, self._request.images),
+        )
+        begun = first and first.until(len(given.token_ids))
+        if begun is None or (begun.token_ids, begun.images) != (given.token_ids, given.images):
             raise ValueError("branches: none begins with the prompt")
         self._start_over()
 
@@ -399,7 +403,7 @@ def until_stop_string(
     if not (before and stop):
         return part
     nothing = Trajectory.begin(())
-    longest = max(len(rules.tokens_of(text, nothing)) for text in stop)
+    longest = max(len(rules.tokens_of(text, nothing)[0]) for text in stop)
     whole = [*before, *part.response_ids]
     for end in range(len(before) + 1, len(whole) + 1):
         tail = rules.decode(whole[max(end - longest - 1, 0) : end])
@@ -447,6 +451,7 @@ def _require_same(branch: Turns, past: Trajectory, so_far: Trajectory) -> None:
     length = min(len(past.token_ids), len(so_far.token_ids))
     same = past.token_ids[:length] == so_far.token_ids[:length]
     same = same and past.sampled[:length] == so_far.sampled[:length]
+    same = same and past.until(length).images == so_far.until(length).images
     if not (same and past.forks == so_far.forks):
         raise _differs(branch)
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cached_property, partial
 from math import isfinite
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from onpolicy.chat.messages import read_chat, read_tools
+from onpolicy.chat.messages import images_of, read_chat, read_tools
 from onpolicy.chat.rendering import NO_TEMPLATE
 from onpolicy.chat.template import ChatTemplate, make_template, text_ids
 from onpolicy.config.groups import DataConfig, template_options
 from onpolicy.errors import ConfigError, in_one_line
+from onpolicy.images.placing import ImagePlacer, SeenImage
 from onpolicy.rollout import generated_prompts
 from onpolicy.rollout.data_files import Row, read_rows
+from onpolicy.rollout.row_images import FIELDS, RowImages, folder_of, sendable
 from onpolicy.system.hub import data_path
 from onpolicy.types import Prompt
 
@@ -41,8 +44,10 @@ class Read:
 
 EVERYTHING = Read()
 
-MEDIA = ("images", "videos", "audios")
+MEDIA = (*FIELDS, "videos", "audios")
 """Fields of rows in which data sets for models that see or hear give what a prompt refers to."""
+
+ADD_IMAGES = "With --images a gemma3 or qwen3_vl reads images."
 
 ROW_NAMES = {"index", "idx", "id", "uid", "uuid", "row_id", "__index_level_0__"}
 """The fields that only name a row, ignored in the search for duplicates; pandas writes the last."""
@@ -57,6 +62,7 @@ def load_prompts(
     flag: str = "--prompt-data",
     seed: int = 0,
     read: Read = EVERYTHING,
+    placer: ImagePlacer | None = None,
 ) -> list[Prompt]:
     """Load all prompts of a file, or generate them, as `make_prompts` does.
 
@@ -65,7 +71,8 @@ def load_prompts(
     given = tokenizer, max_prompt_len, vocab_size, f"{flag}={path}"
     rows = rows_of(path, config.reasoning_gym_size, seed, flag)
     if not generated_prompts.is_procedural(path):
-        return make_prompts(rows, config, *given, read)
+        folder = folder_of(data_path(path, flag)) if placer else None
+        return make_prompts(rows, config, *given, read, placer, folder)
     made = replace(config, input_key="prompt", label_key="label")
     prompts = make_prompts(rows, made, *given)
     return [replace(prompt, rule="reasoning_gym") for prompt in prompts]
@@ -86,6 +93,8 @@ def make_prompts(
     vocab_size: int | None,
     name: str,
     read: Read = EVERYTHING,
+    placer: ImagePlacer | None = None,
+    folder: Path | None = None,
 ) -> list[Prompt]:
     """Return the prompts of the rows of `name`, in their order, without duplicates.
 
@@ -100,6 +109,8 @@ def make_prompts(
         max_prompt_len=max_prompt_len,
         vocab_size=vocab_size,
         needs_label=read.label,
+        placer=placer,
+        folder=folder,
     )
     prompts: list[Prompt] = []
     seen: set[int] = set()
@@ -123,9 +134,10 @@ def make_prompts(
 
 def identity(prompt: Prompt, with_fields: bool = True) -> int:
     """Return a 128-bit hash of everything that the policy and the reward read: the text with its
-    tools, the label, and `with_fields` all other fields except names of rows."""
+    tools and images, the label, and `with_fields` all other fields except names of rows."""
     fields = {key: _unnamed(value) for key, value in prompt.metadata.items()} if with_fields else {}
-    same = (prompt.text, prompt.label, _ordered(_unnamed(fields)))
+    images = [image.digest for image in prompt.images]
+    same = (prompt.text, images, prompt.label, _ordered(_unnamed(fields)))
     return xxhash.xxh3_128_intdigest(repr(same).encode("utf-8", "surrogatepass"))
 
 
@@ -154,39 +166,63 @@ class RowReader:
     needs_label: bool = True
     """Whether a row without a label is refused; otherwise its label is empty."""
 
+    placer: ImagePlacer | None = None
+    """The places of images; None: a row with images is refused."""
+
+    folder: Path | None = None
+    """The folder of the file, where the paths of images begin; None: there are no paths."""
+
     def read(self, index: int, row: dict[str, Any], where: str) -> Prompt:
         """Return the prompt of a row. Raises ConfigError with `where` if there can be none."""
-        config = self.config
-        if given := [field for field in MEDIA if row.get(field)]:
-            raise ConfigError(
-                f"{where}: has {given[0]}, and a run reads and trains text alone, also of a model that "
-                "sees more. Drop the row, or the field if the prompt makes sense without it."
-            )
+        config, read = self.config, FIELDS if self.placer else ()
+        self._require_readable(row, read, where)
         content = field_of(row, config.input_key, where)
         label = self._label(row, where)
-        text, prompt_ids, messages = self._tokens(content, row, where)
+        try:
+            images = RowImages.of(row, self.placer, self.folder) if self.placer else None
+            text, seen, messages = self._text_of(content, row, images, where)
+            if images is not None:
+                images.end()
+            prompt_ids = self._tokens(text, messages is not None, where)
+            placed = self.placer.placed(prompt_ids, seen) if self.placer else ()
+        except ConfigError:
+            raise
+        except ValueError as error:  # of an image
+            raise ConfigError(f"{where}: {in_one_line(error)}. Correct the row.") from error
         self._require_short(prompt_ids, where)
         return Prompt(
             index=index,
             prompt_ids=prompt_ids,
             label=label,
-            text=text,
+            text=self.placer.shown(text) if self.placer else text,
             metadata={
-                k: v for k, v in row.items() if k not in (config.input_key, config.label_key)
+                k: v for k, v in row.items() if k not in (config.input_key, config.label_key, *read)
             },
-            messages=messages,
+            messages=sendable(messages),
+            images=placed,
         )
 
-    def _tokens(
-        self, content: Any, row: dict[str, Any], where: str
-    ) -> tuple[str, list[int], list[dict[str, Any]] | None]:
-        """Return a prompt's text, its tokens, and the messages of a chat."""
+    def _require_readable(self, row: dict[str, Any], read: Sequence[str], where: str) -> None:
+        if given := [field for field in MEDIA if row.get(field) and field not in read]:
+            kinds = "text and images" if read else "text"
+            raise ConfigError(
+                f"{where}: has {given[0]}, and a run reads and trains {kinds} alone, also of a model "
+                "that sees more. Drop the row, or the field if the prompt makes sense without it."
+                + (f" {ADD_IMAGES}" if given[0] in FIELDS else "")
+            )
+
+    def _text_of(
+        self, content: Any, row: dict[str, Any], images: RowImages | None, where: str
+    ) -> tuple[str, list[SeenImage], list[dict[str, Any]] | None]:
+        """Return a prompt's text, its images, and the messages of a chat."""
         if self.config.apply_chat_template:
-            messages = self._messages(content, where)
-            text, encode = self._opening(messages, row, where), self.template.encode
-        else:
-            messages, text = None, self._text(content, where)
-            encode = partial(text_ids, self.tokenizer)
+            messages = self._messages(content, images, where)
+            return self._opening(messages, row, where), images_of(messages), messages
+        text = self._text(content, where)
+        return (text, [], None) if images is None else (*images.expanded(text), None)
+
+    def _tokens(self, text: str, is_chat: bool, where: str) -> list[int]:
+        encode = self.template.encode if is_chat else partial(text_ids, self.tokenizer)
         try:
             prompt_ids = encode(text)
         except (TypeError, ValueError) as error:  # such as half of a surrogate pair
@@ -195,7 +231,7 @@ class RowReader:
             ) from error
         if not prompt_ids:
             raise ConfigError(f"{where}: prompt={text!r} has no tokens. Drop the row.")
-        return text, prompt_ids, messages
+        return prompt_ids
 
     def _opening(self, messages: list[dict[str, Any]], row: dict[str, Any], where: str) -> str:
         tools = tools_of(row, where)
@@ -217,15 +253,15 @@ class RowReader:
                 "chat_template.jinja to the checkpoint."
             )
         options = template_options(self.config.chat_template_kwargs)
-        return make_template(self.tokenizer, options=options)
+        return make_template(self.tokenizer, options=options, placer=self.placer)
 
-    def _messages(self, content: Any, where: str) -> list[dict[str, Any]]:
+    def _messages(self, content: Any, images: RowImages | None, where: str) -> list[dict[str, Any]]:
         try:
-            return read_chat(content)
+            return read_chat(content, images, images.place if images else "")
         except ValueError as error:
             raise ConfigError(
                 f"{where}: {self.config.input_key}: {error}. Correct the row, or set --input-key to the "
-                "field with the prompt."
+                f"field with the prompt. {'' if images else ADD_IMAGES}".rstrip()
             ) from error
 
     def _text(self, content: Any, where: str) -> str:

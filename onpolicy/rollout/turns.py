@@ -16,7 +16,7 @@ from onpolicy.config.kinds import SMALLEST_TEMPERATURE
 from onpolicy.rollout.failures import ContextExceededError, OnFailure, OtherTokensError
 from onpolicy.rollout.observations import Json, Observations, observation_key
 from onpolicy.rollout.seeds import seed_of_branch
-from onpolicy.trajectory import Completion, FinishReason, Grammar, Trajectory
+from onpolicy.trajectory import Completion, FinishReason, Grammar, PlacedImage, Trajectory
 from onpolicy.types import BranchKey, Request, SamplingParams
 
 
@@ -180,12 +180,19 @@ class Turns:
         )
 
     def append(self, more: str | Sequence[int] | Sequence[Mapping[str, Json]]) -> None:
-        """Append text, tokens, or chat messages to be read. Raises ContextExceededError."""
+        """Append text, tokens, or chat messages to be read, with images in OpenAI's form.
+
+        Raises ContextExceededError, and ValueError for what cannot be read.
+        """
         self._require_quiet()
-        token_ids = self.episode.rules.tokens_of(more, self.trajectory)
+        self.insert(*self.episode.rules.tokens_of(more, self.trajectory))
+
+    def insert(self, token_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> None:
+        """Append tokens, and the images at their places among them. Raises ContextExceededError."""
+        self._require_quiet()
         if len(token_ids) > self.room:
             raise ContextExceededError(self._exceeds(len(token_ids)))
-        self.trajectory = self.trajectory.given(token_ids)
+        self.trajectory = self.trajectory.given(token_ids, images)
 
     def fork(self, length: int | None = None, *, key: str | None = None) -> Turns:
         """Return a branch with the first `length` tokens (default: all), which samples others then.
@@ -293,10 +300,10 @@ def _no_text(token_ids: Sequence[int]) -> str:
 
 def _only_tokens(
     more: str | Sequence[int] | Sequence[Mapping[str, Json]], so_far: Trajectory
-) -> list[int]:
+) -> tuple[list[int], Sequence[PlacedImage]]:
     if isinstance(more, str) or not all(isinstance(token, int) for token in more):
         raise ValueError("this episode has no tokenizer: give token ids")
-    return [*more]
+    return [*more], ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,8 +323,8 @@ class EpisodeRules:
 
     observations: Observations = field(default_factory=Observations)
     decode: Callable[[list[int]], str] = _no_text
-    tokens_of: Callable[..., list[int]] = _only_tokens
-    """(text, token ids or messages; the branch so far) -> token ids to insert."""
+    tokens_of: Callable[..., tuple[list[int], Sequence[PlacedImage]]] = _only_tokens
+    """(text, token ids or messages; the branch so far) -> token ids to insert, and images among them."""
 
     holds_grammars: Callable[[], bool] = lambda: False
     """Whether the engines say what a token was drawn from, without which no answer has a grammar."""

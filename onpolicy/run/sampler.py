@@ -12,10 +12,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from onpolicy.chat.messages import images_of, seen
 from onpolicy.chat.template import make_template
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import template_options
 from onpolicy.errors import AgentError, TrainingError
+from onpolicy.images.placing import SeenImage
 from onpolicy.outputs.samples import FailedAttempt
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.base import SamplingJob
@@ -32,7 +34,7 @@ from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.engine_specs import replays_routing
 from onpolicy.run.launch.inputs import Inputs
 from onpolicy.run.train_samples import has_signal
-from onpolicy.trajectory import Trajectory
+from onpolicy.trajectory import PlacedImage, Trajectory
 from onpolicy.types import Request, Sample, SampleGroup
 
 Metrics = dict[str, float]
@@ -85,25 +87,34 @@ class Sampler:
 
         self._evaluated: Groups = ()
 
-    def _tokens_of(self, more: Any, so_far: Trajectory) -> list[int]:
-        """Return the tokens of a text, of token ids or of chat messages that are appended to an episode.
-        Raises ValueError for anything else, and for messages that do not follow an answer."""
+    def _tokens_of(self, more: Any, so_far: Trajectory) -> tuple[list[int], Sequence[PlacedImage]]:
+        """Return the tokens of a text, of token ids or of chat messages that are appended to an episode,
+        with the places of the messages' images. Raises ValueError for anything else, and for messages
+        that do not follow an answer."""
+        placer, images = self.inputs.placer, list[SeenImage]()
         if isinstance(more, str):
-            return list(self.inputs.tokenizer.encode(more, add_special_tokens=False))
-        if all(isinstance(token, int) for token in more):
-            return [*more]
-        if not all(isinstance(message, Mapping) for message in more):
+            token_ids = list(self.inputs.tokenizer.encode(more, add_special_tokens=False))
+        elif all(isinstance(token, int) for token in more):
+            token_ids = [*more]
+        elif not all(isinstance(message, Mapping) for message in more):
             raise ValueError(f"append({more!r:.80}): must be a text, token ids or chat messages")
-        if not so_far.sampled[-1]:
+        elif not so_far.sampled[-1]:
             raise ValueError(
                 "append: chat messages come after an answer, all at once; append text or token ids here"
             )
-        template = make_template(
-            self.inputs.tokenizer,
-            self.inputs.stop_token_ids,
-            options=template_options(self.config.data.chat_template_kwargs),
-        )
-        return template.after_answer(so_far.token_ids, more)
+        else:
+            see = placer.see if placer else None
+            messages = [{**each, "content": seen(each.get("content"), see)} for each in more]
+            template = make_template(
+                self.inputs.tokenizer,
+                self.inputs.stop_token_ids,
+                options=template_options(self.config.data.chat_template_kwargs),
+                placer=placer,
+            )
+            images = images_of(messages)
+            token_ids = template.after_answer(so_far.token_ids, messages)
+        start = len(so_far.token_ids)
+        return token_ids, placer.placed(token_ids, images, start) if placer else ()
 
     def _open_groups(self) -> OpenGroups:
         rollout = self.config.rollout

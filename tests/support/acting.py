@@ -30,6 +30,7 @@ class SpelledOut:
     """A chat template whose tokens are characters: `role:content|` for each message."""
 
     vocab_size = 0x110000
+    placer = None
 
     def begin(self, messages, tools):
         text = f"tools:{json.dumps(tools)}|" if tools else ""
@@ -44,6 +45,9 @@ class SpelledOut:
         return [ord(character) for character in text]
 
     begin_text = encode
+
+    def placed(self, token_ids, images, start=0):
+        return ()
 
     def _spelled(self, message):
         if message["role"] == "forbidden":

@@ -7,8 +7,20 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Message = Mapping[str, Any]
-"""A message in the form that chat templates read: role, content (text), and maybe
+"""A message in the form that chat templates read: role, content (text, or parts of it and of images,
+whose `image` is an `UnreadImage` until a session reads it), and maybe
 reasoning_content, tool_calls (their arguments are JSON in a string), tool_call_id and name."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadImage:
+    """An image as a client sent it."""
+
+    said: Any
+    """Its part of the message."""
+
+    where: str
+    """The part's name, for messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
-from onpolicy.agents.gateway.calls import Reply
+from onpolicy.agents.gateway.calls import Reply, UnreadImage
 from onpolicy.agents.gateway.refusals import RefusedError, invalid, unsupported
+from onpolicy.chat.messages import IMAGE_PARTS
 from onpolicy.config.kinds import SMALLEST_TEMPERATURE
 from onpolicy.types import SamplingParams
 
@@ -52,6 +53,11 @@ class Fields:
     def pop(self, field: str) -> Any:
         """Return and remove a field's value, whatever it is; None if it is missing."""
         return self._body.pop(field, None)
+
+    @property
+    def left(self) -> dict[str, Any]:
+        """Return the fields that were not taken so far."""
+        return dict(self._body)
 
     def find(self, field: str, kind: type[T]) -> T | None:
         """Return a field's value, None if missing or null. Refuses a value of another type."""
@@ -173,6 +179,27 @@ SET_FOR_ALL = (
 
 CREATED = 0
 """The time in every answer, constant so that a repeated run gives the same bytes."""
+
+
+def content_of(value: Any, where: str, kinds: Sequence[str] = ("text",)) -> str | list[Any]:
+    """Return content: as `text_of` does, or a list of parts if images are among them."""
+    if not isinstance(value, list):
+        return text_of(value, where, kinds)
+    parts = [content_part(Fields(part, f"{where}[{i}]"), kinds) for i, part in enumerate(value)]
+    return joined(parts)
+
+
+def content_part(part: Fields, kinds: Sequence[str] = ("text",)) -> dict[str, Any]:
+    """Return a part of text or of an image in the form of messages."""
+    if part.left.get("type") not in IMAGE_PARTS:
+        return {"type": "text", "text": text_part(part, kinds)}
+    return {"type": "image", "image": UnreadImage(part.left, part.name("type"))}
+
+
+def joined(parts: Sequence[Mapping[str, Any]]) -> str | list[Any]:
+    """Return parts as the content of a message: one text, unless images are among them."""
+    has_images = any(part["type"] == "image" for part in parts)
+    return [*parts] if has_images else "".join(part["text"] for part in parts)
 
 
 def text_of(value: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:

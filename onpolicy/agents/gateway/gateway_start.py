@@ -16,6 +16,7 @@ from onpolicy.agents.gateway.session_rollouter import Agent
 from onpolicy.chat.template import make_template
 from onpolicy.config.groups.agent_flags import GatewayConfig
 from onpolicy.errors import ConfigError
+from onpolicy.images.placing import ImagePlacer
 from onpolicy.system.user_functions import load_function
 
 FLAG = "--custom-agent-function-path"
@@ -60,17 +61,22 @@ def make_gateway(
     tokenizer: PreTrainedTokenizerBase,
     stop_token_ids: Sequence[int],
     options: Mapping[str, Any],
+    placer: ImagePlacer | None = None,
 ) -> Gateway:
     """Return a gateway that listens when the first session is opened.
 
-    options: variables of the chat template. Raises ConfigError for one that it does not read.
+    options: variables of the chat template. placer: of images; None refuses them. Raises ConfigError
+    for an option that the template does not read.
     """
     for client in ("httpx", "httpx2"):  # they log a line for each request
         logging.getLogger(client).setLevel(logging.WARNING)
     # The parsers log a traceback for each answer that is none of theirs.
     logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)
+    rule = config.chat_drift
     rules = SessionRules(
-        template=make_template(tokenizer, stop_token_ids, rule=config.chat_drift, options=options),
+        template=make_template(
+            tokenizer, stop_token_ids, rule=rule, options=options, placer=placer
+        ),
         parser=AnswerParser(
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,

@@ -135,6 +135,6 @@ class Asked:
 
 
 def digest_of(*parts: Any) -> str:
-    """Return 32 hex digits that identify values which JSON can hold."""
-    text = json.dumps(parts, sort_keys=True)
+    """Return 32 hex digits that identify values which JSON can hold, and images that were read."""
+    text = json.dumps(parts, sort_keys=True, default=lambda image: image.digest)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

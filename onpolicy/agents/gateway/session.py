@@ -8,18 +8,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from onpolicy.agents.gateway.calls import Call, Message
+from onpolicy.agents.gateway.calls import Call, Message, UnreadImage
 from onpolicy.agents.gateway.constraints import held_to
 from onpolicy.agents.gateway.known import Asked, KnownTurn, KnownTurns, digest_of
 from onpolicy.agents.gateway.parsing import AnswerParser, make_reply
 from onpolicy.agents.gateway.refusals import RefusedError, invalid, session_is_over
-from onpolicy.chat.messages import exactly, loosely
+from onpolicy.chat.messages import exactly, images_of, loosely, said_of_image, seen
 from onpolicy.chat.template import ChatDriftError, ChatTemplate
+from onpolicy.images.placing import SeenImage
 from onpolicy.rollout.results import order_of
 from onpolicy.rollout.rollouter import ContextExceededError, Turns
+from onpolicy.trajectory import PlacedImage
 
-Place = tuple[KnownTurn | None, int, list[int]]
-"""(the turn that an answer continues, how many of its tokens are kept, the tokens after them)"""
+Place = tuple[KnownTurn | None, int, list[int], Sequence[PlacedImage]]
+"""(the turn that an answer continues, how many of its tokens are kept, the tokens after them, images
+among these)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,7 @@ class Session:
         Raises RefusedError.
         """
         self._require(call)
+        call = self._seen(call)
         digest = digest_of(*call.decisive)
         equal = self._asked[digest]
         asked = [each for each in equal if each.is_left][: call.num_answers]
@@ -170,14 +174,37 @@ class Session:
             message = f"The model {call.model!r} does not exist: there is {name!r} alone."
             raise RefusedError(404, message, code="model_not_found", field="model")
 
+    def _seen(self, call: Call) -> Call:
+        """Return the call with its images read. Raises RefusedError."""
+        placer = self.rules.template.placer
+
+        def see(said: dict[str, Any]) -> SeenImage:
+            unread: UnreadImage = said["image"]
+            if placer is None:
+                kind = unread.said["type"]
+                raise invalid(
+                    unread.where, f"{kind!r}: without --images the policy reads text alone."
+                )
+            try:
+                return placer.see(said_of_image(unread.said))
+            except ValueError as error:
+                raise invalid(unread.where.removesuffix(".type"), f"{error}.") from error
+
+        return replace(
+            call,
+            messages=tuple(
+                {**message, "content": seen(message["content"], see)} for message in call.messages
+            ),
+        )
+
     async def _sample(self, call: Call, digest: str, number: int) -> KnownTurn:
         call = self._with_earlier(call)
         key = f"{digest}.{number}"
-        parent, length, token_ids = self._place(call, await self._before(call), key)
+        parent, length, token_ids, images = self._place(call, await self._before(call), key)
         origin = self.turns if parent is None else parent.turns
         branch = origin.fork(length, key=key)
         try:
-            branch.append(token_ids)
+            branch.insert(token_ids, images)
             if not branch.num_left:
                 raise ContextExceededError("--rollout-max-response-len is used up")
             prompt_ids = branch.trajectory.token_ids
@@ -223,6 +250,7 @@ class Session:
     def count(self, call: Call) -> int:
         """Return the number of tokens of a new chat. Raises RefusedError."""
         self._require_model(call)
+        call = self._seen(call)
         try:
             return len(self.rules.template.begin(call.messages, call.tools))
         except ValueError as error:
@@ -234,8 +262,10 @@ class Session:
         try:
             if call.prompt is not None:
                 return self._place_prompt(call.prompt, before)
+            images = images_of(call.messages)
             if before is None:
-                return None, 0, template.begin(call.messages, call.tools)
+                begun = template.begin(call.messages, call.tools)
+                return None, 0, begun, template.placed(begun, images)
             token_ids, known = before.turns.trajectory.token_ids, before.messages
             given_back = map(exactly, call.messages[: len(known)])
             self.num_loose_matches += [*map(exactly, known)] != [*given_back]
@@ -243,7 +273,9 @@ class Session:
             if more.drift is not None:
                 self.num_drifts += 1
                 self.drifts[key] = str(more.drift)
-            return before, more.kept, more.token_ids
+            kept = before.turns.trajectory.until(more.kept).images
+            placed = template.placed(more.token_ids, images[len(kept) :], more.kept)
+            return before, more.kept, more.token_ids, placed
         except ChatDriftError as error:
             self.num_drifts += 1
             self.refused_drift = error
@@ -253,16 +285,18 @@ class Session:
 
     def _place_prompt(self, prompt: str | tuple[int, ...], before: KnownTurn | None) -> Place:
         length = 0 if before is None else before.num_tokens
+        template = self.rules.template
         if isinstance(prompt, tuple):
-            size = self.rules.template.vocab_size
+            size = template.vocab_size
             if not all(0 <= token < size for token in prompt):
                 raise invalid("prompt", f"a token is not within the model's {size}.")
-            return before, length, list(prompt[length:])
+            token_ids = [*prompt[length:]]
+            return before, length, token_ids, template.placed(token_ids, (), length)
         known = "" if before is None or before.text is None else before.text
         text = prompt.removeprefix(known)
-        template = self.rules.template
         encode = template.begin_text if before is None else template.encode
-        return before, length, encode(text)
+        token_ids = encode(text)
+        return before, length, token_ids, template.placed(token_ids, (), length)
 
 
 def _seen(sampling: asyncio.Task[KnownTurn]) -> None:

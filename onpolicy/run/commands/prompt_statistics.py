@@ -10,9 +10,12 @@ from onpolicy.config.groups import DataConfig, RewardConfig
 from onpolicy.config.groups.reward_flags import RuleName
 from onpolicy.config.tool_flags import LookConfig
 from onpolicy.errors import ConfigError
+from onpolicy.images.placing import ImagePlacer
 from onpolicy.rewards.scorer import Scorer
 from onpolicy.rollout.engine_args import CONTEXT_MARGIN
 from onpolicy.rollout.prompts import RowReader, identity, rows_of
+from onpolicy.rollout.row_images import folder_of
+from onpolicy.system.hub import data_path
 from onpolicy.types import Prompt
 
 QUANTILES = (0, 0.5, 0.9, 0.99, 1)
@@ -74,6 +77,7 @@ def look(config: LookConfig) -> Found:
     file or a checkpoint that cannot be read."""
     found = Found(unit="characters")
     tokenizer: Any = _Characters()
+    placer = None
     if config.hf_checkpoint:
         from onpolicy.models.hf_config import load_config  # imports transformers
         from onpolicy.models.tokenizer import load_tokenizer
@@ -85,10 +89,12 @@ def look(config: LookConfig) -> Found:
         length = fit_length("--rollout-max-response-len", asked, context // 2, hf_config)
         found = Found(unit="tokens", longest=context - CONTEXT_MARGIN - length)
         tokenizer = load_tokenizer(config.hf_checkpoint)
+        placer = ImagePlacer.of(config.hf_checkpoint, tokenizer) if config.images else None
     data, rule = DataConfig(**flag_values(config.rows)), config.rm_type
     reader = RowReader(
-        config=data, tokenizer=tokenizer, max_prompt_len=NO_LIMIT, needs_label=bool(rule)
-    )
+        config=data, tokenizer=tokenizer, max_prompt_len=NO_LIMIT, needs_label=bool(rule),
+        placer=placer, folder=folder_of(data_path(config.file, "FILE")) if placer else None,
+    )  # fmt: skip
     seen: set[int] = set()
     taken: dict[str, Prompt] = {}
     for where, row in rows_of(config.file, data.reasoning_gym_size, 0, "FILE"):
@@ -100,7 +106,9 @@ def look(config: LookConfig) -> Found:
             found.refused.append(str(error))
             continue
         if rule:
-            taken[where] = replace(prompt, prompt_ids=[], text="", metadata={}, messages=None)
+            taken[where] = replace(
+                prompt, prompt_ids=[], text="", metadata={}, messages=None, images=()
+            )
         _add(found, prompt, where, seen)
     if rule:
         found.refused += _refused_labels(taken, rule)

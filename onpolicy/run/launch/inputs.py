@@ -40,6 +40,7 @@ from onpolicy.config.groups.reward_flags import RULES, is_function, weights_of
 from onpolicy.config.secrets import control_key, reveal
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
+from onpolicy.images.placing import ImagePlacer
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.size import size_of
 from onpolicy.models.tokenizer import load_tokenizer
@@ -83,6 +84,9 @@ class Inputs:
     """The evaluation sets by name; the name of a single set may be empty."""
 
     stop_token_ids: tuple[int, ...]
+
+    placer: ImagePlacer | None = None
+    """The places of images; None: without --images."""
 
     replayed: RolloutJournal | None = None
     ladder: Ladder | None = None
@@ -136,6 +140,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     longest_prompt = input_checks.require_context(config, hf_config)
     tokenizer = load_tokenizer(path, trust)
     require_teachers(config, tokenizer)
+    placer = ImagePlacer.of(path, tokenizer) if config.model.images else None
 
     reader = PromptReader(
         config=config,
@@ -143,6 +148,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
         tokenizer=tokenizer,
         vocab_size=hf_config.vocab_size,
         longest=longest_prompt,
+        placer=placer,
     )
     contract, ladder = make_contract(config, hf_config)
     with FlagCheck(rollout_spec(config, hf_config, contract)) as flags:
@@ -164,6 +170,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
             prompts=PromptSource(prompts, config.seed, config.data.shuffle, parts),
             eval_sets=eval_sets,
             stop_token_ids=stop_tokens_of(config, hf_config, tokenizer),
+            placer=placer,
             replayed=input_checks.read_replayed(config, prompts),
         )
         input_checks.require_weights(config, hf_config)
@@ -220,6 +227,8 @@ class PromptReader:
     longest: int
     """The most tokens of a prompt."""
 
+    placer: ImagePlacer | None = None
+
     def read_sources(self) -> list[list[Prompt]]:
         """Return the training prompts of each --prompt-data, or of an environment of verifiers."""
         agent = self.config.agent
@@ -227,7 +236,7 @@ class PromptReader:
             return [self.read(source, "--prompt-data") for source in self.config.data.prompt_data]
         rows, data = environment_rows(agent), DataConfig(apply_chat_template=True)
         given = self.longest, self.vocab_size, f"--environment={agent.environment}"
-        return [make_prompts(rows, data, self.tokenizer, *given)]
+        return [make_prompts(rows, data, self.tokenizer, *given, placer=self.placer)]
 
     def read(
         self, file: str, flag: str, data: DataConfig | None = None, each: EvalSet | None = None
@@ -241,6 +250,7 @@ class PromptReader:
             self.tokenizer,
             *given,
             read=self._read_of_a_row(sources),
+            placer=self.placer,
         )
         if each is not None and each.sources:
             rewards = weights_of(each.rewards)
@@ -311,4 +321,5 @@ def _gateway(config: TrainConfig) -> Gateway:
     tokenizer = load_tokenizer(path, trust)
     stops = stop_tokens_of(config, load_config(path, trust), tokenizer)
     options = template_options(config.data.chat_template_kwargs)
-    return gateway_start.make_gateway(config.agent, tokenizer, stops, options)
+    placer = ImagePlacer.of(path, tokenizer) if config.model.images else None
+    return gateway_start.make_gateway(config.agent, tokenizer, stops, options, placer)

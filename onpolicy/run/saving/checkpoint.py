@@ -129,6 +129,7 @@ def digest_prompts(prompts: Sequence[Prompt]) -> str:
     for prompt in prompts:
         read = (prompt.prompt_ids, prompt.label, prompt.text, prompt.metadata)
         digest.update(repr(read).encode())
+        digest.update("".join(image.digest for image in prompt.images).encode())
     return digest.hexdigest()
 
 

@@ -19,11 +19,11 @@ def given():
     """(what is appended, the branch so far) -> its text."""
     tokenizer = byte_tokenizer(PLAIN)
     stops = (tokenizer.convert_tokens_to_ids(END),)
-    inputs = SimpleNamespace(tokenizer=tokenizer, stop_token_ids=stops)
+    inputs = SimpleNamespace(tokenizer=tokenizer, stop_token_ids=stops, placer=None)
     sampler = SimpleNamespace(inputs=inputs, config=TrainConfig())
 
     def appended(more, so_far):
-        return tokenizer.decode(Sampler._tokens_of(sampler, more, so_far))
+        return tokenizer.decode(Sampler._tokens_of(sampler, more, so_far)[0])
 
     return appended
 

@@ -11,7 +11,10 @@ from onpolicy.agents.gateway.fields import (
     SET_FOR_ALL,
     Fields,
     anthropic_choice,
+    content_of,
+    content_part,
     function_tool,
+    joined,
     text_of,
 )
 from onpolicy.agents.gateway.protocols import Event
@@ -125,17 +128,18 @@ def _of_assistant(blocks: Sequence[Fields]) -> Message:
 
 
 def _of_user(blocks: Sequence[Fields]) -> list[Message]:
-    messages, text = list[Message](), ""
+    messages, parts = list[Message](), list[dict[str, Any]]()
     for block in blocks:
         if (kind := block.need("type", str)) == "tool_result":
-            content = text_of(_without_cache(block.pop("content")), block.name("content"))
+            content = content_of(_without_cache(block.pop("content")), block.name("content"))
             called = block.need("tool_use_id", str)
             messages.append({"role": "tool", "tool_call_id": called, "content": content})
-        elif kind == "text":
-            text += block.need("text", str)
+        elif kind in ("text", "image"):
+            parts.append(content_part(block.with_field("type", kind)))
         else:
             raise block.invalid("type", f"{kind!r}: the policy reads text and tool_result alone.")
-    return [*messages, *([{"role": "user", "content": text}] if text else [])]
+    content = joined(parts)
+    return [*messages, *([{"role": "user", "content": content}] if content else [])]
 
 
 def answer(call: Call, replies: Sequence[Reply]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from onpolicy.agents.gateway.fields import (
     CREATED,
     SET_FOR_ALL,
     Fields,
+    content_of,
     openai_choice,
     schema_in,
     text_of,
@@ -86,7 +87,8 @@ def _read_message(fields: Fields) -> Message:
     if role not in _ROLES:
         raise fields.invalid("role", f"{role!r} is none of {', '.join(_ROLES)}.")
     message: dict[str, Any] = {"role": _ROLES[role]}
-    message["content"] = text_of(fields.pop("content"), fields.name("content"))
+    read_content = text_of if role == "assistant" else content_of
+    message["content"] = read_content(fields.pop("content"), fields.name("content"))
     if name := fields.find("name", str):
         message["name"] = name
     if role == "tool":

@@ -11,6 +11,7 @@ from onpolicy.agents.gateway.fields import (
     CREATED,
     SET_FOR_ALL,
     Fields,
+    content_of,
     function_tool,
     openai_choice,
     schema_in,
@@ -96,12 +97,13 @@ def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
     """Add an item: an answer's reasoning, text and calls are items of one message."""
     match item.take("type", str, "message"):
         case "message":
-            role, content = item.need("role", str), item.pop("content")
-            text = text_of(_texts_alone(content), item.name("content"), _TEXT)
+            role, content = item.need("role", str), _texts_alone(item.pop("content"))
             if role == "assistant":
+                text = text_of(content, item.name("content"), _TEXT)
                 _open_answer(messages)["content"] += text
             elif role in ("system", "developer", "user"):
-                messages.append({"role": "user" if role == "user" else "system", "content": text})
+                said = content_of(content, item.name("content"), _TEXT)
+                messages.append({"role": "user" if role == "user" else "system", "content": said})
             else:
                 raise item.invalid("role", f"{role!r} is no role.")
         case "reasoning":
@@ -114,7 +116,7 @@ def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
             called = {"id": item.need("call_id", str), "type": "function", "function": function}
             _open_answer(messages).setdefault("tool_calls", []).append(called)
         case "function_call_output":
-            output = text_of(item.pop("output"), item.name("output"), _TEXT)
+            output = content_of(item.pop("output"), item.name("output"), _TEXT)
             of_call = item.need("call_id", str)
             messages.append({"role": "tool", "tool_call_id": of_call, "content": output})
         case kind:
@@ -133,9 +135,11 @@ def _texts_alone(content: Any) -> Any:
     """Return content without the annotations and log-probabilities of answers."""
     if not isinstance(content, list):
         return content
-    kept = ("type", "text")
+    left_out = ("annotations", "logprobs")
     return [
-        {name: part[name] for name in kept if name in part} if isinstance(part, dict) else part
+        {name: value for name, value in part.items() if name not in left_out}
+        if isinstance(part, dict)
+        else part
         for part in content
     ]
 
