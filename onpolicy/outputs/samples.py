@@ -1,11 +1,12 @@
 """Samples for people to read: a few from every rollout and evaluation, in the run directory.
 
     samples/rollout_000003.jsonl  samples/eval_000010.jsonl  samples/eval_NAME_000010.jsonl
-    samples/failed_rollout_000003.jsonl  ...
+    samples/failed_rollout_000003.jsonl  ...  samples/images/SHA-256
 
 There is one file per rollout, so that a resumed run replaces the files it repeats. A line is a
 sample: its prompt and response as the model read and sampled them, special tokens included; and
-where its episode has several turns or trajectories, all given and sampled text, in order.
+where its episode has several turns, trajectories or images, all given and sampled text, in order. An
+image is a file of its own, once for a run.
 """
 
 import json
@@ -13,14 +14,16 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
 from onpolicy.errors import visible
+from onpolicy.outputs.sample_images import IMAGES, STAND_IN
 from onpolicy.system import files
 from onpolicy.system.records import Count
-from onpolicy.trajectory import Trajectory
+from onpolicy.trajectory import PlacedImage, Trajectory
 from onpolicy.types import ChosenPrompt, Sample, SampleGroup
 
 MOST_OF_A_PROMPT = 4
@@ -91,7 +94,7 @@ class SampleLog:
         self._write(file, [*islice(records, self._count)])
 
     def _of_attempt(self, file: str, step: int, failed: FailedAttempt) -> list[dict[str, Any]]:
-        said = failed.said or [Trajectory.begin(failed.prompt.prompt_ids)]
+        said = failed.said or [Trajectory.begin(failed.prompt.prompt_ids, failed.prompt.images)]
         samples = [
             Sample(
                 prompt=failed.prompt, sample_index=failed.sample_index, number=i, trajectory=each
@@ -171,10 +174,12 @@ class SampleLog:
         for (is_sampled, _), stretch in groupby(tokens, key=lambda token: token[:2]):
             ids = [token for *_, token in stretch]
             start, end = end, end + len(ids)
-            turn = {"sampled": is_sampled, "text": self._decode(ids), "num_tokens": len(ids)}
+            text = self._text(trajectory, start, end)
+            turn = {"sampled": is_sampled, **text, "num_tokens": len(ids)}
             turns.append(turn | (_times(trajectory, start, end) if is_sampled else {}))
+        has_more = len(turns) > 2 or num_trajectories > 1 or trajectory.images
         found = {
-            "turns": turns if len(turns) > 2 or num_trajectories > 1 else None,
+            "turns": turns if has_more else None,
             "forks": trajectory.forks or None,
             "is_unscored": sample.has_failed or None,
             "token_rewards": sample.token_rewards,
@@ -183,6 +188,29 @@ class SampleLog:
             "info": sample.info or None,
         }
         return {name: value for name, value in found.items() if value is not None}
+
+    def _text(self, trajectory: Trajectory, start: int, end: int) -> dict[str, Any]:
+        """Return the text of a stretch of tokens, and the names of the images' files in it."""
+        parts, names, ids = [], [], trajectory.token_ids
+        for image in trajectory.images:
+            if start <= image.start < end:
+                parts.append(self._decode(ids[start : image.start].tolist()))
+                names.append(self._keep(image))
+                start = image.end
+        parts.append(self._decode(ids[start:end].tolist()))
+        if not names:
+            return {"text": parts[0]}
+        text = STAND_IN.join(part.replace(STAND_IN, r"\ufffc") for part in parts)
+        return {"text": text, "images": names}
+
+    def _keep(self, image: PlacedImage) -> str:
+        """Write an image, unless it is there, and return the name of its file."""
+        name = sha256(image.data).hexdigest()
+        file = self._directory / IMAGES / name
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            files.write(file, image.data)
+        return name
 
 
 def _times(trajectory: Trajectory, start: int, end: int) -> dict[str, Any]:

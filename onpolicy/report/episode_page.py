@@ -6,15 +6,17 @@ to 127.0.0.1 as well, and so can any page in a browser here whose name was made 
 host's own names (jupyter/notebook #3714, spec-kitty/spec-kitty #4769).
 """
 
+import io
 import json
 import re
 import secrets
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import accumulate
+from itertools import accumulate, count
 from math import fsum
 from pathlib import Path
 from statistics import fmean
@@ -22,10 +24,12 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 from annotated_types import Len
-from pydantic import Field
+from PIL import Image
+from pydantic import Field, model_validator
 
 from onpolicy.errors import ConfigError
 from onpolicy.outputs.destinations import write_output
+from onpolicy.outputs.sample_images import IMAGES, STAND_IN
 from onpolicy.report.page import LoggedRun, malformed, page_of
 from onpolicy.system.files import parse_json
 from onpolicy.system.records import Shape
@@ -33,6 +37,12 @@ from onpolicy.system.records import Shape
 Record = dict[str, Any]
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
+
+Name = Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\z")]
+"""An image's SHA-256. A path in its place could lead to the reader's own files."""
+
+KINDS = ("PNG", "JPEG", "WEBP", "GIF")
+"""The formats of images that are shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +53,13 @@ class Turn:
     text: str
     num_tokens: int = 0
     seconds: Annotated[list[Number], Len(2, 2)] | None = None
+    images: list[Name] | None = None
+
+    @model_validator(mode="after")
+    def _require_places(self) -> "Turn":
+        if self.images and (self.sampled or self.text.count(STAND_IN) != len(self.images)):
+            raise ValueError(f"images={len(self.images)}: each must have a place in given text")
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +100,7 @@ FAULTS = re.compile("fault|refused|given_up|drift|error|timeout|timed_out")
 def render(data: Record) -> str:
     """Return the page as HTML."""
     styles, scripts = ("page.css", "episodes.css"), ("elements.js", "episodes.js")
-    return page_of("episodes", styles, scripts, data, connect="; connect-src 'self'")
+    return page_of("episodes", styles, scripts, data, "; connect-src 'self'; img-src data:")
 
 
 def read_episodes(run: str, rollouts: int) -> Record:
@@ -106,8 +123,8 @@ def read_episodes(run: str, rollouts: int) -> Record:
         if times[episode["key"]] > 1:
             episode["key"] += f", time {times[episode['key']]}"
     version = blake2b(json.dumps(found).encode(), digest_size=8).hexdigest()
-    left_out = len(places) - len(kept)
-    return {"run": directory.name, "version": version, "left_out": left_out, "episodes": found}
+    page = {"run": directory.name, "version": version, "left_out": len(places) - len(kept)}
+    return page | {"episodes": found, "images": _images(directory / "samples" / IMAGES, found)}
 
 
 def write_pages(runs: Sequence[LoggedRun], report: Path, rollouts: int) -> dict[str, str]:
@@ -158,6 +175,27 @@ def _lines(file: Path) -> Iterator[Line]:
             raise malformed(file, number, str(error)) from error
 
 
+def _images(folder: Path, episodes: Sequence[Record]) -> dict[str, Record]:
+    """Return each image of the episodes once, by the name of its file."""
+    trajectories = [each for episode in episodes for each in episode["trajectories"]]
+    turns = [turn for each in trajectories for turn in each["turns"]]
+    names = {name for turn in turns for _, name in turn.get("images", [])}
+    return {name: _image(folder / name) for name in sorted(names)}
+
+
+def _image(file: Path) -> Record:
+    """Return an image's size and format in words, and a data URL of one that is shown."""
+    try:
+        data = file.read_bytes()
+        with Image.open(io.BytesIO(data), formats=KINDS) as opened:
+            kind = str(opened.format).replace("MPO", "JPEG")
+            told = f"{opened.width} x {opened.height}, {kind}"
+    except Exception as error:  # Pillow raises many kinds
+        why = getattr(error, "strerror", None) or f"no {', '.join(KINDS)}"
+        return {"told": f"not shown: {why}"}
+    return {"told": told, "url": f"data:image/{kind.lower()};base64,{b64encode(data).decode()}"}
+
+
 def _episode(file: Path, lines: Sequence[Line]) -> Record:
     first = lines[0]
     where = f"{_where(file)} {first.step}"
@@ -206,11 +244,13 @@ def _turns(line: Line, has_branches: bool) -> Iterator[Record]:
     drifts = (line.info or {}).get("gateway/drifts", {})
     key, length = line.forks[-1] if line.forks else (None, None)
     ends = accumulate(turn.num_tokens for turn in turns)
-    start = 0
+    start, numbers = 0, count(1)
     for turn, end, seconds in zip(turns, ends, _durations(turns), strict=True):
         shown: Record = {"sampled": turn.sampled, "text": turn.text}
         if seconds is not None:
             shown["seconds"] = round(seconds, 3)
+        if turn.images:
+            shown["images"] = [[next(numbers), name] for name in turn.images]
         if turn.sampled and tokens:
             shown |= {name: _part(each, start, turn.num_tokens) for name, each in tokens.items()}
             if line.token_rewards:
@@ -288,7 +328,11 @@ def make_server(
                 elif path == "":
                     self._answer(200, "text/html", render(read()))
                 elif path == "data.json":
-                    self._answer(200, "application/json", json.dumps(read()))
+                    data = read()
+                    if self.headers.get("If-None-Match") == data["version"]:
+                        self._answer(304, "application/json", "")
+                    else:
+                        self._answer(200, "application/json", json.dumps(data))
                 else:
                     self._answer(404, "text/plain", "There is the page alone, and data.json.")
             except ConfigError as error:

@@ -8,6 +8,7 @@ const COLUMNS = [["episode", "", (episode) => episode.place], ["reward", "number
   ["trajectories", "number", (episode) => episode.trajectories.length],
   ["faults", "", (episode) => episode.faults.length], ["text", "", (episode) => gist(episode)]];
 const SECONDS_BETWEEN_LOOKS = 3;
+const STAND_IN = "\ufffc"; // in the text of a turn with images, one for each
 const ROWS_AT_ONCE = 100; // the list draws more as it is scrolled
 // What chat templates write before a message, with its role.
 const ROLE = new RegExp([
@@ -145,7 +146,8 @@ function gist(episode) {
   }
   return episode.gist ??= messages(episode.trajectories[0].turns)
     .filter(({ role, text }) => role !== "system" && text.trim())
-    .map(({ text }) => line(text).slice(0, 90)).slice(0, 3).join(" → ");
+    .map(({ turn, text }) => line(turn.images ? text.replaceAll(STAND_IN, "[image]") : text).slice(0, 90))
+    .slice(0, 3).join(" → ");
 }
 
 function listRow(episode) {
@@ -311,6 +313,7 @@ function drawText({ turn, from, start, end, text }, largest) {
 
 /** A stretch of a turn's text: of sampled text the tokens that begin in it. */
 function drawSpan(turn, { from, to }, largest) {
+  if (turn.images) return drawImages(turn, from, to);
   if (!turn.texts) return colourCodes(turn.text.slice(from, to));
   let at = 0;
   return turn.texts.flatMap((text, i) => {
@@ -318,6 +321,23 @@ function drawSpan(turn, { from, to }, largest) {
     at += text.length;
     return begin >= from && begin < to ? [drawToken(turn, text, i, largest)] : [];
   });
+}
+
+/** Given text with its images, each in the place of its stand-in. */
+function drawImages({ text, images }, from, to) {
+  const first = text.slice(0, from).split(STAND_IN).length - 1;
+  return text.slice(from, to).split(STAND_IN).flatMap((part, i) => (
+    [...(i ? [drawImage(...images[first + i - 1])] : []), ...colourCodes(part)]));
+}
+
+/** An image, which a click shows whole; of another format in words. */
+function drawImage(number, name) {
+  const { told, url } = data.images[name], text = `image ${number}, ${told}`;
+  if (!url) return make("span", { class: "mark" }, `[${text}]`);
+  const button = make("button", { class: "image", title: text, "aria-pressed": "false" },
+    make("img", { src: url, alt: text, decoding: "async" }));
+  button.onclick = () => { button.ariaPressed = String(button.ariaPressed !== "true"); };
+  return button;
 }
 
 /** Text that a terminal would colour is marked, and its codes are in the title. */
@@ -379,7 +399,8 @@ function markFound() {
 
 async function look() {
   try {
-    const answer = await fetch("data.json");
+    const answer = await fetch("data.json", { headers: { "If-None-Match": data.version } });
+    if (answer.status === 304) return;
     const found = await answer.json();
     if (found.version !== data.version) {
       data = found;

@@ -5,7 +5,16 @@ import json
 import pytest
 
 from onpolicy.cli.main import main
-from tests.onpolicy.report.test_episode_page import FAILED, given, sample, sampled
+from tests.onpolicy.report.test_episode_page import (
+    FAILED,
+    SVG,
+    asked,
+    encoded,
+    given,
+    keep,
+    sample,
+    sampled,
+)
 from tests.support.browser import count, set_to, texts
 from tests.support.fake_runs import HOSTILE, write_run
 
@@ -182,3 +191,75 @@ def test_the_list_is_sorted_by_its_titles_and_searched_for_text(chats):
     assert count(chats, "tr[data-episode]") == 2
     set_to(chats, '[data-name="text"]', "(not there")
     assert count(chats, "tr[data-episode]") == 0
+
+
+@pytest.fixture
+def pictures(browser, tmp_path):
+    """Opens the page of a run with some episodes and images; returns the milliseconds it took."""
+
+    def open_page(lines, images):
+        directory = write_run(tmp_path / "run", [])
+        keep(directory, *images)
+        file = tmp_path / "run" / "samples" / "rollout_000003.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert main(["episodes", directory, "--output", str(tmp_path / "page.html")]) == 0
+        browser.get((tmp_path / "page.html").as_uri())
+        script = "return performance.getEntriesByType('navigation')[0].loadEventEnd"
+        return browser.execute_script(script)
+
+    yield open_page
+    assert browser.get_log("browser") == []
+
+
+def loaded(browser, selector="#shown img"):
+    """(alternative text, width, height) of each image, as its own bytes have it."""
+    script = (
+        "return Promise.all([...document.querySelectorAll(arguments[0])].map((image) => ("
+        "image.decode().then(() => [image.alt, image.naturalWidth, image.naturalHeight]))))"
+    )
+    return browser.execute_script(script, selector)
+
+
+def test_images_stand_in_their_places_and_a_click_shows_one_whole(browser, pictures):
+    """Elsewhere their bytes were shown as text (langfuse/langfuse #9933)."""
+    chat, small, tall = "<|im_start|>user\n", encoded(), encoded("WEBP", (40, 700))
+    told = [
+        asked(f"{chat}see \ufffc and \ufffc, \\ufffc?<|im_end|>\n", small, tall),
+        sampled("2", 1),
+        asked("<|im_start|>tool\n<tool_response>\ufffc</tool_response>{\ufffc", SVG, small),
+    ]
+    pictures([sample(turns=told)], [small, tall, SVG])
+    assert texts(browser, ".gist") == [r"see [image] and [image], \ufffc?<|im_end|> → 2"
+                                       " → <tool_response>[image]</tool_response>{[image]"]  # fmt: skip
+    assert count(browser, "img") == 0  # made when an episode is shown
+    browser.find_element("css selector", "tr[data-episode]").click()
+    assert loaded(browser) == [
+        ["image 1, 32 x 24, PNG", 32, 24], ["image 2, 40 x 700, WEBP", 40, 700],
+        ["image 4, 32 x 24, PNG", 32, 24],
+    ]  # fmt: skip
+    script = """return [...document.querySelector("#shown .turn").querySelectorAll("span, img")]
+      .map((each) => each.alt ?? each.firstChild.data)"""
+    assert browser.execute_script(script)[:4] == [
+        chat, "see ", "image 1, 32 x 24, PNG", "image 2, 40 x 700, WEBP",
+    ]  # fmt: skip
+    (box,) = browser.find_elements("css selector", ".box")
+    assert "[image 3, not shown: no PNG, JPEG, WEBP, GIF]" in box.text
+    _, button, _ = browser.find_elements("css selector", "#shown button.image")
+    heights = [button.size["height"]]
+    for _ in range(2):
+        button.click()
+        heights.append(button.size["height"])
+    assert heights[0] == heights[2] < 200 and heights[1] >= 700
+
+
+def test_a_thousand_episodes_with_images_of_their_own_are_open_at_once(browser, pictures):
+    images = [encoded(size=(32, 24)) + b"%06d" % i * 4000 for i in range(1000)]  # of 24 kB
+    lines = [
+        sample(prompt_index=i, turns=[asked("\ufffc?", image), sampled("2", 1)])
+        for i, image in enumerate(images)
+    ]
+    took = pictures(lines, images)
+    assert count(browser, "tr[data-episode]") == 100 and count(browser, "img") == 0
+    assert took < 8000  # 2 s on two cores that eight processes shared
+    browser.find_elements("css selector", "tr[data-episode]")[50].click()
+    assert loaded(browser) == [["image 1, 32 x 24, PNG", 32, 24]]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from hashlib import sha256
 
 import pytest
 
@@ -12,7 +13,7 @@ from onpolicy.outputs.samples import (
     FailedAttempt,
     SampleLog,
 )
-from onpolicy.trajectory import Trajectory
+from onpolicy.trajectory import PlacedImage, Trajectory
 from onpolicy.types import LearntTokens, Prompt, Sample, SampleGroup
 from tests.support.samples import answered, make_completion
 
@@ -43,7 +44,7 @@ def log(tmp_path):
 @pytest.fixture
 def files(tmp_path):
     def read():
-        found = sorted((tmp_path / "samples").iterdir())
+        found = sorted((tmp_path / "samples").glob("*.jsonl"))
         lines = [file.read_text(encoding="utf-8").splitlines() for file in found]
         return {f.name: [json.loads(x) for x in text] for f, text in zip(found, lines, strict=True)}
 
@@ -113,6 +114,70 @@ def test_a_sampled_turn_says_when_its_answers_were_asked_for_and_complete(log, f
     ((record,),) = files().values()
     found = [each.get("seconds") for each in record["turns"]]
     assert found == [None, [0.5, 2.0], None, [3.0, 5.0]]
+
+
+def pictured(index, text="<#>1+1="):
+    """A group whose prompt has an image of one token, a `#`."""
+    at = text.index("#")
+    image = PlacedImage(at, at + 1, b"image of %d" % (index % 2), "its pixels")
+    ids = [*map(ord, text)]
+    asked = Prompt(index=index, prompt_ids=ids, label="2", text=text, images=(image,))
+    begun = Trajectory.begin(asked.prompt_ids, asked.images)
+    answer = begun.plus(make_completion([ord("2"), 1], [-0.5] * 2), 1.0)
+    samples = [Sample(prompt=asked, sample_index=i, trajectory=answer) for i in range(8)]
+    return SampleGroup(prompt=asked, samples=samples)
+
+
+def test_an_image_stands_in_its_place_in_the_text_and_is_written_once_for_all_its_samples(
+    log, files, tmp_path
+):
+    """Images in the text made logs of hundreds of megabytes (UKGovernmentBEIS/inspect_ai #224)."""
+    writer = log()
+    writer.write("rollout", 0, [pictured(0), pictured(1), pictured(2)])
+    writer.write("eval", 0, [pictured(0)])
+    names = [sha256(b"image of %d" % i).hexdigest() for i in range(2)]
+    kept = sorted((tmp_path / "samples" / "images").iterdir())
+    assert [file.name for file in kept] == sorted(names)
+    assert {file.read_bytes() for file in kept} == {b"image of 0", b"image of 1"}
+    lines = files()["rollout_000000.jsonl"]
+    asked = {"sampled": False, "text": "<\ufffc>1+1=", "images": [names[0]], "num_tokens": 7}
+    assert lines[0]["turns"] == [asked, turn(True, "2<eos>", 2)]
+    assert [line["turns"][0]["images"] for line in lines] == [
+        [names[i]] for i in (0, 1, 0) for _ in range(4)
+    ]
+
+
+def test_a_character_that_stands_for_an_image_elsewhere_stands_for_none_in_what_somebody_wrote(
+    log, files
+):
+    log().write("rollout", 0, [pictured(0, "\ufffc#\ufffc")])
+    line, *_ = files()["rollout_000000.jsonl"]
+    assert line["turns"][0]["text"] == r"\ufffc" "\ufffc" r"\ufffc"
+    assert line["prompt"] == "\ufffc#\ufffc"
+
+
+def test_images_of_further_turns_stand_in_those_and_of_a_failed_attempt_in_its_prompt(
+    log, tmp_path
+):
+    shown = pictured(0)
+    (first, *_) = shown.samples
+    more = first.trajectory.given([*map(ord, "a#b#")], [
+        PlacedImage(10, 11, b"second", "x"), PlacedImage(12, 13, b"third", "y"),
+    ])  # fmt: skip
+    sample = dataclasses.replace(first, trajectory=more.plus(make_completion([1], [-1.0]), 1.0))
+    writer, attempt = log(), failed(0, said="")
+    writer.write("rollout", 0, [SampleGroup(prompt=shown.prompt, samples=[sample])])
+    writer.write_failed("rollout", 0, [dataclasses.replace(attempt, prompt=shown.prompt, said=[])])
+
+    def turns(name):
+        return json.loads((tmp_path / "samples" / name).read_text())["turns"]
+
+    names = [sha256(data).hexdigest() for data in (b"image of 0", b"second", b"third")]
+    found = [(each["text"], each.get("images")) for each in turns("rollout_000000.jsonl")]
+    assert found == [
+        ("<\ufffc>1+1=", names[:1]), ("2<eos>", None), ("a\ufffcb\ufffc", names[1:]), ("<eos>", None),
+    ]  # fmt: skip
+    assert [each["images"] for each in turns("failed_rollout_000000.jsonl")] == [names[:1]]
 
 
 def test_of_an_episode_all_is_told_that_was_given_and_sampled(log, files):

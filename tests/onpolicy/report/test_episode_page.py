@@ -1,15 +1,20 @@
 """`onpolicy episodes`: what it reads of a run's samples, and a page that is safe and follows the run."""
 
+import base64
 import contextlib
 import functools
+import hashlib
 import http.client
+import io
 import json
+import pathlib
 import re
 import threading
 import urllib.error
 import urllib.request
 
 import pytest
+from PIL import Image
 
 from onpolicy.cli.main import main
 from onpolicy.errors import ConfigError
@@ -116,6 +121,107 @@ def test_a_session_with_one_trajectory_has_no_branches_but_of_a_template_that_re
     assert "writes the past anew" in rewritten["trajectories"][0]["turns"][1]["branch"]
 
 
+def encoded(kind="PNG", size=(32, 24), **options):
+    """The bytes of a red image."""
+    file = io.BytesIO()
+    Image.new("RGB", size, "red").save(file, kind, **options)
+    return file.getvalue()
+
+
+def asked(text, *images):
+    """A given turn whose images are these bytes."""
+    return given(text, 9) | {"images": [hashlib.sha256(data).hexdigest() for data in images]}
+
+
+def keep(directory, *images):
+    """Write images where a run keeps them."""
+    folder = pathlib.Path(directory) / "samples" / "images"
+    folder.mkdir(parents=True, exist_ok=True)
+    for data in images:
+        (folder / hashlib.sha256(data).hexdigest()).write_bytes(data)
+
+
+def test_an_image_is_in_the_page_once_and_each_turn_says_which_of_the_trajectorys_it_is(run):
+    """Each of its uses had its own copy in another's page (liaohch3/claude-tap #194)."""
+    red, other = encoded(), encoded("JPEG", (3, 2))
+    turns = [asked("\ufffc?", red), sampled("2", 1), asked("\ufffc and \ufffc", other, red)]
+    directory = run(*(sample(sample=i, turns=turns) for i in range(8)))
+    keep(directory, red, other)
+    data = read_episodes(directory, 9)
+    names = [hashlib.sha256(each).hexdigest() for each in (red, other)]
+    for episode in data["episodes"]:
+        first, _, last = episode["trajectories"][0]["turns"]
+        assert first["images"] == [[1, names[0]]]
+        assert last["images"] == [[2, names[1]], [3, names[0]]]
+    page = render(data)
+    assert [page.count(base64.b64encode(each).decode()) for each in (red, other)] == [1, 1]
+    assert [data["images"][name]["told"] for name in names] == ["32 x 24, PNG", "3 x 2, JPEG"]
+
+
+def test_a_run_without_images_says_what_it_said_before(run):
+    data = read_episodes(run(sample(), sample(turns=[given("\ufffc", 1), sampled("2", 1)])), 9)
+    assert data["images"] == {} and "images" not in json.dumps(data["episodes"])
+
+
+SHOWN = {
+    "PNG": (encoded(), "image/png"),
+    "JPEG": (encoded("JPEG"), "image/jpeg"),
+    "JPEG of a phone": (encoded("MPO", save_all=True, append_images=[Image.new("L", (9, 9))]),
+                        "image/jpeg"),
+    "WEBP": (encoded("WEBP"), "image/webp"),
+    "GIF": (encoded("GIF"), "image/gif"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+def test_the_four_formats_of_browsers_are_shown(run, kind):
+    data, media_type = SHOWN[kind]
+    directory = run(sample(turns=[asked("\ufffc", data)]))
+    keep(directory, data)
+    (found,) = read_episodes(directory, 9)["images"].values()
+    assert found["url"] == f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+    assert found["told"] == f"32 x 24, {kind.split()[0]}"
+
+
+SVG = b'<svg xmlns="http://www.w3.org/2000/svg" onload="throw 1"><script>throw 2</script></svg>'
+
+
+@pytest.mark.parametrize(
+    "data", [SVG, HOSTILE.encode(), b"", b"\x89PNG\r\n\x1a\n", encoded("TIFF"), encoded("BMP")]
+)
+def test_what_is_none_of_them_is_told_in_words_and_its_bytes_are_not_in_the_page(run, data):
+    """A drawing with scripts ran them in another's page (scaraude/home-automation-rs #30)."""
+    directory = run(sample(turns=[asked("\ufffc", data)]))
+    keep(directory, data)
+    (found,) = read_episodes(directory, 9)["images"].values()
+    assert found == {"told": "not shown: no PNG, JPEG, WEBP, GIF"}
+
+
+def test_an_image_whose_file_is_gone_is_told_in_words(run):
+    directory = run(sample(turns=[asked("\ufffc", b"gone")]))
+    (found,) = read_episodes(directory, 9)["images"].values()
+    assert found == {"told": "not shown: No such file or directory"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"images": ["../../../private.png"]},
+        {"images": ["/private.png"]},
+        {"images": ["a" * 64 + "\n"]},
+        {"images": ["a" * 64] * 2},
+        {"sampled": True},
+    ],
+)
+def test_images_without_places_and_the_readers_own_files_are_refused(run, changes):
+    """A run may come from somebody who would like a file to be in the page that is handed on."""
+    turn = {**asked("\ufffc", b""), **changes}
+    directory = run(sample(turns=[turn]))
+    (pathlib.Path(directory).parent / "private.png").write_bytes(encoded())
+    with pytest.raises(ConfigError, match=r"turns.0.*: .*Mend or delete the line"):
+        read_episodes(directory, 9)
+
+
 def test_two_episodes_never_share_the_key_that_links_to_one_of_them(run):
     found = episodes(run(sample(), sample(reward=0.0), sample(sample=1)))
     assert [each["key"].removeprefix("rollout 3, prompt 7, ") for each in found] == [
@@ -216,8 +322,13 @@ def test_a_served_page_follows_the_run(run):
                 assert "onpolicy episodes" in answer.read().decode()
             before = data()
             assert data()["version"] == before["version"]
+            known = {"If-None-Match": before["version"]}
+            again = urllib.request.Request(f"{address}data.json", headers=known)
+            with pytest.raises(urllib.error.HTTPError, match="304"):
+                urllib.request.urlopen(again)
             run(sample(step=4), name="rollout_000004")
             assert len(data()["episodes"]) == 2 and data()["version"] != before["version"]
+            assert urllib.request.urlopen(again).status == 200
             with pytest.raises(urllib.error.HTTPError, match="404"):
                 urllib.request.urlopen(f"{address}samples")
             with pytest.raises(ConfigError, match=f"--port={server.server_port}: cannot be"):
