@@ -51,11 +51,7 @@ class ImageFamily:
         if make is None:
             raise ConfigError(
                 f"{name}: --images: model_type={raw.get('model_type')}, and images have aligned "
-<<<<<<< HEAD
                 f"operators in {', '.join(sorted(_FAMILIES))}. Leave it out to train on text alone."
-=======
-                f"operators in {', '.join(sorted(_FAMILIES))}. Leave --images out to train on text."
->>>>>>> img-chat
             )
         try:
             return make(raw)

@@ -21,11 +21,7 @@ import requests
 from numpy.typing import NDArray
 
 from onpolicy.errors import ContractError, EngineError
-<<<<<<< HEAD
 from onpolicy.images.placed import values_of
-=======
-from onpolicy.images.placed import digest_of, values_of
->>>>>>> img-chat
 from onpolicy.system.number_arrays import Floats, Ints
 from onpolicy.system.proxies import ask
 from onpolicy.trajectory import UNPUSHED, Completion, FinishReason, Span

@@ -16,7 +16,7 @@ from onpolicy.rollout.client import _payload
 from onpolicy.run.commands.verification import passes, verify
 from onpolicy.types import Request, SamplingParams
 from tests.support.engines_fixture import make_engines, running
-from tests.support.seeing import prompt_with
+from tests.support.seeing_policies import prompt_with
 from tests.support.tiny_images import make_image_checkpoint
 
 pytestmark = pytest.mark.engine

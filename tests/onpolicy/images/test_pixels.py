@@ -12,7 +12,7 @@ from onpolicy.errors import ConfigError
 from onpolicy.images import pixels
 from onpolicy.images.pixels import PixelReader, decoded
 from onpolicy.trajectory import PlacedImage
-from tests.support.seeing import FAMILIES
+from tests.support.seeing_policies import FAMILIES
 from tests.support.tiny_images import encoded_image, write_image_checkpoint_files
 
 

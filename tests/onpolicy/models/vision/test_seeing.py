@@ -13,7 +13,7 @@ from onpolicy.errors import ContractError
 from onpolicy.images.pixels import PixelReader
 from onpolicy.models.vision import seeing
 from onpolicy.models.vision.seeing import SequencePart, sight_of
-from tests.support.seeing import FAMILIES, log_probs, packed, prompt_with, seeing_policy
+from tests.support.seeing_policies import FAMILIES, log_probs, packed, prompt_with, seeing_policy
 from tests.support.tiny_images import make_image_checkpoint
 
 
