@@ -26,7 +26,7 @@ def make_prompts(config: VerifyConfig, vocab_size: int, longest: int) -> list[Pr
         return next(t for t in iter(lambda: rng.randrange(vocab_size), None) if t not in special)
 
     shared = [draw() for _ in range(longest // 2)]
-    prompts = []
+    prompts: list[Prompt] = []
     for i in range(config.num_prompts):
         prefix = shared[: rng.randrange(len(shared))]
         # The first prompt has the full length, so that one takes all prefill chunks.
