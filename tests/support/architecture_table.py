@@ -15,8 +15,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from onpolicy.errors import ConfigError
+from onpolicy.models.text_part import WHOLE_MODELS
 from tests.support.forked_processes import forked_processes
-from tests.support.published import FILES, make_published
+from tests.support.published import FILES, make_published, published
 from tests.support.tiny import ALL_ARCHITECTURES, make_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -30,15 +31,21 @@ COLUMNS = {
     "tensor-parallel 2": TP,
     "Megatron": ("--train-backend", "megatron", "--dtype", "float32", "--temperature", "0.7"),
     "LoRA": ("--lora-rank", "4", "--dtype", "float32", "--temperature", "0.7"),
+    "images": ("--images", "--dtype", "bfloat16", "--num-prompts", "12", "--max-new-tokens", "6"),
 }
 """What each column adds to the command."""
 
+TEXT_COLUMNS = [column for column in COLUMNS if column != "images"]
 PUBLISHED_COLUMNS = ("float32", "bfloat16")
 """Those of the checkpoints as published."""
 
+SEEING = [name for name in FILES if published(name).get("model_type") in WHOLE_MODELS]
+"""Published checkpoints with a vision tower, which have a table of their own."""
+
 CELLS = [
-    *((architecture, column) for column in COLUMNS for architecture in ALL_ARCHITECTURES),
+    *((architecture, column) for column in TEXT_COLUMNS for architecture in ALL_ARCHITECTURES),
     *((name, column) for column in PUBLISHED_COLUMNS for name in FILES),
+    *((name, "images") for name in SEEING),
 ]
 """Every cell of the page."""
 
@@ -79,6 +86,15 @@ These are checkpoints as their publishers ship them, shrunk: `tests/support/publ
 config.json of each, with its keys, scaling, windows, code and quantisation, and the weights are in
 several files. Checkpoints with LongRoPE ran with their long factors; of models that also see images
 [the text part](published.md#models-that-also-see-images) ran.
+"""
+
+SEEING_HEAD = """
+## With images
+
+Of these the whole was published, with a vision tower. `bfloat16` is text alone, as above;
+`images` is `onpolicy verify --images`: three of four prompts have one or two pictures of random size
+among their tokens, some share them, and the step trains the tower too ([images](images.md)). FSDP2
+trains them; Megatron and tensor parallelism are refused with `--images`.
 """
 
 REFUSALS_HEAD = """
@@ -140,11 +156,13 @@ def write_down(architecture, column, cell):
 
 
 def page(results):
-    saved = _table("architecture", ALL_ARCHITECTURES, COLUMNS, results)
-    published = _table("checkpoint", FILES, PUBLISHED_COLUMNS, results)
+    saved = _table("architecture", ALL_ARCHITECTURES, TEXT_COLUMNS, results)
+    shrunk = _table("checkpoint", FILES, PUBLISHED_COLUMNS, results)
+    seeing = _table("checkpoint", SEEING, ("bfloat16", "images"), results)
     reasons = list(_reasons(results))
     refusals = [REFUSALS_HEAD, *reasons] if reasons else []
-    return "\n".join([HEAD, *saved, PUBLISHED_HEAD, *published, *refusals, ""])
+    tables = [HEAD, *saved, PUBLISHED_HEAD, *shrunk, SEEING_HEAD, *seeing]
+    return "\n".join([*tables, *refusals, ""])
 
 
 def _table(kind, names, columns, results):

@@ -49,6 +49,17 @@ def published(name):
     return raw
 
 
+PROCESSORS = {
+    "qwen3_vl": {
+        "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 4,
+        "temporal_patch_size": 2, "merge_size": 2,
+        "size": {"shortest_edge": 64, "longest_edge": 1024},
+    },
+    "gemma3": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 56, "width": 56}},
+}  # fmt: skip
+"""The preprocessor_config.json of shrunk checkpoints that see images, by model_type."""
+
+
 def make_published(directory, name, *, dequantized=False, **changes):
     """Write a checkpoint with float32 weights; `changes` go into its config.json.
 
@@ -68,6 +79,8 @@ def make_published(directory, name, *, dequantized=False, **changes):
             torch.nn.init.normal_(tensor, std=0.15)
     model.save_pretrained(directory, max_shard_size="100KB")
     make_padded_tokenizer().save_pretrained(directory)
+    if processor := PROCESSORS.get(raw.get("model_type")):
+        (directory / "preprocessor_config.json").write_text(json.dumps(processor))
     write_config(directory, raw)
     return directory
 
