@@ -2,15 +2,18 @@
 
 import dataclasses
 import io
+import json
 
 import numpy as np
 import pytest
 import requests
 import torch
 from PIL import Image
+from transformers import AutoModelForImageTextToText
 
 from onpolicy.config.groups import LoraConfig, ModelConfig
 from onpolicy.config.tool_flags import VerifyConfig
+from onpolicy.models.weight_files import CheckpointReader
 from onpolicy.parity import compare_log_probs
 from onpolicy.rollout.client import _payload
 from onpolicy.run.commands.verification import passes, verify
@@ -18,6 +21,7 @@ from onpolicy.types import Request, SamplingParams
 from tests.support.engines_fixture import make_engines, running
 from tests.support.seeing_policies import prompt_with
 from tests.support.tiny_images import make_image_checkpoint
+from tests.support.train_runs import finish, metrics_of, start_train
 
 pytestmark = pytest.mark.engine
 
@@ -133,3 +137,40 @@ def test_requests_whose_images_are_not_what_they_say_are_refused(engines):
         answer = requests.post(url, json=body, headers=client.headers, timeout=60)
         assert answer.status_code == 400 and message in answer.text
     assert engines.generate([good])[0].response_ids  # and it still serves
+
+
+@pytest.mark.runs
+def test_a_run_trains_the_tower_saves_the_whole_model_and_resumes(tmp_path):
+    """Rows name pictures beside them, as files; the last save loads as the whole model."""
+    path = make_image_checkpoint(tmp_path / "model", "qwen3_vl")
+    data = tmp_path / "data.jsonl"
+    with data.open("w") as rows:
+        for number in range(6):
+            (tmp_path / f"{number}.png").write_bytes(picture(number, (24, 16)))
+            chat = [{"role": "user", "content": f"<image>Say {number}"}]
+            row = {"prompt": chat, "images": [f"{number}.png"], "label": str(number)}
+            rows.write(json.dumps(row) + "\n")
+    flags = (
+        *("--images", "--apply-chat-template", "--save", str(tmp_path / "save")),
+        *("--save-interval", "1", "--num-rollout"),
+    )
+    for rollouts in ("1", "2"):
+        load = ("--load", str(tmp_path / "save")) if rollouts == "2" else ()
+        finish(start_train(path, data, tmp_path, *flags, rollouts, *load))
+    records = metrics_of(tmp_path)
+    assert [r["parity/num_mismatched_tokens"] for r in records] == [0, 0]
+    assert all(r["parity/num_compared_tokens"] > 20 for r in records)
+    saves = [tmp_path / "save" / f"step_00000{n}" / "hf" for n in (1, 2)]
+    whole, info = AutoModelForImageTextToText.from_pretrained(saves[1], output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    before, first, last = (CheckpointReader(each) for each in (path, *saves))
+    assert before.tower.keys() == first.tower.keys() == last.tower.keys()
+    changed = [
+        name
+        for name in before.tower
+        if not torch.equal(before.read(name, ()), first.read(name, ()))
+        and not torch.equal(first.read(name, ()), last.read(name, ()))
+    ]
+    assert len(changed) > len(before.tower) / 2
+    name = "model.tower.visual.merger.linear_fc2.weight"
+    assert torch.equal(whole.model.visual.merger.linear_fc2.weight, last.read(name, ()))
