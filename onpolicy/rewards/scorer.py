@@ -251,7 +251,7 @@ def _made_up(prompt: Prompt, sample_index: int) -> Sample:
     return Sample(
         prompt=prompt,
         sample_index=sample_index,
-        trajectory=Trajectory.begin(prompt.prompt_ids).plus(
+        trajectory=Trajectory.begin(prompt.prompt_ids, prompt.images).plus(
             Completion(
                 response_ids=Ints(prompt.prompt_ids[-1:]),
                 rollout_log_probs=Floats([-1.0]),

@@ -63,6 +63,8 @@ class Draws:
     """Answers what episodes ask for, in an order of its own, by a function of the tokens and the seed;
     with luck one of `words`."""
 
+    stop = STOP
+
     def __init__(self, words=(), order=None):
         self.words, self.order = list(words), order or random.Random(0)
         self.positions = {}
@@ -84,6 +86,9 @@ class Draws:
             [*self.words, "".join(chance.choices("abc xyz", k=chance.randint(0, 6)))]
         )
 
+    def encode(self, text):
+        return [*map(ord, text)]
+
     def _answer(self, branch, ask):
         if ask is None or branch.ask is not ask:
             return
@@ -93,7 +98,7 @@ class Draws:
             repr((request.prompt_ids, request.sampling_seed)).encode()
         ).digest()
         chance = random.Random(digest)
-        token_ids = [*map(ord, self.text(chance)), STOP][: request.params.max_new_tokens]
+        token_ids = [*self.encode(self.text(chance)), self.stop][: request.params.max_new_tokens]
         log_probs = [-float(np.float32(chance.random())) for _ in token_ids]
         for stop in request.params.stop:
             if (at := decode(token_ids).find(stop)) >= 0:
@@ -102,7 +107,7 @@ class Draws:
         for position, drawn_here in enumerate(zip(token_ids, log_probs, strict=True), begins):
             assert (branch.key, position) not in self.positions
             self.positions[branch.key, position] = drawn_here
-        is_cut = token_ids[-1] != STOP and not any(
+        is_cut = token_ids[-1] != self.stop and not any(
             map(decode(token_ids).endswith, request.params.stop)
         )
         branch.episode.add(
@@ -138,8 +143,9 @@ class Acts(Rollouter):
 
 
 def begin(
-    rollouter, draws, *, seed=3, params=PARAMS, max_context_len=100_000, prompt=PROMPT, **more
-):
+    rollouter, draws, *, seed=3, params=PARAMS, max_context_len=100_000, prompt=PROMPT,
+    decode=decode, **more
+):  # fmt: skip
     """An episode under way; `more` of its rules."""
     request = Request(prompt_ids=prompt.prompt_ids, sampling_seed=seed, params=params)
     rules = EpisodeRules(max_context_len=max_context_len, decode=decode, **more)
