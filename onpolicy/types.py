@@ -36,13 +36,14 @@ class Prompt:
     """Reference answer. Example: '42'"""
 
     text: str
-    """The prompt's text, as tokenised. Example: '6 * 7 ='"""
+    """The prompt's text, as tokenised, but with one token for each image. Example: '6 * 7 ='"""
 
     metadata: dict[str, Any] = field(default_factory=dict)
     """The row's other fields."""
 
     messages: list[dict[str, Any]] | None = None
-    """Messages that the chat template was applied to; None: the prompt was text."""
+    """Messages that the chat template was applied to, with images as data URLs in OpenAI's form, so that
+    clients can send them; None: the prompt was text."""
 
     images: tuple[PlacedImage, ...] = ()
     """Images among the prompt's tokens, in order."""

@@ -15,6 +15,8 @@ def main(argv: Sequence[str]) -> int:
     require_ranges(config)
     if not config.file:
         raise ConfigError("FILE is missing. Give the path of prompts.")
+    if config.images and not config.hf_checkpoint:
+        raise ConfigError("--images: a checkpoint's processor reads them. Add --hf-checkpoint DIR.")
     if config.rows.apply_chat_template and not config.hf_checkpoint:
         raise ConfigError(
             "--apply-chat-template: the template is the tokenizer's. Add --hf-checkpoint DIR."

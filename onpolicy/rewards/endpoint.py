@@ -16,7 +16,6 @@ from typing import Any
 
 import aiohttp
 
-from onpolicy.chat.messages import text_of
 from onpolicy.config.groups import RewardConfig
 from onpolicy.config.secrets import reveal
 from onpolicy.errors import ConfigError, in_one_line
@@ -266,10 +265,17 @@ def _words(message: Mapping[str, Any]) -> str:
     """Return the content of a message, and a line for each tool that it calls."""
     calls = [call.get("function") or call for call in message.get("tool_calls") or ()]
     lines = [
-        text_of(message.get("content")) or "",
+        _text(message.get("content")),
         *(f"calls {call.get('name')} {_json(call)}" for call in calls),
     ]
     return "\n".join(filter(None, lines))
+
+
+def _text(content: Any) -> str:
+    """Return content as text, in which an image is `<image>`."""
+    if not isinstance(content, list):
+        return content or ""
+    return "".join(part["text"] if part["type"] == "text" else "<image>" for part in content)
 
 
 def _json(call: Mapping[str, Any]) -> str:

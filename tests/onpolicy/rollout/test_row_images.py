@@ -9,8 +9,11 @@ import pytest
 
 from onpolicy.config.groups import DataConfig
 from onpolicy.errors import ConfigError
+from onpolicy.rewards.endpoint import words_of
 from onpolicy.rollout.prompts import identity, load_prompts
 from onpolicy.run.saving.checkpoint import digest_prompts
+from onpolicy.types import Sample
+from tests.support.samples import answered, make_completion
 from tests.support.seeing import BLUE, KINDS, RED, checkpoint, processed, url_of
 
 ASKED = [{"role": "user", "content": "<image>What is it?"}]
@@ -156,3 +159,10 @@ def test_without_images_a_row_with_some_is_refused_and_told_of_the_flag(load, gi
         ConfigError, match=r"reads (and trains )?text alone.*With --images a gemma3 or"
     ):
         load(given, sees=False)
+
+
+def test_a_judge_reads_where_an_image_stands(load):
+    (prompt,) = load(row(["red.png"], [{"role": "user", "content": "See <image> well."}]))
+    trajectory = answered(prompt, make_completion([5], [-1.0]))
+    words = words_of(Sample(prompt=prompt, sample_index=0, trajectory=trajectory))
+    assert words["prompt"] == words["question"] == "See <image> well."

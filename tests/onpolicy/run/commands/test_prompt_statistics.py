@@ -3,10 +3,12 @@ import subprocess
 import sys
 
 import pytest
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from onpolicy.cli.main import main
 from tests.support.chat_tokenizers import PLAIN, byte_tokenizer
 from tests.support.tiny import make_checkpoint
+from tests.support.tiny_images import encoded_image, write_image_checkpoint_files
 
 LONG = "a" * 300
 ROWS = [
@@ -50,6 +52,26 @@ def test_a_checkpoint_says_which_are_too_long_and_what_its_template_makes(capsys
     assert said["too long"].startswith("1 of more than ")
     assert said["too long"].endswith(f"the first FILE={file}:5")
     assert "1+1<|im_end|>" in said["row 1"]
+
+
+def test_images_are_counted_in_tokens_and_refused_without_the_flag(capsys, tmp_path):
+    checkpoint = write_image_checkpoint_files(tmp_path / "model", "qwen3_vl")
+    written = (checkpoint / "config.json").read_text()
+    config = AutoConfig.from_pretrained(checkpoint)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(checkpoint)
+    (checkpoint / "config.json").write_text(written)
+    (tmp_path / "red.png").write_bytes(encoded_image(size=(64, 64)))
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "<image>?", "images": ["red.png"], "label": "x"}\n')
+    argv = ["data", str(path), "--hf-checkpoint", str(checkpoint)]
+    assert main([*argv, "--images"]) == 0
+    said = lines(capsys)
+    assert said["tokens"].startswith("min 19 ")  # 16 of the image, one on either side, "?"
+    assert said["row 1"] == "'<|vision_start|><|image_pad|><|vision_end|>?'"
+    assert main(argv) == 1
+    assert "With --images a gemma3 or qwen3_vl" in lines(capsys)["1"]
+    assert main(["data", str(path), "--images"]) == 2
+    assert "Add --hf-checkpoint" in capsys.readouterr().err
 
 
 def test_of_rows_that_are_all_refused_none_is_shown_as_read(capsys, tmp_path):
