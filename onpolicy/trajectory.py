@@ -14,6 +14,7 @@ from annotated_types import Ge, Gt, Le
 from numpy.typing import NDArray
 from pydantic import model_validator
 
+from onpolicy.images.placed import PlacedImage
 from onpolicy.system.number_arrays import Doubles, Flags, Floats, Ints, Numbers
 from onpolicy.system.records import Count, written_as
 
@@ -125,29 +126,6 @@ class Completion:
             likeliest=self.likeliest[:count],
             spans=tuple(spans),
         )
-
-
-def _read_bytes(written: str, _: Any) -> bytes:
-    return base64.b64decode(written, validate=True)
-
-
-@dataclass(slots=True, frozen=True)
-class PlacedImage:
-    """An image among the tokens of a sequence."""
-
-    start: Count
-    """Index of the first token that stands for it."""
-
-    end: Count
-    """Index after the last one."""
-
-    data: Annotated[
-        bytes, written_as(str, lambda data: base64.b64encode(data).decode(), _read_bytes)
-    ] = field(repr=False)
-    """The encoded image, as it was given."""
-
-    digest: str
-    """SHA-256 of its pixels (`images/pixels.py`), by which processes compare them."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

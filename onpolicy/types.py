@@ -13,9 +13,10 @@ import numpy as np
 from annotated_types import Ge
 from pydantic import Field, model_validator
 
+from onpolicy.images.placed import PlacedImage
 from onpolicy.system.number_arrays import Ints
 from onpolicy.system.records import Count, written_as
-from onpolicy.trajectory import FinishReason, Grammar, PlacedImage, Trajectory
+from onpolicy.trajectory import FinishReason, Grammar, Trajectory
 
 Term = Literal["objective", "kl_loss", "opd_kl", "entropy"]
 """A term of the policy's loss: the objective, or another with a coefficient flag of its own:

@@ -27,11 +27,10 @@ from torch import Tensor, nn
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ContractError
 from onpolicy.images.pixels import PixelReader
-from onpolicy.images.placed import digest_of, image_of
+from onpolicy.images.placed import PlacedImage, digest_of, image_of
 from onpolicy.models.vision.image_attention import BlockAttention
 from onpolicy.models.vision.seeing import SequencePart, Sight, add_sight, sight_of
 from onpolicy.ops import Operators, ScoreRule
-from onpolicy.trajectory import PlacedImage
 from sglang_patches import registry
 from sglang_patches.engine_ranks import num_ranks
 

@@ -111,10 +111,8 @@ class Worker:
 
     async def _roll_out(self, message: Message) -> None:
         number, prompt = message["episode"], message["prompt"]
-        trajectory, most = (
-            Trajectory.begin(prompt.prompt_ids, prompt.images),
-            message["max_context_len"],
-        )
+        trajectory = Trajectory.begin(prompt.prompt_ids, prompt.images)
+        most = message["max_context_len"]
         turns = RemoteTurns(self, number, 0, message["request"], trajectory, (), most)
         assert self._function is not None
         try:

@@ -26,10 +26,10 @@ from typing import Any
 from onpolicy.agents.worker_messages import ERRORS, Message, Parser, from_run
 from onpolicy.config.groups.agent_flags import AgentConfig, has_programs, has_workers
 from onpolicy.errors import AgentError, ConfigError, in_one_line
+from onpolicy.images.placed import PlacedImage
 from onpolicy.rollout.rollouter import Episode, Rollouter
 from onpolicy.rollout.turns import Turns
 from onpolicy.system import guard
-from onpolicy.trajectory import PlacedImage
 from onpolicy.types import Prompt
 
 logger = logging.getLogger(__name__)

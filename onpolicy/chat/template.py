@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from onpolicy.chat.messages import Message, names_called, replaced
 from onpolicy.chat.rendering import ChatRenderer
 from onpolicy.errors import ConfigError
+from onpolicy.images.placed import PlacedImage
 from onpolicy.images.placing import ImagePlacer, SeenImage
-from onpolicy.trajectory import PlacedImage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -33,11 +33,11 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import VARIABLES, NumericsContract
 from onpolicy.errors import ConfigError, ContractError, OnPolicyError, TrainerLostError
+from onpolicy.images.placed import PlacedImage
 from onpolicy.system.network import LOOPBACK
 from onpolicy.training.base import Rescored, Trainer, TrainerMemory
 from onpolicy.training.policy_trainer import PolicyTrainer
 from onpolicy.training.shares import Outcomes, make_shares
-from onpolicy.trajectory import PlacedImage
 from onpolicy.types import Sample, TrainOutcome
 from onpolicy.weights.push import Engine
 

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.images.family import ImageFamily
-from onpolicy.trajectory import PlacedImage
+from onpolicy.images.placed import PlacedImage
 
 MOST_PIXELS = 1 << 26
 """The most pixels of an encoded image; a small file can claim many more."""
 
-_MOST_KEPT = 256
+MOST_KEPT = 1 << 26
+"""The most numbers of pixels that a reader keeps for the next call with the same image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +54,13 @@ class PixelReader:
     def __call__(self, data: bytes) -> Pixels:
         """Return the pixels of an encoded image. Raise ValueError for one that cannot be read."""
         key = hashlib.sha256(data).digest()
-        if key not in self._kept:
-            self._kept[key] = self._read(data)
-            if len(self._kept) > _MOST_KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        return self._kept[key]
+        found = self._kept.pop(key, None) or self._read(data)
+        self._kept[key] = found
+        while (
+            sum(x.values.numel() for x in self._kept.values()) > MOST_KEPT and len(self._kept) > 1
+        ):
+            self._kept.popitem(last=False)
+        return found
 
     def checked(self, image: PlacedImage) -> Pixels:
         """Return the pixels of a placed image. Raise ValueError unless they are those that it was placed
@@ -117,9 +119,15 @@ def _processor(directory: str | Path, flag: str) -> Any:
     from transformers import AutoImageProcessor
 
     try:
-        return AutoImageProcessor.from_pretrained(directory, backend="pil", local_files_only=True)
+        found = AutoImageProcessor.from_pretrained(directory, backend="pil", local_files_only=True)
     except Exception as error:  # transformers raises many kinds
         raise ConfigError(
             f"{flag}={directory}: --images: no image processor ({in_one_line(error)}). Put the "
             "checkpoint's preprocessor_config.json there."
         ) from error
+    if getattr(found, "do_pan_and_scan", None):
+        raise ConfigError(
+            f"{flag}={directory}: do_pan_and_scan=true in preprocessor_config.json makes several "
+            "pictures of one, and an image has one place here. Set it to false."
+        )
+    return found

@@ -1,13 +1,40 @@
-"""Placed images as they travel with a request to an engine."""
+"""Images among the tokens of a sequence, and as they travel with a request to an engine."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
-from onpolicy.system.records import Shape
-from onpolicy.trajectory import PlacedImage
+from onpolicy.system.records import Count, Shape, written_as
+
+
+def _write(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _read(written: str, _: Any) -> bytes:
+    return base64.b64decode(written, validate=True)
+
+
+@dataclass(slots=True, frozen=True)
+class PlacedImage:
+    """An image among the tokens of a sequence."""
+
+    start: Count
+    """Index of the first token that stands for it."""
+
+    end: Count
+    """Index after the last one."""
+
+    data: Annotated[bytes, written_as(str, _write, _read)] = field(repr=False)
+    """The encoded image, as it was given."""
+
+    digest: str
+    """SHA-256 of its pixels (`images/pixels.py`), by which processes compare them."""
+
 
 _SHAPE = Shape(PlacedImage)
 

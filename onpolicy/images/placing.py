@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onpolicy.images.placed import PlacedImage
 from onpolicy.images.reading import read_image
-from onpolicy.trajectory import PlacedImage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from onpolicy.contract import AdapterShape
+from onpolicy.images.placed import PlacedImage
 from onpolicy.models.align import align_modules, replace_operators
 from onpolicy.models.attention_function import ATTENTION_NAME
 from onpolicy.models.delta_net import delta_nets, recurrence_of
@@ -37,7 +38,6 @@ from onpolicy.ops.log_probs import Head, Scores, VocabParallel, square_sums, tok
 from onpolicy.ops.reverse_kl import TeacherRows, reverse_kl
 from onpolicy.ops.row_parallel import RowParallel
 from onpolicy.ops.shared_rows import SharedRows
-from onpolicy.trajectory import PlacedImage
 
 
 class PolicyModel(nn.Module):

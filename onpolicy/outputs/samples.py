@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from onpolicy.errors import visible
+from onpolicy.images.placed import PlacedImage
 from onpolicy.outputs.sample_images import IMAGES, STAND_IN
 from onpolicy.system import files
 from onpolicy.system.records import Count
-from onpolicy.trajectory import PlacedImage, Trajectory
+from onpolicy.trajectory import Trajectory
 from onpolicy.types import ChosenPrompt, Sample, SampleGroup
 
 MOST_OF_A_PROMPT = 4

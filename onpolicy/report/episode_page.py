@@ -308,6 +308,14 @@ class PageServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/{self.token}/"
 
 
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+"""Headers of every answer."""
+
+
 def make_server(
     port: int, read: Callable[[], Any], render: Callable[[Any], str], names: tuple[str, ...] = ()
 ) -> PageServer:
@@ -354,11 +362,9 @@ def make_server(
         def _answer(self, status: int, kind: str, text: str) -> None:
             body = text.encode("utf-8", "backslashreplace")
             self.send_response(status)
-            self.send_header("Content-Type", f"{kind}; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("Cache-Control", "no-store")
-            self.send_header("Referrer-Policy", "no-referrer")
-            self.send_header("X-Content-Type-Options", "nosniff")
+            own = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
+            for name, value in (own | HEADERS).items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(body)
 

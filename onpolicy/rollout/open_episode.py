@@ -237,10 +237,8 @@ class OpenEpisode:
         """
         self.failures = [*failures]
         self.past = {each.key: each for each in past}
-        first, given = (
-            self.past.get(()),
-            Trajectory.begin(self._request.prompt_ids, self._request.images),
-        )
+        first = self.past.get(())
+        given = Trajectory.begin(self._request.prompt_ids, self._request.images)
         begun = first and first.until(len(given.token_ids))
         if begun is None or (begun.token_ids, begun.images) != (given.token_ids, given.images):
             raise ValueError("branches: none begins with the prompt")
@@ -299,13 +297,8 @@ class OpenEpisode:
         left = ask.params.max_new_tokens - (len(so_far.token_ids) - len(ask.prompt_ids))
         params = replace(ask.params, max_new_tokens=left if most is None else min(left, most))
         begun = so_far.num_begun(params.grammar)
-        return replace(
-            ask,
-            prompt_ids=so_far.token_ids,
-            images=so_far.images,
-            params=params,
-            num_begun=begun,
-        )
+        ask = replace(ask, prompt_ids=so_far.token_ids, images=so_far.images)
+        return replace(ask, params=params, num_begun=begun)
 
     def add(self, branch: Turns, ask: Request, answer: Completion) -> bool:
         """Append the tokens sampled for `request`; return whether the call is complete."""

@@ -136,8 +136,8 @@ def identity(prompt: Prompt, with_fields: bool = True) -> int:
     """Return a 128-bit hash of everything that the policy and the reward read: the text with its
     tools and images, the label, and `with_fields` all other fields except names of rows."""
     fields = {key: _unnamed(value) for key, value in prompt.metadata.items()} if with_fields else {}
-    images = [image.digest for image in prompt.images]
-    same = (prompt.text, images, prompt.label, _ordered(_unnamed(fields)))
+    images = (image.digest for image in prompt.images)
+    same = (prompt.text, prompt.label, _ordered(_unnamed(fields)), *images)
     return xxhash.xxh3_128_intdigest(repr(same).encode("utf-8", "surrogatepass"))
 
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from onpolicy.config.kinds import SMALLEST_TEMPERATURE
+from onpolicy.images.placed import PlacedImage
 from onpolicy.rollout.failures import ContextExceededError, OnFailure, OtherTokensError
 from onpolicy.rollout.observations import Json, Observations, observation_key
 from onpolicy.rollout.seeds import seed_of_branch
-from onpolicy.trajectory import Completion, FinishReason, Grammar, PlacedImage, Trajectory
+from onpolicy.trajectory import Completion, FinishReason, Grammar, Trajectory
 from onpolicy.types import BranchKey, Request, SamplingParams
 
 

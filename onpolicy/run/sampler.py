@@ -17,6 +17,7 @@ from onpolicy.chat.template import make_template
 from onpolicy.config import TrainConfig
 from onpolicy.config.groups import template_options
 from onpolicy.errors import AgentError, TrainingError
+from onpolicy.images.placed import PlacedImage
 from onpolicy.images.placing import SeenImage
 from onpolicy.outputs.samples import FailedAttempt
 from onpolicy.rewards.scorer import Scorer
@@ -34,7 +35,7 @@ from onpolicy.run.engines import EnginePair
 from onpolicy.run.launch.engine_specs import replays_routing
 from onpolicy.run.launch.inputs import Inputs
 from onpolicy.run.train_samples import has_signal
-from onpolicy.trajectory import PlacedImage, Trajectory
+from onpolicy.trajectory import Trajectory
 from onpolicy.types import Request, Sample, SampleGroup
 
 Metrics = dict[str, float]

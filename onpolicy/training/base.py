@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
-from onpolicy.trajectory import PlacedImage
+from onpolicy.images.placed import PlacedImage
 from onpolicy.types import Sample, TrainOutcome
 from onpolicy.weights.push import Engine
 

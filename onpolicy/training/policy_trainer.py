@@ -21,6 +21,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.groups import FallbackConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, TrainingError
+from onpolicy.images.placed import PlacedImage
 from onpolicy.models.policy import PackedTokens
 from onpolicy.models.shared_prefixes import share_prefixes
 from onpolicy.ops import Operators, make_operators
@@ -38,7 +39,6 @@ from onpolicy.training.shares import Outcomes, Steps, make_shares, pack
 from onpolicy.training.state import load_state, save_state
 from onpolicy.training.teachers import teacher_role, with_teacher
 from onpolicy.training.weight_outlet import WeightOutlet, bucket_bytes, export
-from onpolicy.trajectory import PlacedImage
 from onpolicy.types import Sample, TrainOutcome
 
 logger = logging.getLogger(__name__)

@@ -3,11 +3,11 @@
 import torch
 
 from onpolicy.images.pixels import PixelReader
+from onpolicy.images.placed import PlacedImage
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.policy import PackedTokens, empty_policy
 from onpolicy.models.weight_files import CheckpointReader
 from onpolicy.ops.cpu import CpuOperators
-from onpolicy.trajectory import PlacedImage
 
 FAMILIES = ("qwen3_vl", "gemma3")
 

@@ -15,10 +15,10 @@ from onpolicy.agents.gateway.parsing import AnswerParser, make_reply
 from onpolicy.agents.gateway.refusals import RefusedError, invalid, session_is_over
 from onpolicy.chat.messages import exactly, images_of, loosely, said_of_image, seen
 from onpolicy.chat.template import ChatDriftError, ChatTemplate
+from onpolicy.images.placed import PlacedImage
 from onpolicy.images.placing import SeenImage
 from onpolicy.rollout.results import order_of
 from onpolicy.rollout.rollouter import ContextExceededError, Turns
-from onpolicy.trajectory import PlacedImage
 
 Place = tuple[KnownTurn | None, int, list[int], Sequence[PlacedImage]]
 """(the turn that an answer continues, how many of its tokens are kept, the tokens after them, images

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 
 from onpolicy.errors import ContractError
 from onpolicy.images.pixels import PixelReader, Pixels
+from onpolicy.images.placed import PlacedImage
 from onpolicy.models.vision.image_attention import BlockAttention, ImageBlock, KeyRows
 from onpolicy.models.vision.image_positions import axis_positions, rotate_by_axes
 from onpolicy.models.vision.tower import ImageRows, make_tower
 from onpolicy.ops.base import Operators
-from onpolicy.trajectory import PlacedImage
 
 NAME = "tower"
 """The name of the tower among the decoder's children."""
@@ -41,7 +41,7 @@ class SequencePart(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """What a pass needs beside its embeddings."""
+    """A pass, beside its embeddings."""
 
     positions: Tensor
     """int64 [3, T]"""

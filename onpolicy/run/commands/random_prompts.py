@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from onpolicy.config.tool_flags import VerifyConfig
 from onpolicy.errors import ConfigError
 from onpolicy.images.pixels import PixelReader
-from onpolicy.trajectory import PlacedImage
+from onpolicy.images.placed import PlacedImage
 from onpolicy.types import Prompt
 
 

@@ -30,6 +30,7 @@ from onpolicy.cluster.engine_host import Places, make_server
 from onpolicy.config.groups import EngineConfig, template_options
 from onpolicy.config.tool_flags import ServeConfig
 from onpolicy.errors import ConfigError, EngineError
+from onpolicy.images.placing import ImagePlacer
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.size import size_of
 from onpolicy.models.tokenizer import load_tokenizer
@@ -95,10 +96,11 @@ def _sessions(
     stops = stop_token_ids(path, hf_config, tokenizer=tokenizer)
     room = hf_config.max_position_embeddings
     options = template_options(config.gateway.chat_template_kwargs)
+    placer = ImagePlacer.of(path, tokenizer) if config.model.images else None
     spec, limits = servers[0].spec, EngineConfig()
     seconds = limits.rollout_request_timeout, limits.rollout_health_timeout
     sessions = ServedSessions(
-        make_gateway(config.gateway, tokenizer, stops, options),
+        make_gateway(config.gateway, tokenizer, stops, options, placer),
         [EngineClient(server.url, spec.api_key, *seconds) for server in servers],
         api_keys=(spec.client_api_key or spec.api_key, spec.api_key),
         params=SamplingParams(temperature=1.0, max_new_tokens=room, stop_token_ids=stops),

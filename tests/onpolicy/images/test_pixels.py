@@ -1,6 +1,7 @@
 """Pixels are what a person sees in an image, and the same in every process."""
 
 import io
+import json
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ from PIL import Image
 from onpolicy.errors import ConfigError
 from onpolicy.images import pixels
 from onpolicy.images.pixels import PixelReader, decoded
-from onpolicy.trajectory import PlacedImage
+from onpolicy.images.placed import PlacedImage
 from tests.support.seeing_policies import FAMILIES
 from tests.support.tiny_images import encoded_image, write_image_checkpoint_files
 
@@ -123,6 +124,22 @@ def test_a_directory_without_a_processor_is_refused(read, tmp_path):
         ConfigError, match=r"--images: no image processor.*preprocessor_config.json"
     ):
         PixelReader(tmp_path)
+
+
+def test_several_pictures_of_one_are_refused(tmp_path):
+    write_image_checkpoint_files(tmp_path, "gemma3")
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "do_pan_and_scan": True}))
+    with pytest.raises(ConfigError, match=r"do_pan_and_scan=true.*Set it to false"):
+        PixelReader(tmp_path)
+
+
+def test_no_more_pixels_are_kept_than_fit(read, monkeypatch):
+    first, second = read(encoded_image("red")), read(encoded_image("blue"))
+    assert read(encoded_image("red")) is first
+    monkeypatch.setattr(pixels, "MOST_KEPT", first.values.numel())
+    assert read(encoded_image("blue")) is second
+    assert read(encoded_image("red")) is not first
 
 
 def test_other_families_are_refused_by_name(tmp_path):

@@ -7,13 +7,14 @@ from hashlib import sha256
 
 import pytest
 
+from onpolicy.images.placed import PlacedImage
 from onpolicy.outputs.samples import (
     MOST_CHARACTERS,
     MOST_OF_A_PROMPT,
     FailedAttempt,
     SampleLog,
 )
-from onpolicy.trajectory import PlacedImage, Trajectory
+from onpolicy.trajectory import Trajectory
 from onpolicy.types import LearntTokens, Prompt, Sample, SampleGroup
 from tests.support.samples import answered, make_completion
 
