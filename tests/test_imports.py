@@ -17,16 +17,16 @@ pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[1]
 
 GROUND = {
-    "errors", "trajectory", "types", "token_weights", "contract", "system", "config",
+    "errors", "images", "trajectory", "types", "token_weights", "contract", "system", "config",
 }  # fmt: skip
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     "config": GROUND | {"algorithm"},
     "algorithm": set(),
-    "images": {"errors", "system", "trajectory"},
-    "chat": {"errors", "images", "system", "trajectory"},
+    "images": {"errors", "system"},
+    "chat": {"errors", "images", "system"},
     "cluster": GROUND | {"compat", "outputs", "rollout", "training", "weights"},
-    "agents": GROUND | {"chat", "images", "rollout"},
+    "agents": GROUND | {"chat", "rollout"},
     "compat": {"contract", "errors", "system"},
     "ops": {"compat", "contract", "errors", "weights"},
     "weights": GROUND,
@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "parity": GROUND,
     "outputs": GROUND,
     "report": GROUND | {"outputs"},
-    "rollout": GROUND | {"chat", "images", "models"},
+    "rollout": GROUND | {"chat", "models"},
     "rewards": GROUND | {"chat", "models"},
     "training": GROUND | {"algorithm", "compat", "ops", "models", "parity", "weights"},
 }
@@ -112,7 +112,7 @@ def only_taps(file):
 
 @of_each(files("sglang_patches"))
 def test_the_plugin_knows_only_operators_contract_chats_models_and_weights(file):
-    known = {"chat", "compat", "ops", "contract", "errors", "models", "system", "weights"}
+    known = {"chat", "compat", "ops", "contract", "errors", "images", "models", "system", "weights"}
     assert ours(file, "onpolicy") - ({"explain"} if file in OF_EXPLAIN else set()) <= known
     assert only_taps(file)
 
