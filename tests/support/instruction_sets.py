@@ -29,6 +29,7 @@ TESTS = (
     "--ignore=tests/onpolicy/ops/triton",  # an interpreter in numpy, and
     "--ignore=tests/onpolicy/ops/hopper",  # calls that are recorded
     "tests/onpolicy/models/test_policy.py",
+    "tests/onpolicy/models/vision",
     "tests/parity",
     "tests/e2e/test_verify.py::test_no_token_differs_in_float32[qwen3-moe]",
 )

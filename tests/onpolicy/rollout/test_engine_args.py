@@ -12,6 +12,7 @@ from onpolicy.contract import (
     NumericsContract,
     OperatorShapes,
 )
+from onpolicy.errors import ConfigError
 from onpolicy.rollout.engine_args import (
     CORES_VARIABLE,
     EngineSpec,
@@ -185,3 +186,13 @@ def test_only_a_server_of_text_reads_a_tokenizer_and_none_of_the_checkpoints_fil
     text, tokens = (engine_flags(spec_of(ALIGNED, serves_text=x), 1) for x in (True, False))
     assert value_of(text, "--sampling-defaults") == "openai"
     assert "--skip-tokenizer-init" in set(tokens) - set(text)
+
+
+def test_no_chunk_ends_within_an_image_whose_tokens_see_each_other():
+    contract = dataclasses.replace(ALIGNED, images="gemma3")
+    assert value_of(engine_flags(spec_of(contract), 1), "--chunked-prefill-size") == "-1"
+    assert "--chunked-prefill-size" not in engine_flags(
+        spec_of(dataclasses.replace(ALIGNED, images="qwen3_vl")), 30000
+    )
+    with pytest.raises(ConfigError, match=r"--sglang-chunked-prefill-size=64.*within an image"):
+        engine_flags(spec_of(contract, sglang_args=("--chunked-prefill-size", "64")), 30000)
