@@ -52,8 +52,8 @@ TEMPLATE = """\
 """
 """Writes messages and images as Qwen3-VL's own does."""
 
+TURN, END = "<|im_start|>", "<|im_end|>"
 SPECIAL = {
-    "eos": "<|im_end|>",
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
     "image_token_id": "<|image_pad|>",
@@ -62,8 +62,10 @@ SPECIAL = {
 
 TEXT = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
 TEXT |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128}
+TEXT |= {"tie_word_embeddings": True, "initializer_range": 0.1}
 TOWER = {"hidden_size": 32, "intermediate_size": 64, "depth": 2, "num_heads": 2, "patch_size": 4}
 TOWER |= {"out_hidden_size": 32, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+TOWER |= {"initializer_range": 0.1}
 AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
 AXES |= {"mrope_section": [4, 2, 2]}
 """Sizes of a model of 0.09 million parameters."""
@@ -105,14 +107,13 @@ def write_model(directory: Path) -> None:
     from transformers.models.qwen2_vl import Qwen2VLImageProcessor
 
     tokenizer = make_tokenizer(CHARACTERS, TEMPLATE)
-    tokenizer.add_tokens([*SPECIAL.values()], special_tokens=True)
-    tokenizer.eos_token = SPECIAL["eos"]
+    tokenizer.add_tokens([TURN, END, *SPECIAL.values()], special_tokens=True)
+    tokenizer.eos_token = END
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in SPECIAL.items()}
-    eos, spread = ids.pop("eos"), {"initializer_range": 0.1}
-    more = {"vocab_size": len(tokenizer), "rope_parameters": AXES, "tie_word_embeddings": True}
+    made = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
     config = Qwen3VLConfig(
-        text_config={**TEXT, **more, **spread, "eos_token_id": eos},
-        vision_config={**TOWER, **spread},
+        text_config={**TEXT, **made, "rope_parameters": AXES},
+        vision_config=TOWER,
         tie_word_embeddings=True,
         **ids,
     )
