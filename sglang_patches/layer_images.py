@@ -79,13 +79,10 @@ class ImageTaker:
             raise ValueError("images: this server reads text alone. Start it with --images.")
         if self._pixels is None:
             self._pixels = PixelReader(manager.server_args.model_path)
+        token = self._pixels.family.image_token
         for image in images:
             self._pixels.checked(image)
-            token, held = (
-                self._pixels.family.image_token,
-                tokenized.input_ids[image.start : image.end],
-            )
-            if [*held] != [token] * (image.end - image.start):
+            if {*tokenized.input_ids[image.start : image.end]} != {token}:
                 raise ValueError(
                     f"images: {image} does not stand for tokens {token} of the prompt."
                 )
@@ -129,9 +126,11 @@ def require_no_graphs(runner: Any) -> None:
 
 def _with_images(result: Any, cls: Any, batch: Any, *_: Any, **__: Any) -> Any:
     """Have a pass know the images of its requests."""
+    for req in batch.reqs:
+        if not hasattr(req, "images"):  # read once for all passes
+            req.images = images_of(req.sampling_params.custom_params)
     # A runner copies the pass, and hands on what its requests are sampled with.
-    seen = [images_of(req.sampling_params.custom_params) for req in batch.reqs]
-    result.sampling_info.images = seen
+    result.sampling_info.images = [req.images for req in batch.reqs]
     return result
 
 

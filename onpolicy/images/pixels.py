@@ -45,7 +45,7 @@ class Pixels:
 
 
 class PixelReader:
-    """A checkpoint's image processor; it keeps the pixels of the last images."""
+    """A checkpoint's image processor; it keeps the pixels of the last images, by their encoded bytes."""
 
     def __init__(self, directory: str | Path, flag: str = "--hf-checkpoint"):
         self.directory, self.family = Path(directory), ImageFamily.of(directory, flag)
@@ -53,9 +53,8 @@ class PixelReader:
 
     def __call__(self, data: bytes) -> Pixels:
         """Return the pixels of an encoded image. Raise ValueError for one that cannot be read."""
-        key = hashlib.sha256(data).digest()
-        found = self._kept.pop(key, None) or self._read(data)
-        self._kept[key] = found
+        found = self._kept.pop(data, None) or self._read(data)
+        self._kept[data] = found
         while (
             sum(x.values.numel() for x in self._kept.values()) > MOST_KEPT and len(self._kept) > 1
         ):

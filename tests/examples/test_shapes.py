@@ -66,7 +66,9 @@ def test_no_picture_is_learnt_from_and_evaluated_on(rows):
     assert len(pictures) == len(rows) == 2048 + 256
 
 
-def test_the_checkpoint_reads_a_picture_as_sixteen_tokens_between_the_marks_of_its_family(work, rows):
+def test_the_checkpoint_reads_a_picture_as_sixteen_tokens_between_the_marks_of_its_family(
+    work, rows
+):
     model = work / "inputs" / "model"
     config = Qwen3VLForConditionalGeneration.from_pretrained(model).config
     read = AutoImageProcessor.from_pretrained(model)(images=[opened(rows[0])], return_tensors="pt")

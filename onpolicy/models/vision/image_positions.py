@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -22,17 +23,18 @@ def axis_positions(first: int, count: int, images: Sequence[tuple[int, Grid]]) -
 
     images: (index of the first token, grid) of each image before the last of these tokens, in order.
     """
-    found, shift = torch.arange(first + count).expand(3, -1).clone(), 0
-    for start, (time, height, width) in images:
-        axes = [torch.arange(size) for size in (time, height, width)]
-        places = torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1)
-        length = places.shape[1]
-        saved = length - max(height, width)
-        end = min(start + length, first + count)
-        found[:, start:end] = start - shift + places[:, : max(0, end - start)]
-        found[:, end:] -= saved
+    found, shift = torch.arange(first, first + count).expand(3, -1).clone(), 0
+    for start, grid in images:
+        end = start + prod(grid)
+        saved = end - start - max(grid[1:])
+        low, high = max(start, first), min(end, first + count)
+        if low < high:
+            axes = torch.meshgrid(*map(torch.arange, grid), indexing="ij")
+            places = torch.stack(axes).flatten(1)[:, low - start : high - start]
+            found[:, low - first : high - first] = start - shift + places
+        found[:, max(end - first, 0) :] -= saved
         shift += saved
-    return found[:, first:]
+    return found
 
 
 def rotate_by_axes(rotary: Any, sections: Sequence[int], given: Callable[[], Tensor]) -> None:

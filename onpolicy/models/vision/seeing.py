@@ -105,8 +105,7 @@ class Sight:
                         blocks.append(_whole_block(number, at, image, high - low))
             row += part.length
         where = torch.cat(rows or [torch.empty(0, dtype=torch.int64)]).to(tokens.device)
-        device = tokens.device
-        self._pass = _Pass(torch.cat(positions, 1).to(device), where, _added(found), blocks)
+        self._pass = _Pass(torch.cat(positions, 1).to(tokens.device), where, _added(found), blocks)
         if found:
             new = torch.cat([image.embeddings[seen] for image, seen in found])
             embedded = embedded.index_copy(0, where, new.to(embedded.dtype))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.distributed._composable import checkpoint
 from transformers import AutoModelForImageTextToText
 
 from onpolicy.errors import ContractError
@@ -143,3 +144,17 @@ def test_a_pass_with_part_of_an_image_is_refused_where_its_tokens_see_each_other
         ContractError, match=r"a pass has 2 of its 4 tokens.*--chunked-prefill-size -1"
     ):
         sight.embed(torch.tensor(tokens[:5]), [SequencePart(0, 5, placed)])
+
+
+def test_activations_that_are_computed_again_change_no_bit_of_a_gradient(path):
+    prompt = prompt_with(path, picture(0), picture(1, (32, 32)))
+    gradients = []
+    for computes_again in (False, True):
+        policy = seeing_policy(path)
+        for layer in policy.layers if computes_again else ():
+            checkpoint(layer)
+        policy(packed(prompt)).log_probs.sum().backward()
+        gradients.append({name: p.grad for name, p in policy.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert (gradient is None) == (gradients[1][name] is None)
+        assert gradient is None or torch.equal(gradient, gradients[1][name]), name
