@@ -96,7 +96,8 @@ def row(engine: str, arm: str, runs: list[Run]) -> list[str]:
 def short_row(engine: str, arm: str, runs: list[Run]) -> list[str]:
     """Returns the cells of a case for the table of docs/collapse.md."""
     _, _, reward, _, collapsed, *_ = row(engine, arm, runs)
-    return [engine, arm, *CHOICES[arm], reward.partition("; ")[2], collapsed]
+    choice = CHOICES[arm.partition(", lag_")[0]]
+    return [engine, arm, *choice, reward.partition("; ")[2], collapsed]
 
 
 def measured(curves: dict[tuple[str, str], list[Curves]]) -> dict[str, list[Curves]]:

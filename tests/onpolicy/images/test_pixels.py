@@ -146,3 +146,17 @@ def test_other_families_are_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError, match=r"model_type=llama.*gemma3, qwen3_vl.*text alone"):
         PixelReader(tmp_path)
+
+
+def test_pixels_that_were_resized_otherwise_are_refused(read, tmp_path):
+    """A control: the same image by a processor of other sizes."""
+    other = write_image_checkpoint_files(tmp_path / "other", read.family.model_type)
+    file = other / "preprocessor_config.json"
+    sizes = {"shortest_edge": 256, "longest_edge": 1024}
+    if read.family.rows_of_each is not None:
+        sizes = {"height": 32, "width": 32}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "size": sizes}))
+    data, resized = saved(GRADIENT), PixelReader(other)(saved(GRADIENT))
+    assert resized.digest != read(data).digest
+    with pytest.raises(ValueError, match=r"its pixels are .* Both need the same checkpoint"):
+        read.checked(PlacedImage(0, resized.num_rows, data, resized.digest))
