@@ -152,7 +152,7 @@ def test_pixels_that_were_resized_otherwise_are_refused(read, tmp_path):
     """A control: the same image by a processor of other sizes."""
     other = write_image_checkpoint_files(tmp_path / "other", read.family.model_type)
     file = other / "preprocessor_config.json"
-    sizes = {"shortest_edge": 256, "longest_edge": 1024}
+    sizes = {"shortest_edge": 1024, "longest_edge": 4096}
     if read.family.rows_of_each is not None:
         sizes = {"height": 32, "width": 32}
     file.write_text(json.dumps({**json.loads(file.read_text()), "size": sizes}))
