@@ -62,10 +62,10 @@ SPECIAL = {
 
 TEXT = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
 TEXT |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128}
-TEXT |= {"tie_word_embeddings": True, "initializer_range": 0.1}
-TOWER = {"hidden_size": 32, "intermediate_size": 64, "depth": 2, "num_heads": 2, "patch_size": 4}
+TEXT |= {"tie_word_embeddings": True, "initializer_range": 0.14}
+TOWER = {"hidden_size": 32, "intermediate_size": 64, "depth": 1, "num_heads": 2, "patch_size": 4}
 TOWER |= {"out_hidden_size": 32, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
-TOWER |= {"initializer_range": 0.1}
+TOWER |= {"initializer_range": 0.14}
 AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
 AXES |= {"mrope_section": [4, 2, 2]}
 """Sizes of a model of 0.09 million parameters."""

@@ -70,7 +70,9 @@ def test_the_checkpoint_reads_a_picture_as_sixteen_tokens_between_the_marks_of_i
     work, rows
 ):
     model = work / "inputs" / "model"
-    config = Qwen3VLForConditionalGeneration.from_pretrained(model).config
+    loaded = Qwen3VLForConditionalGeneration.from_pretrained(model)
+    assert f"{loaded.num_parameters():,} random weights" in (EXAMPLE / "README.md").read_text()
+    config = loaded.config
     read = AutoImageProcessor.from_pretrained(model)(images=[opened(rows[0])], return_tensors="pt")
     assert read["image_grid_thw"].tolist() == [[1, 8, 8]]
     tokenizer = AutoTokenizer.from_pretrained(model)
