@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from onpolicy.config.groups import ModelConfig
 from onpolicy.contract import (
     AdapterShape,
     AttentionShape,
@@ -59,16 +58,19 @@ class ModelSize:
         config: PretrainedConfig,
         trust_remote_code: bool = False,
         adapter: AdapterShape | None = None,
+        tower_of: str | None = None,
     ) -> ModelSize:
-        """Count on the meta device; with adapters, only these are trained."""
+        """Count on the meta device; with adapters, only these are trained. tower_of: a checkpoint whose
+        vision tower is counted, too."""
         model = empty_causal_lm(config, trust_remote_code)
         model.tie_weights()
         layers = decoder_layers(model)
         parameters = list(model.parameters())
+        tower = list(empty_tower(tower_of).parameters()) if tower_of else []
         added = adapter_size(model, adapter) if adapter else 0
-        trained = sum(p.numel() for p in trainable_parameters(model))
+        trained = sum(p.numel() for p in (*trainable_parameters(model), *tower))
         return ModelSize(
-            parameters=sum(p.numel() for p in parameters) + added,
+            parameters=sum(p.numel() for p in (*parameters, *tower)) + added,
             trained=added if adapter else trained,
             layers=len(layers),
             largest_layer=max(sum(p.numel() for p in layer.parameters()) for layer in layers),
@@ -95,18 +97,6 @@ class ModelSize:
     def outside_layers(self) -> int:
         """Return the parameters of embedding, head and last norm, as if all layers had equal size."""
         return max(self.parameters - self.layers * self.largest_layer, 2 * self.vocab)
-
-
-def size_of(
-    model: ModelConfig, hf_config: PretrainedConfig, adapter: AdapterShape | None
-) -> ModelSize:
-    """Return the size of a run's policy, with its vision tower if it has one."""
-    size = ModelSize.of(hf_config, model.trust_remote_code, adapter)
-    if not model.images:
-        return size
-    tower = sum(x.numel() for x in empty_tower(model.hf_checkpoint).parameters())
-    trained = size.trained + (0 if adapter else tower)
-    return replace(size, parameters=size.parameters + tower, trained=trained)
 
 
 OWN_ROWS = 20

@@ -24,7 +24,6 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 from annotated_types import Len
-from PIL import Image
 from pydantic import Field, model_validator
 
 from onpolicy.errors import ConfigError
@@ -186,12 +185,16 @@ def _images(folder: Path, episodes: Sequence[Record]) -> dict[str, Record]:
 def _image(file: Path) -> Record:
     """Return an image's size and format in words, and a data URL of one that is shown."""
     try:
+        from PIL import Image  # which the engines bring, and a reader elsewhere may lack
+
         data = file.read_bytes()
         with Image.open(io.BytesIO(data), formats=KINDS) as opened:
             kind = str(opened.format).replace("MPO", "JPEG")
             told = f"{opened.width} x {opened.height}, {kind}"
     except Exception as error:  # Pillow raises many kinds
+        is_missing = isinstance(error, ImportError)
         why = getattr(error, "strerror", None) or f"no {', '.join(KINDS)}"
+        why = "Pillow is not installed" if is_missing else why
         return {"told": f"not shown: {why}"}
     return {"told": told, "url": f"data:image/{kind.lower()};base64,{b64encode(data).decode()}"}
 

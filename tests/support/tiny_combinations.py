@@ -28,6 +28,7 @@ NOT_THESE = {
     "use_rollout_routing_replay": "the tiny model has no experts",
     "apply_chat_template": "prompts are made in memory",
     "reasoning_gym_size": "prompts are made in memory",
+    "images": "the tiny model has no tower",
 }
 
 

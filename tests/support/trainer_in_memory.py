@@ -121,7 +121,7 @@ class TrainerInMemory(WeightOutlet, Trainer):
                 if sampled[end]:
                     table[tokens[end - distance], tokens[end]] += size
 
-    def rescore(self, sequences, prompt_lens, temperature, kept_tokens=(), seeds=()):
+    def rescore(self, sequences, prompt_lens, temperature, kept_tokens=(), seeds=(), images=()):
         found = []
         for i, (tokens, end) in enumerate(zip(sequences, prompt_lens, strict=True)):
             scores = log_probs_of(self.weights, tokens[:end], tokens[end:], temperature)

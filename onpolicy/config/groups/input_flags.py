@@ -55,6 +55,11 @@ class ModelConfig(CheckpointConfig):
     """Load the checkpoint's vision tower, and read the images of rows and of agents' messages. By
     default the text part is trained alone, and a row with images is refused."""
 
+    @property
+    def tower_of(self) -> str | None:
+        """Return the checkpoint whose vision tower is loaded, if one is."""
+        return self.hf_checkpoint if self.images else None
+
 
 PROCEDURAL = "reasoning-gym:"
 """What a source of --prompt-data begins with that is made, and not read."""

@@ -32,7 +32,7 @@ from onpolicy.config.tool_flags import ServeConfig
 from onpolicy.errors import ConfigError, EngineError
 from onpolicy.images.placing import ImagePlacer
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.size import size_of
+from onpolicy.models.size import ModelSize
 from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.models.weight_files import quantised_by, require_fit
 from onpolicy.rollout.client import EngineClient
@@ -214,7 +214,7 @@ def needs_of_servers(config: ServeConfig, spec: EngineSpec) -> Needs:
     """Return the memory needs of the servers, on one host or on several."""
     model = config.model
     hf_config = load_config(model.hf_checkpoint, model.trust_remote_code)
-    size = size_of(model, hf_config, spec.contract.adapter)
+    size = ModelSize.of(hf_config, model.trust_remote_code, spec.contract.adapter, model.tower_of)
     return Needs(lambda _, servers: [server_memory(spec, size, hf_config, servers)])
 
 

@@ -24,7 +24,7 @@ from onpolicy.errors import ConfigError
 from onpolicy.images.family import ImageFamily
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.lora.adapters import drawn_values
-from onpolicy.models.size import size_of
+from onpolicy.models.size import ModelSize
 from onpolicy.models.weight_files import require_fit, weight_files
 from onpolicy.outputs.directory import versions
 from onpolicy.outputs.progress import Phases
@@ -276,7 +276,7 @@ def check_inputs(config: VerifyConfig) -> tuple[TrainConfig, NumericsContract]:
     spec = rollout_spec(train_config, hf_config, contract, longest + config.max_new_tokens)
     with FlagCheck(replace(spec, sglang_args=config.sglang_args)) as flags:
         require_fit(model.hf_checkpoint, hf_config, model.trust_remote_code, sees=model.images)
-        size = size_of(model, hf_config, contract.adapter)
+        size = ModelSize.of(hf_config, model.trust_remote_code, contract.adapter, model.tower_of)
         require_run_fits(train_config, hf_config, spec, size, config.cluster.num_ranks)
         require_transport(train_config, contract)
         if not config.cluster.ray_address:

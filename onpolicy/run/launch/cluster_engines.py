@@ -37,7 +37,7 @@ from onpolicy.config import TrainConfig
 from onpolicy.config.groups import HostsConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError, ContractError
-from onpolicy.models.size import size_of
+from onpolicy.models.size import ModelSize
 from onpolicy.rollout.base import RolloutGroup
 from onpolicy.rollout.server import EngineServer
 from onpolicy.run.engines import EnginePair
@@ -78,7 +78,9 @@ class Needs:
     ) -> Needs:
         """Return the needs of a run whose longest sequence has `longest_sequence` tokens."""
         spec = rollout_spec(config, hf_config, contract, longest_sequence)
-        size = size_of(config.model, hf_config, contract.adapter)
+        size = ModelSize.of(
+            hf_config, config.model.trust_remote_code, contract.adapter, config.model.tower_of
+        )
         run = RunMemory(config, hf_config, spec, size)
         return Needs(run.with_push, run)
 

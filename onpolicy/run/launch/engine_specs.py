@@ -19,7 +19,7 @@ from onpolicy.config.sglang_flags import max_total_tokens, tensor_parallel_size
 from onpolicy.config.tool_flags import ServeConfig
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
-from onpolicy.models.size import size_of, state_bytes, token_bytes
+from onpolicy.models.size import ModelSize, state_bytes, token_bytes
 from onpolicy.ops.backends import require_servable
 from onpolicy.ops.machine import Machine
 from onpolicy.rollout.base import RolloutGroup
@@ -91,7 +91,9 @@ def rollout_spec(
             "--colocate: this machine has no GPU that a server and the trainer could share; on a CPU "
             "they share cores and memory anyway. Leave it out."
         )
-    size = size_of(config.model, hf_config, contract.adapter)
+    size = ModelSize.of(
+        hf_config, config.model.trust_remote_code, contract.adapter, config.model.tower_of
+    )
     gpu_bytes = torch.cuda.get_device_properties(0).total_memory
     fraction = RunMemory(config, hf_config, spec, size).fraction(gpu_bytes)
     return replace(spec, memory_fraction=fraction)

@@ -42,7 +42,7 @@ from onpolicy.contract import NumericsContract
 from onpolicy.errors import ConfigError
 from onpolicy.images.placing import ImagePlacer
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.size import size_of
+from onpolicy.models.size import ModelSize
 from onpolicy.models.tokenizer import load_tokenizer
 from onpolicy.outputs.directory import check_sinks
 from onpolicy.outputs.recorded_order import RolloutJournal
@@ -175,7 +175,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
         )
         input_checks.require_weights(config, hf_config)
         spec = rollout_spec(config, hf_config, contract, inputs.longest_sequence(config))
-        size = size_of(config.model, hf_config, contract.adapter)
+        size = ModelSize.of(hf_config, trust, contract.adapter, config.model.tower_of)
         ranks = config.cluster.num_ranks * config.takes_steps
         require_run_fits(config, hf_config, spec, size, ranks)
         input_checks.require_transport(config, contract)

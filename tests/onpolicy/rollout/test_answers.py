@@ -149,7 +149,7 @@ def test_an_abort_may_leave_nothing(tokens):
 LETTERS = "ab<>/"
 RULES = EpisodeRules(
     decode=lambda token_ids: "".join(LETTERS[i] for i in token_ids),
-    tokens_of=lambda text, so_far: [LETTERS.index(letter) for letter in text],
+    tokens_of=lambda text, so_far: ([LETTERS.index(letter) for letter in text], ()),
 )
 STOP = ("</a>", "bb")
 

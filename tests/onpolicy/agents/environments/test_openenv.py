@@ -54,7 +54,7 @@ def begun(url, draws, make=OpenEnv):
     made = partial(make, url, "number", **values)
 
     def tokens_of(given, so_far):
-        return [ord(character) for character in given]
+        return [ord(character) for character in given], ()
 
     acts = Acts(lambda prompt, turns: stepped.play(turns, prompt, made, "turn"))
     return begin(acts, draws, tokens_of=tokens_of, on_failure="drop")

@@ -80,7 +80,7 @@ def rolled_out_by(act, most=MOST_TOKENS):
 
 def rules(most):
     def tokens_of(more, so_far):
-        return [*map(ord, more)] if isinstance(more, str) else [*more]
+        return [*map(ord, more)] if isinstance(more, str) else [*more], ()
 
     return EpisodeRules(max_context_len=most, decode=decode, tokens_of=tokens_of)
 

@@ -4,10 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from onpolicy.config.groups import ModelConfig
 from onpolicy.errors import ConfigError
 from onpolicy.models.hf_config import load_config
-from onpolicy.models.size import size_of
+from onpolicy.models.size import ModelSize
 from onpolicy.models.text_part import own_name, tower_name
 from onpolicy.models.vision.tower import empty_tower
 from onpolicy.models.weight_files import CheckpointReader, require_fit
@@ -57,6 +56,5 @@ def test_a_tower_that_does_not_fit_is_refused(path, change):
 
 def test_the_size_counts_the_tower(path):
     config = load_config(str(path))
-    model = ModelConfig(hf_checkpoint=str(path), images=True)
-    size, policy = size_of(model, config, None), seeing_policy(path, torch.bfloat16)
+    size, policy = ModelSize.of(config, tower_of=str(path)), seeing_policy(path, torch.bfloat16)
     assert size.parameters == size.trained == sum(p.numel() for p in policy.parameters())

@@ -51,15 +51,17 @@ def reference(checkpoint):
     return train(Job(path=checkpoint, backend="fsdp", changes=SMOOTH))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_alone_its_first_step_is_the_other_engines(one_rank, checkpoint, dtype):
+# The engines round other sums of gradients to bfloat16: on a CPU with AMX their norms differ by 1.01e-4.
+@pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-4), ("bfloat16", 5e-4)])
+def test_alone_its_first_step_is_the_other_engines(one_rank, checkpoint, dtype, close):
     [(log_probs, metrics, weights)] = one_rank.run(train, Job(path=checkpoint, dtype=dtype), 1)
     theirs = train(Job(path=checkpoint, backend="fsdp", dtype=dtype), 1)
     assert log_probs == theirs[0]
     assert metrics[0]["parity/num_mismatched_tokens"] == 0
     for name in ("train/loss", "train/entropy", "train/lr"):
         assert metrics[0][name] == theirs[1][0][name]
-    assert metrics[0]["train/grad_norm"] == pytest.approx(theirs[1][0]["train/grad_norm"], rel=1e-4)
+    norm = theirs[1][0]["train/grad_norm"]
+    assert metrics[0]["train/grad_norm"] == pytest.approx(norm, rel=close)
     assert weights.keys() == theirs[2].keys()
 
 
