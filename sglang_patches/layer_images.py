@@ -18,7 +18,6 @@ sglang/srt/model_executor/forward_batch_info.py. Can go when the backend takes e
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
@@ -27,11 +26,13 @@ from torch import Tensor, nn
 from onpolicy.contract import NumericsContract
 from onpolicy.errors import ContractError
 from onpolicy.images.pixels import PixelReader
-from onpolicy.images.placed import PlacedImage, digest_of, image_of
+from onpolicy.images.placed import PlacedImage, digest_of, read_images
+from onpolicy.models.empty import give_memory
 from onpolicy.models.vision.image_attention import BlockAttention
 from onpolicy.models.vision.seeing import SequencePart, Sight, add_sight, sight_of
 from onpolicy.ops import Operators, ScoreRule
 from sglang_patches import registry
+from sglang_patches.engine_graphs import require_no_graphs
 from sglang_patches.engine_ranks import num_ranks
 
 MAKE_TARGET = "sglang.srt.models.transformers.CausalMixin.__init__"
@@ -51,7 +52,7 @@ def install(operators: Operators, contract: NumericsContract) -> None:
         return result
 
     def after_load(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
-        require_no_graphs(runner)
+        require_no_graphs(runner, "the positions and rows of images, which are")
         embed_images(runner, operators)
         return result
 
@@ -92,7 +93,7 @@ class ImageTaker:
 
 def images_of(params: Any) -> tuple[PlacedImage, ...]:
     """Return the images in a request's own parameters. Raise ValueError for what is none."""
-    return tuple(map(image_of, json.loads((params or {}).get("images", "[]"))))
+    return read_images((params or {}).get("images", "[]"))
 
 
 def give_sight(model: Any, operators: Operators, dtype: torch.dtype) -> None:
@@ -107,21 +108,7 @@ def give_sight(model: Any, operators: Operators, dtype: torch.dtype) -> None:
     add_sight(model.model, get_model().model_path, operators)
     tower, device = model.model.tower, model.lm_head.weight.device
     buffers = dict(tower.named_buffers())
-    tower.to(dtype).to_empty(device=device)
-    for name, buffer in buffers.items():
-        owner, _, leaf = name.rpartition(".")
-        tower.get_submodule(owner)._buffers[leaf] = buffer.to(device)
-
-
-def require_no_graphs(runner: Any) -> None:
-    """Raise ContractError if SGLang is to record passes of this model in CUDA graphs."""
-    from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
-
-    if runner.device != "cpu" and not cuda_graph_fully_disabled():
-        raise ContractError(
-            "cuda graphs: none can hold the positions and rows of images, which are made on the host "
-            "for every pass. Start the engine with --disable-cuda-graph."
-        )
+    give_memory(tower.to(dtype), device, buffers)
 
 
 def _with_images(result: Any, cls: Any, batch: Any, *_: Any, **__: Any) -> Any:

@@ -33,10 +33,10 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from onpolicy.contract import NumericsContract
-from onpolicy.errors import ContractError
 from onpolicy.models.delta_net import LayerStates, recurrent_layers
 from onpolicy.ops.recurrence import RecurrentLayout, state_shapes
 from sglang_patches import registry
+from sglang_patches.engine_graphs import require_no_graphs
 
 CONFIG_TARGET = "sglang.srt.configs.linear_attn_model_registry.get_linear_attn_config"
 BACKEND_TARGET = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
@@ -50,7 +50,7 @@ def install(contract: NumericsContract) -> None:
         return
 
     def after_load(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
-        require_no_graphs(runner)
+        require_no_graphs(runner, "the layout of recurrent layers, which is")
         give_states(runner)
         return result
 
@@ -77,17 +77,6 @@ def states_of(config: PretrainedConfig, contract: NumericsContract) -> tuple[Any
         mamba2_cache_params=Mamba2CacheParams(shape=shape, dtype=dtypes, layers=layers),
         full_attention_layer_ids=sorted({*range(config.num_hidden_layers)} - {*layers}),
     )
-
-
-def require_no_graphs(runner: Any) -> None:
-    """Raise ContractError if SGLang is to record passes of this model in CUDA graphs."""
-    from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
-
-    if runner.device != "cpu" and not cuda_graph_fully_disabled():
-        raise ContractError(
-            "cuda graphs: none can hold the layout of recurrent layers, which is made on the host for "
-            "every pass. Start the engine with --disable-cuda-graph."
-        )
 
 
 def give_states(runner: Any) -> None:

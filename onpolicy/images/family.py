@@ -39,8 +39,10 @@ class ImageFamily:
     axis_sections: tuple[int, ...] | None
     """Pairs of angles that follow time, height and width (M-RoPE); None: a token has one position."""
 
-    sees_both_ways: bool
-    """Whether a token of an image sees the image's later tokens, too."""
+    @property
+    def sees_both_ways(self) -> bool:
+        """Return whether a token of an image sees the image's later tokens, too."""
+        return self.model_type in BOTH_WAYS
 
     @staticmethod
     def of(directory: str | Path, flag: str = "--hf-checkpoint") -> ImageFamily:
@@ -75,7 +77,6 @@ def _qwen3_vl(raw: Mapping[str, Any]) -> ImageFamily:
         merge_size=raw["vision_config"].get("spatial_merge_size", 2),
         rows_of_each=None,
         axis_sections=tuple(rope.get("mrope_section", (24, 20, 20))),
-        sees_both_ways=False,
     )
 
 
@@ -90,7 +91,6 @@ def _gemma3(raw: Mapping[str, Any]) -> ImageFamily:
         merge_size=1,
         rows_of_each=raw.get("mm_tokens_per_image", 256),
         axis_sections=None,
-        sees_both_ways=True,
     )
 
 

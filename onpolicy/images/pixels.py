@@ -11,6 +11,7 @@ import hashlib
 import io
 from collections import OrderedDict
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +54,13 @@ class PixelReader:
 
     def __call__(self, data: bytes) -> Pixels:
         """Return the pixels of an encoded image. Raise ValueError for one that cannot be read."""
-        found = self._kept.pop(data, None) or self._read(data)
-        self._kept[data] = found
-        while (
-            sum(x.values.numel() for x in self._kept.values()) > MOST_KEPT and len(self._kept) > 1
-        ):
-            self._kept.popitem(last=False)
+        if data in self._kept:
+            self._kept.move_to_end(data)
+            return self._kept[data]
+        self._kept[data] = found = self._read(data)
+        held = sum(pixels.values.numel() for pixels in self._kept.values())
+        while held > MOST_KEPT and len(self._kept) > 1:
+            held -= self._kept.popitem(last=False)[1].values.numel()
         return found
 
     def checked(self, image: PlacedImage) -> Pixels:
@@ -82,7 +84,7 @@ class PixelReader:
         num_rows = family.rows_of_each
         if num_rows is None:
             assert grid is not None
-            num_rows = grid[0] * grid[1] * grid[2] // family.merge_size**2
+            num_rows = prod(grid) // family.merge_size**2
         digest = hashlib.sha256(repr((grid, tuple(values.shape))).encode())
         digest.update(values.numpy().tobytes())
         return Pixels(values, grid, num_rows, digest.hexdigest())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -39,14 +40,14 @@ class PlacedImage:
 _SHAPE = Shape(PlacedImage)
 
 
-def values_of(image: PlacedImage) -> Any:
-    """Return an image and its place as JSON values."""
-    return _SHAPE.values(image)
+def write_images(images: Sequence[PlacedImage]) -> str:
+    """Return images and their places as JSON."""
+    return json.dumps([_SHAPE.values(image) for image in images])
 
 
-def image_of(values: Any) -> PlacedImage:
-    """Return the image that `values_of` wrote. Raise ValueError for other values."""
-    return _SHAPE.take(values)
+def read_images(text: str) -> tuple[PlacedImage, ...]:
+    """Return the images that `write_images` wrote. Raise ValueError for other text."""
+    return tuple(map(_SHAPE.take, json.loads(text)))
 
 
 def digest_of(images: Sequence[PlacedImage]) -> str:

@@ -57,8 +57,11 @@ class ImagePlacer:
         """Text for an image in a prompt that no template writes."""
 
     @staticmethod
-    def of(directory: str | Path, tokenizer: PreTrainedTokenizerBase) -> ImagePlacer:
-        """Return the placer of a checkpoint. Raise ConfigError for one whose images are not aligned."""
+    def of(directory: str | Path | None, tokenizer: PreTrainedTokenizerBase) -> ImagePlacer | None:
+        """Return the placer of a checkpoint, None for None. Raise ConfigError for one whose images are
+        not aligned."""
+        if directory is None:
+            return None
         from onpolicy.images.pixels import PixelReader  # brings torch along
 
         return ImagePlacer(PixelReader(directory), tokenizer)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -75,6 +75,15 @@ def initialize_buffers(model: PreTrainedModel) -> None:
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     model.initialize_weights()
+
+
+def give_memory(module: nn.Module, device: torch.device, buffers: Mapping[str, Tensor]) -> None:
+    """Give a module's parameters memory on a device, not initialised, and copies of `buffers`, by name,
+    in their own dtype."""
+    module.to_empty(device=device)
+    for name, buffer in buffers.items():
+        owner, _, leaf = name.rpartition(".")
+        module.get_submodule(owner)._buffers[leaf] = buffer.to(device)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -86,7 +86,6 @@ class PolicyModel(nn.Module):
 
     def hidden_states(self, batch: PackedTokens) -> Tensor:
         """Return [R, H]: the head's input for each requested token, from the position before it."""
-
         inputs, images = self._inputs(batch)
 
         def attention(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule) -> Tensor:
@@ -237,7 +236,7 @@ class PackedTokens(AskedTokens):
     layout: AttentionLayout
 
     images: Sequence[Sequence[PlacedImage]] = ()
-    """Images of each sequence, if any has some"""
+    """Images of each sequence; empty: of none"""
 
     routed_experts: Tensor | None = None
     """int64 [T, layers x k]: experts to use in place of the routers' choice; -1: not known"""

@@ -8,7 +8,7 @@ copies them from there (`hf_export.py`), unless `--images` has both engines load
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from onpolicy.errors import ConfigError
@@ -34,26 +34,16 @@ _FORMS = (
 the second form, and writes Gemma-3 and Mistral-3 in the first, as transformers 4 did."""
 
 
-_TOWER = {
-    "model.tower.visual.": ("model.visual.", "visual."),
-    "model.tower.vision_tower.": (
-        "model.vision_tower.vision_model.", "vision_tower.vision_model.", "model.vision_tower.",
-        "vision_tower.",
-    ),
-    "model.tower.multi_modal_projector.": (
-        "model.multi_modal_projector.", "multi_modal_projector.",
-    ),
-}  # fmt: skip
-"""Prefixes of the names of a tower beside a language model, with those in files."""
-
-
-def tower_name(stored: str) -> str | None:
-    """Map the name of a stored tensor to that in a tower; None: it is of none."""
-    for own, prefixes in _TOWER.items():
-        for prefix in prefixes:
-            if stored.startswith(prefix):
-                return own + stored.removeprefix(prefix)
-    return None
+_TOWER_FORMS = tuple(
+    {
+        "model.tower.visual.": f"{prefix}visual.",
+        "model.tower.vision_tower.": f"{prefix}vision_tower.{wrapper}",
+        "model.tower.multi_modal_projector.": f"{prefix}multi_modal_projector.",
+    }
+    for wrapper in ("vision_model.", "")
+    for prefix in ("model.", "")
+)
+"""The same of a tower beside a language model, which transformers 4 wrapped once more (SigLIP)."""
 
 
 def has_text_part(directory: str | Path) -> bool:
@@ -73,7 +63,16 @@ def name_in_whole(own: str, directory: str | Path) -> str:
 
 def own_name(stored: str) -> str | None:
     """Map the name of a stored tensor to that in a language model alone; None: it is of no text part."""
-    for form in _FORMS:
+    return _own(stored, _FORMS)
+
+
+def tower_name(stored: str) -> str | None:
+    """Map the name of a stored tensor to that in a tower; None: it is of none."""
+    return _own(stored, _TOWER_FORMS)
+
+
+def _own(stored: str, forms: Sequence[Mapping[str, str]]) -> str | None:
+    for form in forms:
         for own, prefix in form.items():
             if stored.startswith(prefix):
                 return own + stored.removeprefix(prefix)
@@ -85,9 +84,25 @@ def own_names(stored: Iterable[str], name: str) -> dict[str, str]:
 
     Raise ConfigError if a weight is stored twice, or if there is no text part.
     """
+    found = _once(stored, own_name, name)
+    if not any(own.startswith(_DECODER) for own in found):
+        known = " or ".join(f"{form[_DECODER]}*" for form in _FORMS)
+        raise ConfigError(
+            f"{name}: no tensor is named {known}, as a text part is. Download the checkpoint again."
+        )
+    return found
+
+
+def tower_names(stored: Iterable[str], name: str) -> dict[str, str]:
+    """Map a tower's own names to the stored ones; empty without a tower. Raise ConfigError as
+    `own_names` does for a weight that is stored twice."""
+    return _once(stored, tower_name, name)
+
+
+def _once(stored: Iterable[str], own_of: Callable[[str], str | None], name: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for each in sorted(stored):
-        own = own_name(each)
+        own = own_of(each)
         if own in found:
             raise ConfigError(
                 f"{name}: {found[own]} and {each} are names of one weight, before and since "
@@ -95,11 +110,6 @@ def own_names(stored: Iterable[str], name: str) -> dict[str, str]:
             )
         if own is not None:
             found[own] = each
-    if not any(own.startswith(_DECODER) for own in found):
-        known = " or ".join(f"{form[_DECODER]}*" for form in _FORMS)
-        raise ConfigError(
-            f"{name}: no tensor is named {known}, as a text part is. Download the checkpoint again."
-        )
     return found
 
 

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from onpolicy.errors import ConfigError, in_one_line
 from onpolicy.models.empty import empty_causal_lm
-from onpolicy.models.text_part import has_text_part, own_names, stored_name, tower_name
+from onpolicy.models.text_part import has_text_part, own_names, stored_name, tower_names
 from onpolicy.models.vision.tower import empty_tower
 from onpolicy.system.files import read_json_object
 from onpolicy.weights.digest import WeightBucket, in_buckets
@@ -222,8 +222,7 @@ class CheckpointReader:
         self.others = {name: handle for name, handle in handles.items() if name not in read}
         """Open file of each tensor that is not of the text part, by its stored name."""
 
-        of_tower = ((tower_name(stored), stored) for stored in self.others)
-        self.tower = {own: stored for own, stored in of_tower if own is not None}
+        self.tower = tower_names(self.others, f"{flag}={path}")
         """Stored name of each tensor of a vision tower, by its own name."""
 
     def __contains__(self, name: str) -> bool:

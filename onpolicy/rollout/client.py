@@ -21,7 +21,7 @@ import requests
 from numpy.typing import NDArray
 
 from onpolicy.errors import ContractError, EngineError
-from onpolicy.images.placed import values_of
+from onpolicy.images.placed import write_images
 from onpolicy.system.number_arrays import Floats, Ints
 from onpolicy.system.proxies import ask
 from onpolicy.trajectory import UNPUSHED, Completion, FinishReason, Span
@@ -226,7 +226,7 @@ def _own_params(request: Request) -> dict[str, Any] | None:
     if request.params.grammar:
         params["num_begun"] = request.num_begun
     if request.images:
-        params["images"] = json.dumps([values_of(image) for image in request.images])
+        params["images"] = write_images(request.images)
     return params or None
 
 

@@ -202,7 +202,7 @@ def packed_batch(
         [t.temperatures for t in trajectories],
         [t.routed_experts for t in trajectories],
         [t.kept_tokens for t in trajectories],
-        [t.images for t in trajectories] if any(t.images for t in trajectories) else (),
+        [t.images for t in trajectories],
     )
     if shares_prefixes:
         packed = share_prefixes(packed)

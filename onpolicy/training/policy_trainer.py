@@ -164,7 +164,7 @@ class PolicyTrainer(WeightOutlet, Trainer):
                 [prompt_lens[i] for i in indices] or [1],
                 temperature,
                 kept_tokens=[kept_tokens[i] for i in indices] if any(kept_tokens) else (),
-                images=[images[i] for i in indices] if indices and any(images) else (),
+                images=[images[i] for i in indices] if images else (),
             ).with_own_cut(self.learner.cut, always=self.contract.is_aligned)
             for indices in plan
         ]

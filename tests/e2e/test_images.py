@@ -1,14 +1,11 @@
 """Images on a real server: other images under the same tokens, chunks, caches, pushes, and refusals."""
 
 import dataclasses
-import io
 import json
 
-import numpy as np
 import pytest
 import requests
 import torch
-from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from onpolicy.config.groups import LoraConfig, ModelConfig
@@ -18,7 +15,8 @@ from onpolicy.parity import compare_log_probs
 from onpolicy.rollout.client import _payload
 from onpolicy.run.commands.verification import passes, verify
 from onpolicy.types import Request, SamplingParams
-from tests.support.engines_fixture import make_engines, running
+from tests.support import tiny_images
+from tests.support.engines_fixture import CHUNKED_PREFILL_SIZE, make_engines, running
 from tests.support.seeing_policies import prompt_with
 from tests.support.tiny_images import make_image_checkpoint
 from tests.support.train_runs import finish, metrics_of, start_train
@@ -29,10 +27,7 @@ PARAMS = SamplingParams(temperature=1.0, max_new_tokens=8, stop_token_ids=(), ig
 
 
 def picture(seed=0, size=(32, 32)):
-    pixels = np.random.RandomState(seed).randint(0, 256, (size[1], size[0], 3), np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
+    return tiny_images.picture(seed, size)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +71,8 @@ def mismatched(engines, asked, answers):
 
 
 def test_the_prefix_cache_takes_no_image_for_another(engines):
-    """The same tokens with other pictures, in one batch and after one another."""
+    """The same tokens with other pictures, in one batch and after one another (LMCache#690,
+    LMCache#4086, ROCm/ATOM#1358: the first picture's cached keys answered for the others)."""
     asked = [request(engines, picture(seed)) for seed in (0, 1, 0, 2)]
     assert len({tuple(each.prompt_ids) for each in asked}) == 1
     together = engines.generate(asked)
@@ -89,10 +85,14 @@ def test_the_prefix_cache_takes_no_image_for_another(engines):
 
 
 def test_an_image_may_lie_across_chunks_and_end_a_cached_prefix(engines):
-    """Chunks are 48 tokens: one begins within each of these pictures."""
+    """Prompts are sent one by one, so that a chunk of 48 tokens ends within the first picture of two."""
     big = picture(3, (40, 24))
     starts = [request(engines, big, picture(4), text=range(5, 5 + n)) for n in (30, 40, 46)]
-    answers = engines.generate(starts)
+    cut = [
+        each for each in starts if each.images[0].start < CHUNKED_PREFILL_SIZE < each.images[0].end
+    ]
+    assert len(cut) == 2
+    answers = [engines.generate([each])[0] for each in starts]
     longer = [
         dataclasses.replace(each, prompt_ids=[*each.prompt_ids, *answer.response_ids, 7, 8])
         for each, answer in zip(starts, answers, strict=True)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from onpolicy.contract import DeltaShape
-from onpolicy.errors import ContractError
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.size import state_bytes
 from sglang_patches import layer_recurrence
@@ -93,14 +92,3 @@ def test_a_decoded_token_comes_after_all_before_it():
     batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, seq_lens=torch.tensor([65, 2, 128]))
     layout = layer_recurrence.layout_of(batch, SLOTS)
     assert (layout.query_lens, layout.past_lens) == ((1, 1, 1), (64, 1, 127))
-
-
-def test_cuda_graphs_are_refused_by_name(monkeypatch):
-    from sglang.srt.model_executor import cuda_graph_config
-
-    monkeypatch.setattr(cuda_graph_config, "cuda_graph_fully_disabled", lambda: False)
-    layer_recurrence.require_no_graphs(SimpleNamespace(device="cpu"))
-    with pytest.raises(ContractError, match=r"cuda graphs: .*--disable-cuda-graph"):
-        layer_recurrence.require_no_graphs(SimpleNamespace(device="cuda"))
-    monkeypatch.setattr(cuda_graph_config, "cuda_graph_fully_disabled", lambda: True)
-    layer_recurrence.require_no_graphs(SimpleNamespace(device="cuda"))

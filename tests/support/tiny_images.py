@@ -3,6 +3,7 @@
 import io
 import json
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import nn
@@ -81,6 +82,14 @@ def encoded_image(colour="red", size=(24, 16), kind="PNG"):
     image.putpixel((0, 0), (1, 2, 3))
     file = io.BytesIO()
     image.save(file, kind)
+    return file.getvalue()
+
+
+def picture(seed=0, size=(24, 16)):
+    """A PNG of noise."""
+    pixels = np.random.RandomState(seed).randint(0, 256, (size[1], size[0], 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
 
 

@@ -2,8 +2,7 @@
 
 Both engines prepare a pass here: the trainer one of whole sequences, the rollout engine one of the
 tokens that it prefills or decodes. What a pass needs beside its embeddings (positions of three axes,
-rows that layers add, images whose tokens see each other) stays until the next one, since a backward
-pass may compute layers again.
+rows that layers add, images whose tokens see each other) stays until the next one.
 """
 
 from __future__ import annotations

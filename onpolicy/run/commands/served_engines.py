@@ -96,7 +96,7 @@ def _sessions(
     stops = stop_token_ids(path, hf_config, tokenizer=tokenizer)
     room = hf_config.max_position_embeddings
     options = template_options(config.gateway.chat_template_kwargs)
-    placer = ImagePlacer.of(path, tokenizer) if config.model.images else None
+    placer = ImagePlacer.of(config.model.tower_of, tokenizer)
     spec, limits = servers[0].spec, EngineConfig()
     seconds = limits.rollout_request_timeout, limits.rollout_health_timeout
     sessions = ServedSessions(

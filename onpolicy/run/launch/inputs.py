@@ -140,7 +140,7 @@ def read_inputs(config: TrainConfig, scorer: Scorer) -> Inputs:
     longest_prompt = input_checks.require_context(config, hf_config)
     tokenizer = load_tokenizer(path, trust)
     require_teachers(config, tokenizer)
-    placer = ImagePlacer.of(path, tokenizer) if config.model.images else None
+    placer = ImagePlacer.of(config.model.tower_of, tokenizer)
 
     reader = PromptReader(
         config=config,
@@ -321,5 +321,5 @@ def _gateway(config: TrainConfig) -> Gateway:
     tokenizer = load_tokenizer(path, trust)
     stops = stop_tokens_of(config, load_config(path, trust), tokenizer)
     options = template_options(config.data.chat_template_kwargs)
-    placer = ImagePlacer.of(path, tokenizer) if config.model.images else None
+    placer = ImagePlacer.of(config.model.tower_of, tokenizer)
     return gateway_start.make_gateway(config.agent, tokenizer, stops, options, placer)

@@ -22,6 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from onpolicy.contract import AdapterShape
 from onpolicy.errors import ConfigError
+from onpolicy.models.empty import give_memory
 from onpolicy.models.hf_config import load_config
 from onpolicy.models.lora.adapters import FactorValues, is_adapters
 from onpolicy.models.policy import PolicyModel, ValueHead, ValueModel, empty_policy
@@ -65,9 +66,7 @@ def load_sharded_policy(
         model.requires_grad_(False)
     buffers = dict(model.named_buffers())
     _shard(model, dtype, activation_checkpointing, mesh)
-    model.to_empty(device=device)
-    for name, buffer in buffers.items():
-        _assign_buffer(model, name, buffer.to(device))
+    give_memory(model, device, buffers)
     load_shards(model, PREFIX, path, config, trust_remote_code)
     if isinstance(model, ValueModel):
         _load_head(model.value_head, path)
@@ -104,11 +103,6 @@ def _shard(
             checkpoint_activations(layer)
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-
-
-def _assign_buffer(model: nn.Module, name: str, buffer: Tensor) -> None:
-    owner, _, leaf = name.rpartition(".")
-    model.get_submodule(owner)._buffers[leaf] = buffer
 
 
 def _stored_buffers(model: nn.Module) -> dict[str, Tensor]:

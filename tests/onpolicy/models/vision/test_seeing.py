@@ -15,19 +15,12 @@ from onpolicy.images.pixels import PixelReader
 from onpolicy.models.vision import seeing
 from onpolicy.models.vision.seeing import SequencePart, sight_of
 from tests.support.seeing_policies import FAMILIES, log_probs, packed, prompt_with, seeing_policy
-from tests.support.tiny_images import make_image_checkpoint
+from tests.support.tiny_images import make_image_checkpoint, picture
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def path(request, tmp_path_factory):
     return make_image_checkpoint(tmp_path_factory.mktemp("seeing") / "model", request.param)
-
-
-def picture(seed=0, size=(24, 16)):
-    pixels = np.random.RandomState(seed).randint(0, 256, (size[1], size[0], 3), np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
 
 
 def whole_log_probs(path, tokens, images):

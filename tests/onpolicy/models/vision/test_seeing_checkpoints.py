@@ -39,6 +39,16 @@ def test_names_before_and_since_transformers_5_are_one(stored):
     assert tower_name(stored) == "model.tower.vision_tower.encoder.layers.0.mlp.fc1.weight"
 
 
+def test_a_weight_under_its_names_before_and_since_transformers_5_is_refused(path):
+    file, names = path / "model.safetensors", CheckpointReader(path).tower.values()
+    stored = next(name for name in sorted(names) if "weight" in name)
+    other = stored.removeprefix("model.") if stored.startswith("model.") else f"model.{stored}"
+    tensors = load_file(file)
+    save_file({**tensors, other: tensors[stored].clone()}, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"are names of one weight.*Remove one"):
+        CheckpointReader(path)
+
+
 @pytest.mark.parametrize("change", ["missing", "other shape"])
 def test_a_tower_that_does_not_fit_is_refused(path, change):
     config = load_config(str(path))
