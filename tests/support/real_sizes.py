@@ -1,5 +1,5 @@
 """The checks at start-up, and their negative controls, at the sizes of Qwen3-0.6B and of a
-gated delta network of Qwen3.5. Run by hand:
+gated delta network of Qwen3.5, and a decoder that sees. Run by hand:
 
     python -m pytest tests/support/real_sizes.py -s            # minutes; 1.5 GB
 
@@ -11,12 +11,15 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from onpolicy.contract import AttentionShape, DeltaShape, NumericsContract, OperatorShapes
 from onpolicy.errors import ContractError
 from onpolicy.ops.checks.gradient_check import check_gradients
 from onpolicy.ops.checks.self_check import self_check
 from onpolicy.ops.cpu import CpuOperators
+from tests.support.seeing_policies import log_probs, prompt_with, seeing_policy
+from tests.support.tiny_images import make_image_checkpoint, picture
 from tests.support.violations import break_gradient, break_operator
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 1024, 3072, 151936
@@ -42,6 +45,36 @@ CONTRACT = NumericsContract(
         ),
     ),
 )
+
+
+SEEING = {
+    "text": {
+        "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "vocab_size": VOCABULARY,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20]},
+    },
+    "vision": {
+        "hidden_size": HIDDEN, "out_hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN,
+        "num_heads": 16, "depth": 2,
+    },
+}  # fmt: skip
+"""Widths of a Qwen3-VL of that size, with two layers."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decoder_that_sees_has_the_same_bits_in_any_company(dtype, tmp_path):
+    path = make_image_checkpoint(tmp_path, "qwen3_vl", **SEEING)
+    prompts = [
+        prompt_with(path, picture(0, (32, 32))),
+        prompt_with(path, picture(1, (40, 24)), picture(0), text=range(5, 90), seed=1),
+        prompt_with(path, text=range(9, 50)),
+    ]
+    policy, other = (seeing_policy(path, dtype, threads) for threads in (1, 2))
+    alone = [log_probs(policy, prompt)[0] for prompt in prompts]
+    together = log_probs(other, *prompts[::-1])[::-1]
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+    (swapped,) = log_probs(policy, prompt_with(path, picture(2, (32, 32))))
+    assert not torch.equal(swapped, alone[0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

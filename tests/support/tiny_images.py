@@ -93,12 +93,17 @@ def picture(seed=0, size=(24, 16)):
     return file.getvalue()
 
 
-def make_image_checkpoint(directory, model_type, dtype=torch.bfloat16):
+def make_image_checkpoint(directory, model_type, dtype=torch.bfloat16, text=(), vision=()):
     """Write a whole small checkpoint of random weights, and return its directory.
 
-    Weights are large enough for an image to change what follows it.
+    Weights are large enough for an image to change what follows it. text, vision: other fields of the
+    parts' configurations.
     """
-    write_image_checkpoint_files(directory, model_type)
+    file = write_image_checkpoint_files(directory, model_type) / "config.json"
+    raw = json.loads(file.read_text())
+    raw["text_config"] |= dict(text)
+    raw["vision_config"] |= dict(vision)
+    file.write_text(json.dumps(raw))
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(directory)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
