@@ -27,7 +27,7 @@ GPU_QUARTER_ARGS ?=
 CPU_SETTINGS ?=
 ARCHITECTURES_ARGS ?=
 
-.PHONY: setup demo test test-runs test-kernels test-all test-cpus test-sglang soak architectures site lint gpu-test gpu-quarter
+.PHONY: setup demo test test-runs test-further test-kernels test-all test-cpus test-sglang soak architectures site lint gpu-test gpu-quarter
 .DEFAULT_GOAL := setup
 
 setup: $(INSTALLED)
@@ -47,11 +47,15 @@ demo: setup
 	examples/quickstart/run.sh
 
 test: setup
-	$(PYTEST) -m "not runs and not kernels"
+	$(PYTEST) -m "not runs and not kernels and not further"
 
 # Whole runs, of which many lose a process or a host or go on from a checkpoint; commands; groups of ranks.
 test-runs: setup
-	$(PYTEST) -m runs
+	$(PYTEST) -m "runs and not further"
+
+# What CI tests, on further combinations (tests/support/further.py).
+test-further: setup
+	$(PYTEST) -m further
 
 # Every kernel of the Triton operators, compiled for each generation of GPUs. `test` fails until this has
 # passed with the sources as they are.
@@ -62,7 +66,7 @@ test-kernels: setup
 # `test` and `test-runs` at once, as CI runs them: collected once, and no worker waits for another's last
 # test twice.
 test-all: setup
-	$(PYTEST) -m "not kernels"
+	$(PYTEST) -m "not kernels and not further"
 
 # The tests of what decides bits, under the instruction sets of other processors.
 #   make test-cpus CPU_SETTINGS='MKL_CBWR=AVX2 DNNL_MAX_CPU_ISA=SSE41'

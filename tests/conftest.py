@@ -26,6 +26,7 @@ import tests.support.quick_parsing
 import tests.support.triton_interpreter  # noqa: F401 (before anything imports Triton)
 from onpolicy.compat.process import collect_rarely
 from onpolicy.contract import VARIABLES
+from tests.support.further import mark as mark_further
 
 collect_rarely()  # thousands of tests are objects that stay
 
@@ -55,13 +56,15 @@ def pytest_configure(config):
 
 def pytest_ignore_collect(collection_path, config):
     """`-m runs` and `-m kernels` import the files that have such tests, and no other."""
-    marker = config.option.markexpr
+    marker = config.option.markexpr.partition(" ")[0]
     is_left_out = marker in ("runs", "kernels") and collection_path.suffix == ".py"
     return True if is_left_out and f"mark.{marker}" not in collection_path.read_text() else None
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)  # before `-m` leaves tests out
+def pytest_collection_modifyitems(config, items):
     """What takes long, as servers do, comes first, so that all workers end together."""
+    mark_further(config, items)
     longest = ("engine", "long", "runs")
     items.sort(key=lambda item: not any(map(item.get_closest_marker, longest)))
 
