@@ -70,30 +70,40 @@ def config_of(flags):
 
 def drift(mu, logits, flags, b=B):
     """Minus the mean gradient of a response's summed loss, as a run with these flags has it."""
+    own, weighed, config = weighed_batch(mu, logits, flags, lambda _: b)
+    others = None
+    if weighed.packed.likeliest is not None:
+        prefixes = torch.cat([places(y)[0] for y in responses_of(weighed)])
+        others = logits.log_softmax(-1)[prefixes].gather(1, weighed.packed.likeliest.tokens).float()
+    loss, _ = policy_loss(own, weighed, LossSettings.of(config), likeliest_log_probs=others)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    return -gradient * len(own) / len(weighed.samples)
+
+
+def weighed_batch(mu, logits, flags, advantage):
+    """(pi's log-probabilities of every token that mu samples, their micro-batch as a run with these
+    flags has it, its configuration); advantage(response)"""
     distributed.init_process_group()
-    config, batch = config_of(flags), sampled(mu)
+    config = config_of(flags)
     likeliest = told(mu, config.num_likeliest)
     samples = [
         with_trajectory(
-            make_train_sample([1, *y], 1, of_tokens(mu.log(), y).tolist(), b, i),
+            make_train_sample([1, *y], 1, of_tokens(mu.log(), y).tolist(), advantage(y), i),
             likeliest=[likeliest[place] for place in places(y)[0]] if likeliest else [],
         )
-        for i, y in enumerate(batch)
+        for i, y in enumerate(sampled(mu))
     ]
     (packed,) = make_micro_batches(samples, max_tokens=10**6)
-    ordered = [batch[s.prompt.index] for s in packed.samples]
-    own = torch.cat([of_tokens(logits.log_softmax(-1), y) for y in ordered]).float()
+    own = torch.cat([of_tokens(logits.log_softmax(-1), y) for y in responses_of(packed)]).float()
     bypass = config.fallback.use_rollout_logprobs
     old = packed.rollout_log_probs if bypass else own.detach()
     scored = scored_batch(packed, old)
     ((weighed,),), _ = Corrections(config).weigh([[scored]], active=True)
-    others = None
-    if weighed.packed.likeliest is not None:
-        prefixes = torch.cat([places(y)[0] for y in ordered])
-        others = logits.log_softmax(-1)[prefixes].gather(1, weighed.packed.likeliest.tokens).float()
-    loss, _ = policy_loss(own, weighed, LossSettings.of(config), likeliest_log_probs=others)
-    (gradient,) = torch.autograd.grad(loss, logits)
-    return -gradient * len(own) / len(batch)
+    return own, weighed, config
+
+
+def responses_of(batch):
+    return [tuple(s.trajectory.token_ids[1:]) for s in batch.samples]
 
 
 def told(mu, k):
@@ -312,3 +322,26 @@ def test_an_unsolvable_prompt_is_below_zero_only_where_a_baseline_is_shared_betw
     assert plus_plus[1][0] == plus_plus[1][1] < -0.4
     for estimator in ("grpo", "dr_grpo", "rloo"):
         assert group_advantages(rewards, estimator)[1] == [0, 0]
+
+
+MASK = ["--use-rs", "--rs-level", "geometric", "--rs-lower-bound=0.97", "--rs-upper-bound=1.03"]
+
+
+@pytest.mark.parametrize(("right", "sign"), [([1], -1), ([0, 2], 1)], ids=["rare", "frequent"])
+def test_a_mask_of_what_learning_moved_takes_a_groups_mean_advantage_from_zero(right, sign):
+    """So GRPO has a b of its own on samples that lag: what is rarer moves more, and is masked. A quarter
+    or three of the responses are right, by their first token, whose logit pi has raised."""
+    mu, _ = policies(0)
+    mean = mu[0, right].sum().item()
+    logits = mu.log()
+    logits[0, right] += 0.2
+    assert mean in (0.25, 0.75)
+
+    def mean_advantage(flags):
+        _, weighed, _ = weighed_batch(mu, logits, flags, lambda y: (y[0] in right) - mean)
+        kept = weighed.kept.split([len(y) for y in responses_of(weighed)])
+        pairs = zip(weighed.samples, kept, strict=True)
+        return math.fsum(s.reward * bool(k[0]) for s, k in pairs) / len(weighed.samples)
+
+    assert mean_advantage([]) == 0
+    assert sign * mean_advantage(MASK) > 0.1
