@@ -179,6 +179,10 @@ def verdict() -> Iterator[Run]:
             for arm in stale:
                 run = Run(arm=arm, seed=seed, weight_format="bf16", change=change)
                 yield replace(run, estimator="grpo")
+    for seed in SEEDS:
+        for arm in ("geo_rs_kept", "geo_rs_0.01_kept"):
+            run = Run(arm=arm, seed=seed, weight_format="bf16", change="lag_4")
+            yield replace(run, estimator="grpo")
 
 
 def changed(arm: str, seed: int, change: str, estimator: str = "reinforce_plus_plus") -> Run:

@@ -192,3 +192,53 @@ def test_whitening_has_the_same_bits_on_any_number_of_ranks(trajectories, data):
 
     first, second = on_ranks([each[:cut], each[cut:]], whitened)
     assert first + second == whitened(each)
+
+
+# What of a group of rewards 1, 1, 0, 0 without its second is expected in NeMo-RL#3467.
+OF_PEERS = {
+    "dr_grpo": [0.667, 0, -0.333, -0.333],
+    "grpo": [1.155, 0, -0.577, -0.577],
+    "rloo": [1, 0, -0.5, -0.5],
+}
+
+
+@pytest.mark.parametrize(("estimator", "expected"), OF_PEERS.items())
+def test_an_answer_that_does_not_count_is_in_no_mean_as_peers_expect(estimator, expected):
+    (found,) = group_advantages(
+        [[1.0, 1.0, 0.0, 0.0]], estimator, counted=[[True, False, True, True]]
+    )
+    assert found == pytest.approx(expected, abs=5e-4)
+
+
+def test_of_a_pair_one_that_counts_alone_has_no_signal():
+    """verl#6452: the reward of the other, 100, was in its mean."""
+    rewards, counted = [[100.0, 1.0], [3.0, 3.0]], [[False, True], [False, False]]
+    assert group_advantages(rewards, "grpo", counted=counted) == [[0.0, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"])
+@given(data=st.data())
+def test_what_counts_is_compared_as_if_the_rest_were_not_there(estimator, data):
+    """Of episodes with several trajectories too."""
+    shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+
+    def drawn(values):
+        return [data.draw(st.lists(values, min_size=n, max_size=n)) for n in shape]
+
+    rewards, lengths = drawn(st.sampled_from([0.0, 0.5, 1.0])), drawn(st.integers(1, 9))
+    episodes = [sorted(group) for group in drawn(st.integers(0, 2))]
+    counted = drawn(st.booleans())
+    found = group_advantages(rewards, estimator, lengths, episodes, counted)
+
+    def kept(groups):
+        return [
+            [x for x, counts in zip(*pair, strict=True) if counts]
+            for pair in zip(groups, counted, strict=True)
+        ]
+
+    rest = group_advantages(kept(rewards), estimator, kept(lengths), kept(episodes))
+    assert kept(found) == rest
+    assert sum(map(len, rest)) == sum(map(sum, counted))
+    everything = [[True] * n for n in shape]
+    whole = group_advantages(rewards, estimator, lengths, episodes)
+    assert group_advantages(rewards, estimator, lengths, episodes, everything) == whole
