@@ -180,7 +180,7 @@ def verdict() -> Iterator[Run]:
                 run = Run(arm=arm, seed=seed, weight_format="bf16", change=change)
                 yield replace(run, estimator="grpo")
     for seed in SEEDS:
-        for arm in ("geo_rs_kept", "geo_rs_0.01_kept"):
+        for arm in ("geo_rs_kept", "geo_rs_0.01_kept", "half_at_random"):
             run = Run(arm=arm, seed=seed, weight_format="bf16", change="lag_4")
             yield replace(run, estimator="grpo")
 
