@@ -57,6 +57,7 @@ CHANGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "two_steps": ({}, ("--global-batch-size", "48")),
     "lag_1": ({}, ("--rollout-lag", "1")),
     "lag_4": ({}, ("--rollout-lag", "4")),
+    "lag_4_half": ({}, ("--rollout-lag", "4", "--rollout-batch-size", "24")),
     "lag_2": ({}, ("--rollout-lag", "2", "--no-correct-lag")),
     "lag_2_weighed": ({}, ("--rollout-lag", "2", "--use-tis")),
     "lag_2_bypass": ({}, ("--rollout-lag", "2")),
@@ -72,8 +73,8 @@ CHANGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "b_0.5": ({}, (*AS_ADVANTAGES, f"{ADVANTAGES}:unsolvable=0.5")),
 }
 """Changes of the setting, (variables, flags) of train.sh: none; twice and four times the learning rate;
-two optimizer steps a rollout; stale weights, corrected as the arm says, as they are, weighed, and in
-bypass as is the default; longer answers; a mixture of experts; two other models to begin with; a cache
+two optimizer steps a rollout; stale weights, corrected as the arm says, with half of the prompts too,
+as they are, weighed, and in bypass as is the default; longer answers; a mixture of experts; two other models to begin with; a cache
 of keys and values in FP8; the advantage that unsolvable prompts have where rewards are advantages."""
 
 
@@ -182,6 +183,9 @@ def verdict() -> Iterator[Run]:
     for seed in SEEDS:
         for arm in ("geo_rs_kept", "geo_rs_0.01_kept", "half_at_random"):
             run = Run(arm=arm, seed=seed, weight_format="bf16", change="lag_4")
+            yield replace(run, estimator="grpo")
+        for arm in ("stale", "tis_token"):
+            run = Run(arm=arm, seed=seed, weight_format="bf16", change="lag_4_half")
             yield replace(run, estimator="grpo")
 
 

@@ -168,3 +168,22 @@ def test_it_ends_with_a_picture_of_its_runs(inputs):
 
     curves = records.read_curves(inputs / "int3-tis_token")
     assert min(curves["k3"]) > 0 and min(curves["ess"]) < 1
+
+
+def test_the_control_of_masks_leaves_out_whole_answers_by_the_seed_and_half_of_them():
+    import half_at_random
+    import torch
+
+    def kept(seed):
+        half_at_random.random_of.cache_clear()
+        lens = [3] * 1000
+        loss, _, metrics = half_at_random.half(
+            SimpleNamespace(seed=seed), pg_loss=torch.full((3000,), -2.0), loss_masks=[],
+            response_lengths=lens,
+        )  # fmt: skip
+        assert torch.equal(loss, -2 * metrics["kept"])
+        return metrics["kept"].view(1000, 3)
+
+    found = kept(0)
+    assert 450 < found[:, 0].sum() < 550 and (found == found[:, :1]).all()
+    assert torch.equal(found, kept(0)) and not torch.equal(found, kept(1))
