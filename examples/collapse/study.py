@@ -74,8 +74,9 @@ CHANGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
 }
 """Changes of the setting, (variables, flags) of train.sh: none; twice and four times the learning rate;
 two optimizer steps a rollout; stale weights, corrected as the arm says, with half of the prompts too,
-as they are, weighed, and in bypass as is the default; longer answers; a mixture of experts; two other models to begin with; a cache
-of keys and values in FP8; the advantage that unsolvable prompts have where rewards are advantages."""
+as they are, weighed, and in bypass as is the default; longer answers; a mixture of experts; two other
+models to begin with; a cache of keys and values in FP8; the advantage that unsolvable prompts have where
+rewards are advantages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,13 +181,9 @@ def verdict() -> Iterator[Run]:
             for arm in stale:
                 run = Run(arm=arm, seed=seed, weight_format="bf16", change=change)
                 yield replace(run, estimator="grpo")
-    for seed in SEEDS:
-        for arm in ("geo_rs_kept", "geo_rs_0.01_kept", "half_at_random"):
-            run = Run(arm=arm, seed=seed, weight_format="bf16", change="lag_4")
-            yield replace(run, estimator="grpo")
-        for arm in ("stale", "tis_token"):
-            run = Run(arm=arm, seed=seed, weight_format="bf16", change="lag_4_half")
-            yield replace(run, estimator="grpo")
+    halves = ("half_at_random", "lag_4"), ("stale", "lag_4_half"), ("tis_token", "lag_4_half")
+    for seed, (arm, change) in product(SEEDS, halves):
+        yield replace(changed(arm, seed, change, "grpo"), weight_format="bf16")
 
 
 def changed(arm: str, seed: int, change: str, estimator: str = "reinforce_plus_plus") -> Run:

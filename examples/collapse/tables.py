@@ -34,6 +34,7 @@ CHOICES = {
     "nothing, grpo": ("none of unsolved prompts", ""),
     "stale, grpo": ("none of unsolved prompts", ""),
     "tis_token, grpo": ("none of unsolved prompts", ""),
+    "half_at_random, grpo": ("none of unsolved prompts", "samples"),
     "geo_rs, grpo": (MASKED, "samples"),
     "geo_rs_0.01, grpo": (MASKED, "samples"),
     "nothing, otb": ("none of unsolved prompts", "the trainer's probabilities, squared"),

@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain, compress, groupby
+from itertools import accumulate, chain, groupby
 from math import fsum, sqrt
 from statistics import mean
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +31,6 @@ def group_advantages(
     estimator: AdvantageEstimator,
     lengths: list[list[int]] | None = None,
     episodes: list[list[int]] | None = None,
-    counted: list[list[bool]] | None = None,
 ) -> list[list[float]]:
     """Return one advantage for every trajectory, by groups, in the order of `rewards`.
 
@@ -48,17 +46,10 @@ def group_advantages(
 
     lengths: the number of trained tokens of every trajectory, for estimators that whiten over tokens.
 
-    counted: the trajectories of which all of this is made, None: all; the others have an advantage of 0
-    (verl#6452, NeMo-RL's `valid_mask`).
-
     If all episodes of a group have the same reward, estimators that compare and do not whiten give
     exactly 0. Raises ValueError for an unknown estimator and for missing lengths.
     """
     require_choice("estimator", estimator, AdvantageEstimator)
-    if counted is not None:
-        parts = [_only(counted, groups) for groups in (rewards, lengths, episodes)]
-        found = chain.from_iterable(group_advantages(parts[0], estimator, *parts[1:]))
-        return [[next(found) if each else 0.0 for each in group] for group in counted]
     entry = ESTIMATORS[estimator]
     if entry.whitens:
         _require_lengths(rewards, lengths)
@@ -73,10 +64,6 @@ def group_advantages(
         whitened = whitening([[pair] for pair in pairs])
         advantages = [[whitened(a) for a in group] for group in advantages]
     return advantages
-
-
-def _only(counted: list[list[bool]], groups: list[list[Any]] | None) -> Any:
-    return groups and [[*compress(*pair)] for pair in zip(groups, counted, strict=True)]
 
 
 def _require_lengths(rewards: list[list[float]], lengths: list[list[int]] | None) -> list[int]:

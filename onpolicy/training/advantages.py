@@ -114,9 +114,7 @@ class RewardEstimator(Estimator):
         by_token = outcomes.has_token_rewards or self.gamma != 1
         if by_token and ESTIMATORS[self.kind].returns:
             return self._of_returns(ours)
-        groups = group_advantages(
-            outcomes.rewards, self.kind, outcomes.lengths, outcomes.episodes, outcomes.counted
-        )
+        groups = group_advantages(outcomes.rewards, self.kind, outcomes.lengths, outcomes.episodes)
         values = list(chain.from_iterable(groups))
         return {
             number: torch.full((scored.trajectory.num_sampled,), values[number])

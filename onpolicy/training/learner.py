@@ -150,9 +150,6 @@ class Learner:
         k = self.corrections.kl_top_k if is_corrected else 0
         asked = self._asked(len(steps), has_old) | ({"policy"} if k else set())
         batches, scores = self._score([*chain.from_iterable(steps)], asked, k)
-        if is_corrected and self.corrections.compares_kept:
-            old = [each.log_probs for each in scores["policy"]]
-            outcomes = outcomes.comparing(self.corrections.kept_samples(batches, old))
         batches, metrics = self._advantages(batches, outcomes, scores, has_old)
         metrics["perf/log_probs_time"] = time.perf_counter() - start
         rest = iter(batches)

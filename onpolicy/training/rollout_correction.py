@@ -35,7 +35,7 @@ from onpolicy.ops.likeliest_tokens import LikeliestTokens
 from onpolicy.system.user_functions import load_function
 from onpolicy.training import distributed
 from onpolicy.training.batch import CustomCorrection, MicroBatch, completed
-from onpolicy.training.distributed import any_data, gather_by_number, gather_vectors
+from onpolicy.training.distributed import any_data, gather_vectors
 from onpolicy.training.engine import ShardedModel
 from onpolicy.training.loss import weighted_sum
 
@@ -98,28 +98,7 @@ class Corrections:
         batch.
         """
         whole = self.weights is not None and self.weights.needs_whole_batch
-        return num_steps > 1 or whole or self.compares_kept or self.penalty is not None
-
-    @property
-    def compares_kept(self) -> bool:
-        """Return whether samples that are rejected whole are not compared with the others."""
-        return self.weights is not None and self.flags.rs_baseline == "kept"
-
-    def kept_samples(self, batches: Sequence[MicroBatch], old: Sequence[Tensor]) -> dict[int, bool]:
-        """Return whether any token is kept of each sample of a rollout, by its number; collective.
-
-        old: the old policy's log-probabilities, float32 [R] of each micro-batch.
-        """
-        assert self.weights is not None
-        tokens = _tokens(batches, old)
-        # Advantages change no mask, only the weights of mode taper.
-        unknown = torch.zeros_like(tokens.train_log_probs)
-        is_kept = correct(tokens, self.weights, gather_vectors, unknown).mask
-        is_some_kept = (replace(tokens, mask=is_kept).counts > 0).tolist()
-        numbers = [n for batch in batches for n in batch.numbers or [None]]
-        return gather_by_number(
-            {n: some for n, some in zip(numbers, is_some_kept, strict=True) if n is not None}
-        )
+        return num_steps > 1 or whole or self.penalty is not None
 
     @property
     def kl_top_k(self) -> int:

@@ -7,10 +7,10 @@ over the ranks. The packing is a function of the samples alone, not of any rank'
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import count, groupby
+from itertools import groupby
 
 import numpy as np
 
@@ -53,9 +53,6 @@ class Outcomes:
     lags: tuple[int, ...]
     """Distinct lags of tokens."""
 
-    counted: list[list[bool]] | None = None
-    """Samples whose rewards are compared; None: all."""
-
     @staticmethod
     def of(samples: Sequence[Sample], num_steps: int) -> Outcomes:
         """Return what is known of samples that are trained on in `num_steps` optimizer steps."""
@@ -69,11 +66,6 @@ class Outcomes:
             num_tokens=sum(len(s.trajectory.token_ids) for s in samples),
             lags=tuple(sorted({lag for s in samples for lag in np.unique(s.lags).tolist()})),
         )
-
-    def comparing(self, kept: Mapping[int, bool]) -> Outcomes:
-        """Return the outcomes of which those samples are compared that are kept, by their numbers."""
-        numbers = count()
-        return replace(self, counted=[[kept[next(numbers)] for _ in g] for g in self.rewards])
 
     @property
     def num_samples(self) -> int:

@@ -1,11 +1,11 @@
 """The flags of corrections, for a rollout whose engine is not aligned with the trainer."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fallback_correction.config import CorrectionSettings, DiscrepancyConfig, GovernorConfig
 from fallback_correction.ranges import ReadBy
-from onpolicy.algorithm.catalogue import ESTIMATORS, OBJECTIVES
+from onpolicy.algorithm.catalogue import OBJECTIVES
 from onpolicy.config.flags import Prefix, also, no_flags
 from onpolicy.config.rules import NO_RESULT, Against, Facts, Together
 
@@ -21,8 +21,6 @@ BEFORE_THE_BATCH = Against(
     "one micro-batch at a time, before the global batch is known",
     NO_BYPASS,
 )
-
-WITH_A_PROMPTS_MEAN = [n for n, each in ESTIMATORS.items() if each.baseline in ("mean", "others")]
 
 
 def _crossed_weights(run: Facts) -> str | None:
@@ -140,19 +138,6 @@ class FallbackConfig(CorrectionSettings):
     """Mixture of experts: train each token with the experts that the rollout chose for it. The gate
     values are the trainer's own."""
 
-    rs_baseline: Annotated[
-        Literal["all", "kept"],
-        ReadBy("--use-rs, --rs-veto-threshold or --tis-mode mask",
-            lambda run: run.config.fallback.may_reject or run.plan.is_governed),
-        ReadBy("--advantage-estimator " + " or ".join(WITH_A_PROMPTS_MEAN),
-            lambda run: run.advantage_estimator in WITH_A_PROMPTS_MEAN),
-        Against(lambda run: run.use_rollout_logprobs or run.custom_tis_function_path,
-            "with --use-rollout-logprobs or --custom-tis-function-path the loss rejects, and advantages "
-            "are made before it"),
-    ] = "all"  # fmt: skip
-    """Answers to a prompt that make its baseline, where some are rejected whole: all of them, or those
-    that are kept, whose advantages then sum to zero. kept needs a forward pass before the loss."""
-
     get_mismatch_metrics: Annotated[bool, NO_RESULT] = False
     """Log mismatch/* and estimator/* even if no correction is selected."""
 
@@ -169,12 +154,6 @@ class FallbackConfig(CorrectionSettings):
             "custom_tis_function_path": self.custom_tis_function_path,
         }
         return tuple(name for name, value in switches.items() if value)
-
-    @property
-    def may_reject(self) -> bool:
-        """Return whether these flags leave samples out."""
-        is_masked = self.use_tis and self.tis_mode == "mask"
-        return self.use_rs or self.rs_veto_threshold is not None or is_masked
 
     @property
     def may_bound_kl(self) -> bool:

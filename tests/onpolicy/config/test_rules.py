@@ -50,13 +50,6 @@ PAIRS = [
     (["--allow-changed-settings", "lr"], ["--load", "/s"]),
     (["--tis-mode", "clip"], ["--custom-tis-function-path", "a.b"]),
     (["--rs-level", "geometric"], ["--use-rs"]),
-    (["--rs-baseline", "kept"], ["--use-rs"]),
-    (["--use-tis", "--rs-baseline", "kept"], ["--tis-mode", "mask"]),
-    (["--rs-baseline", "kept"], ["--mismatch-governor"]),
-    (
-        ["--use-rs", "--advantage-estimator", "otb", "--rs-baseline", "kept"],
-        ["--advantage-estimator", "rloo"],
-    ),
     (["--no-rejected-in-denominator"], ["--use-rs"]),
     (["--dc-measure", "log"], ["--dc-mode", "fixed"]),
     (["--dc-budget", "0.1"], ["--dc-mode", "lagrangian"]),

@@ -257,7 +257,6 @@ def test_what_the_loss_is_left_to_do_is_not_what_it_does_without(monkeypatch):
 @pytest.mark.parametrize(
     "flags",
     [["--use-tis", "--tis-batch-normalize"], ["--use-rs", "--no-rejected-in-denominator"],
-     ["--use-rs", "--rs-baseline", "kept"],
      ["--dc-mode", "fixed"]],
     ids=" ".join,
 )  # fmt: skip

@@ -49,8 +49,6 @@ def check(*argv):
         ([*TRM, "--rollout-top-p", "0.9"], r"seq_max_kl needs the policy that tokens are drawn from"),
         (["--use-rs", "--rs-rules", "seq_max_k3=0.1", "--opd-top-k", "9"],
          r"--opd-top-k=9: only --opd-loss=top-k, --policy-loss=centered or --rs-rules seq_max_kl reads"),
-        ([*BYPASS, "--use-rs", "--rs-baseline", "kept"],
-         r"--rs-baseline=kept: with --use-rollout-logprobs .* advantages are made before it"),
         (["--rs-rules", "token_k3=0.1"], r"--rs-rules=token_k3=0.1: only --use-rs reads it"),
         (["--use-rs", "--rs-rules", "k3=0.1"],
          r"--rs-rules=k3=0.1: no such metric\. Use one of token_k1"),
