@@ -58,6 +58,7 @@ CHANGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "lag_1": ({}, ("--rollout-lag", "1")),
     "lag_4": ({}, ("--rollout-lag", "4")),
     "lag_4_half": ({}, ("--rollout-lag", "4", "--rollout-batch-size", "24")),
+    "lag_4_twice": ({}, ("--rollout-lag", "4", "--rollout-batch-size", "96")),
     "lag_2": ({}, ("--rollout-lag", "2", "--no-correct-lag")),
     "lag_2_weighed": ({}, ("--rollout-lag", "2", "--use-tis")),
     "lag_2_bypass": ({}, ("--rollout-lag", "2")),
@@ -73,8 +74,8 @@ CHANGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "b_0.5": ({}, (*AS_ADVANTAGES, f"{ADVANTAGES}:unsolvable=0.5")),
 }
 """Changes of the setting, (variables, flags) of train.sh: none; twice and four times the learning rate;
-two optimizer steps a rollout; stale weights, corrected as the arm says, with half of the prompts too,
-as they are, weighed, and in bypass as is the default; longer answers; a mixture of experts; two other
+two optimizer steps a rollout; stale weights, corrected as the arm says, with half of the prompts and
+twice as many, as they are, weighed, and in bypass as is the default; longer answers; a mixture of experts; two other
 models to begin with; a cache of keys and values in FP8; the advantage that unsolvable prompts have where
 rewards are advantages."""
 
@@ -182,7 +183,7 @@ def verdict() -> Iterator[Run]:
                 run = Run(arm=arm, seed=seed, weight_format="bf16", change=change)
                 yield replace(run, estimator="grpo")
     halves = ("half_at_random", "lag_4"), ("stale", "lag_4_half"), ("tis_token", "lag_4_half")
-    for seed, (arm, change) in product(SEEDS, halves):
+    for seed, (arm, change) in product(SEEDS, (*halves, ("geo_rs", "lag_4_twice"))):
         yield replace(changed(arm, seed, change, "grpo"), weight_format="bf16")
 
 
