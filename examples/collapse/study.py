@@ -74,10 +74,10 @@ CHANGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "b_0.5": ({}, (*AS_ADVANTAGES, f"{ADVANTAGES}:unsolvable=0.5")),
 }
 """Changes of the setting, (variables, flags) of train.sh: none; twice and four times the learning rate;
-two optimizer steps a rollout; stale weights, corrected as the arm says, with half of the prompts and
-twice as many, as they are, weighed, and in bypass as is the default; longer answers; a mixture of experts; two other
-models to begin with; a cache of keys and values in FP8; the advantage that unsolvable prompts have where
-rewards are advantages."""
+two optimizer steps a rollout; stale weights, corrected as the arm says, with half and with twice the
+prompts too, as they are, weighed, and in bypass as is the default; longer answers; a mixture of experts;
+two other models to begin with; a cache of keys and values in FP8; the advantage that unsolvable prompts
+have where rewards are advantages."""
 
 
 @dataclass(frozen=True, kw_only=True)
