@@ -2,7 +2,7 @@
 
     --custom-tis-function-path examples/collapse/half_at_random.py:half
 
-It is the control of masks: it takes as many answers away, and none for what learning has done to it.
+It is the control of masks by a ratio: as many answers are left out, and none because of its ratio.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 random_of = cache(Random)
-"""A run's own numbers, by its seed."""
+"""The random numbers of a run, by its seed."""
 
 
 def half(

@@ -182,8 +182,11 @@ def verdict() -> Iterator[Run]:
             for arm in stale:
                 run = Run(arm=arm, seed=seed, weight_format="bf16", change=change)
                 yield replace(run, estimator="grpo")
-    halves = ("half_at_random", "lag_4"), ("stale", "lag_4_half"), ("tis_token", "lag_4_half")
-    for seed, (arm, change) in product(SEEDS, (*halves, ("geo_rs", "lag_4_twice"))):
+    controls = (
+        ("half_at_random", "lag_4"), ("stale", "lag_4_half"), ("tis_token", "lag_4_half"),
+        ("geo_rs", "lag_4_twice"),
+    )  # fmt: skip
+    for seed, (arm, change) in product(SEEDS, controls):
         yield replace(changed(arm, seed, change, "grpo"), weight_format="bf16")
 
 
