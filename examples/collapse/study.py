@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -180,14 +180,18 @@ def verdict() -> Iterator[Run]:
             for arm in (*stale, "vcpo", "centered_tis"):
                 yield Run(arm=arm, seed=seed, weight_format="bf16", change=change)
             for arm in stale:
-                run = Run(arm=arm, seed=seed, weight_format="bf16", change=change)
-                yield replace(run, estimator="grpo")
+                yield with_grpo(arm, seed, change)
     controls = (
         ("half_at_random", "lag_4"), ("stale", "lag_4_half"), ("tis_token", "lag_4_half"),
         ("geo_rs", "lag_4_twice"),
     )  # fmt: skip
     for seed, (arm, change) in product(SEEDS, controls):
-        yield replace(changed(arm, seed, change, "grpo"), weight_format="bf16")
+        yield with_grpo(arm, seed, change)
+
+
+def with_grpo(arm: str, seed: int, change: str) -> Run:
+    """A run with GRPO on a stock bfloat16 engine, in a changed setting."""
+    return Run(arm=arm, seed=seed, weight_format="bf16", estimator="grpo", change=change)
 
 
 def changed(arm: str, seed: int, change: str, estimator: str = "reinforce_plus_plus") -> Run:

