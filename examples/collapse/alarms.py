@@ -53,13 +53,14 @@ def surge(curves: Curves) -> int | None:
     return None
 
 
-ALARMS: dict[str, Alarm] = {
-    "ESS below 0.95": beyond("ess", lambda ess: ess < 0.95),
-    "ESS below 0.9": beyond("ess", lambda ess: ess < 0.9),
-    "ESS below 0.8": beyond("ess", lambda ess: ess < 0.8),
-    "k3 above 0.001": beyond("k3", lambda k3: k3 > 1e-3),
-    "surge of lengths": surge,
+ALARMS: dict[str, tuple[str, Alarm]] = {
+    "ESS below 0.95": ("ess", beyond("ess", lambda ess: ess < 0.95)),
+    "ESS below 0.9": ("ess", beyond("ess", lambda ess: ess < 0.9)),
+    "ESS below 0.8": ("ess", beyond("ess", lambda ess: ess < 0.8)),
+    "k3 above 0.001": ("k3", beyond("k3", lambda k3: k3 > 1e-3)),
+    "surge of lengths": ("length", surge),
 }
+"""{alarm: (a curve that it reads and not every run has, when it rings)}"""
 
 
 def collapse(curves: Curves) -> int | None:
@@ -75,10 +76,11 @@ def collapse(curves: Curves) -> int | None:
 
 
 def rows(runs: Mapping[str, list[Curves]]) -> list[list[str]]:
-    """A row for each alarm and engine; runs: the curves of each engine's runs."""
+    """A row for each alarm and engine; runs: the curves of each engine's runs, of which those count
+    that have what the alarm reads."""
     return [
-        [name, engine, *judged(rings, curves)]
-        for name, rings in ALARMS.items()
+        [name, engine, *judged(rings, [run for run in curves if read in run])]
+        for name, (read, rings) in ALARMS.items()
         for engine, curves in runs.items()
     ]
 

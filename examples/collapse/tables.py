@@ -63,8 +63,6 @@ CHOICES = {
 }
 """{arm: (what of the drift b (mu - pi) it leaves, what it costs)}; as test_drift.py says exactly."""
 
-K3 = ("k3_first", "k3_last")
-
 
 def cases() -> dict[tuple[str, str], list[Run]]:
     """{(engine, arm): its recorded runs}, in the order of the protocol."""
@@ -87,16 +85,22 @@ def row(engine: str, arm: str, runs: list[Run]) -> list[str]:
         return [summary[key] for summary in summaries]
 
     each = ", ".join(f"{reward:.2f}" for reward in of("reward"))
-    k3 = [f"{median(of(key)):.0e}" for key in K3]
     return [
         engine,
         arm,
         "; ".join(filter(None, (each, interval(of("reward"))))),
         f"{fmean(of('peak')):.2f}",
         f"{sum(of('collapsed'))} of {len(runs)}",
-        " / ".join(k3) if any(of("k3_last")) else "0",
+        k3_cell(of("k3_first"), of("k3_last")),
         f"{max(of('largest_gradient_norm')):.1f}",
     ]
+
+
+def k3_cell(first: list[float | None], last: list[float | None]) -> str:
+    """The medians over seeds; "-" where samples lag, since no token is compared."""
+    if None in last:
+        return "-"
+    return " / ".join(f"{median(each):.0e}" for each in (first, last)) if any(last) else "0"
 
 
 def short_row(engine: str, arm: str, runs: list[Run]) -> list[str]:

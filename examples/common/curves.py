@@ -49,17 +49,19 @@ def smooth(values: list[float], length: int) -> list[float]:
 
 
 def named_curves(rollouts: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> Curves:
-    """The curves of {name: metric}; those of metrics that the run does not have are left out."""
-    found = {name: key for name, key in names.items() if key in rollouts[0]}
+    """The curves of {name: metric}; those of metrics that some rollout does not have are left out."""
+    found = {name: key for name, key in names.items() if all(key in each for each in rollouts)}
     return {name: [short(each[key]) for each in rollouts] for name, key in found.items()}
 
 
 def summarise(curves: Curves, window: int) -> Summary:
     """The reward at the end and at its peak over `window` rollouts, and whether the run collapsed.
 
-    It has if it ends below half of its peak. k3 and the gradient norm say what led there.
+    It has if it ends below half of its peak. k3 and the gradient norm say what led there; k3 is None
+    in a run whose samples lag, of which no token is compared.
     """
-    rewards, k3 = windows(curves["reward"], window), windows(curves["k3"], window)
+    rewards = windows(curves["reward"], window)
+    k3 = windows(curves["k3"], window) if "k3" in curves else [None]
     last, peak = rewards[-1], max(rewards)
     return {
         "reward": last,

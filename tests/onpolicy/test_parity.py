@@ -86,6 +86,13 @@ def test_statistics_are_those_of_the_definition():
     assert counts.max_k3 == pytest.approx(math.exp(0.5) - 0.5 - 1)
 
 
+def test_where_nothing_was_compared_no_distance_says_that_the_engines_agree():
+    """As in a step whose samples all lag: 0 would be drawn beside runs that do agree."""
+    assert ParityCounts().metrics() == {
+        "parity/num_compared_tokens": 0, "parity/num_mismatched_tokens": 0
+    }  # fmt: skip
+
+
 @given(st.lists(floats, min_size=1, max_size=20), st.lists(floats, min_size=1, max_size=20))
 def test_counts_of_parts_add_up(a, b):
     def counts(values):
