@@ -1,4 +1,4 @@
-"""What each correction leaves of the drift on SmolLM2-135M, whose weights are trained.
+"""Measures what each correction leaves of the drift on SmolLM2-135M, whose weights are trained.
 
     python -m benchmarks.smollm2_drift --json benchmarks/results/smollm2_drift.json
     python -m benchmarks.smollm2_drift --from benchmarks/results/smollm2_drift.json   # writes PAGES
