@@ -1,6 +1,6 @@
 """Measures what each correction leaves of the drift on SmolLM2-135M, whose weights are trained.
 
-    python -m benchmarks.smollm2_drift --json benchmarks/results/smollm2_drift.json
+    python -m benchmarks.smollm2_drift --json benchmarks/results/smollm2_drift.json   # [--engines int4 ...]
     python -m benchmarks.smollm2_drift --from benchmarks/results/smollm2_drift.json   # writes PAGES
 
 Where all answers to a prompt have the advantage b, the mean gradient on-policy is zero; what is left of
@@ -21,7 +21,8 @@ of the mean gradient, without the part that chance has in it.
 Arms are those of examples/collapse/arms, score centering over the engine's 64 likeliest tokens. Engines:
 *int4*, stock operators and linear weights rounded to 4 bits (int4_group128), which the trainer's are
 not; *aligned*, both sides rounded and the same bits, whose gradients are multiplied with the
-uncorrected ones of *int4*; *bf16*, stock operators alone.
+uncorrected ones of *int4*; *bf16*, stock operators alone; *int4, 1024 told*, as *int4* with score
+centering over 1,024 tokens, which a second run added to the record.
 
 Predictions, written after a pilot (int4, another seed, two batches of 32: the uncorrected mean gradient
 had a squared length of 47 with a noise of 16, and tis_token left 0.13 of it) and before the run:
@@ -38,6 +39,10 @@ had a squared length of 47 with a noise of 16, and tis_token left 0.13 of it) an
    less probable, and the weights of all tokens together would leave nothing.
 7. bf16: the uncorrected mean gradient is no longer than chance makes it, while what `centered_tis` takes
    away is a drift beyond chance, less than a tenth as long as int4's.
+
+Written after that run, in which `centered` left 0.27 of it, and before the second:
+
+8. int4, 1024 told: `centered` leaves at most 0.1, so that it is the tokens that were not told.
 """
 
 # ruff: noqa: E402
@@ -84,21 +89,22 @@ ARMS = ROOT / "examples" / "collapse" / "arms"
 PAGE = ROOT / "examples" / "collapse" / "results" / "README.md"
 INT4 = ("--rollout-weight-format", "int4_group128")
 STOCK = ("--no-true-on-policy-mode", "--operators", "auto")
-ENGINES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+ENGINES: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "int4": (
         (*STOCK, *INT4),
+        64,
         ("nothing", "tis_token", "tis_sequence", "mis_token", "kpop", "topr", "geo_rs_0.01", "bypass",
          "centered", "centered_tis"),
     ),
-    "aligned": (("--true-on-policy-mode", *INT4), ("aligned_rounded",)),
-    "bf16": (STOCK, ("nothing", "centered_tis")),
+    "aligned": (("--true-on-policy-mode", *INT4), 0, ("aligned_rounded",)),
+    "bf16": (STOCK, 64, ("nothing", "centered_tis")),
+    "int4, 1024 told": ((*STOCK, *INT4), 1024, ("nothing", "centered")),
 }  # fmt: skip
-"""{name: (flags of both engines, arms that train on its samples)}"""
+"""{name: (flags of both engines, likeliest tokens that it tells, arms that train on its samples)}"""
 
 PROMPTS, BATCHES = 16, 5
 """Prompts, and batches with an answer to each."""
 
-LIKELIEST = 64
 ANSWER = 24
 SEED = 0
 
@@ -108,6 +114,7 @@ Gradient = list[torch.Tensor]
 
 def config_of(arm: str, engine: str, work: Path) -> TrainConfig:
     """Return the run whose first step an arm would take on an engine's samples."""
+    flags, told, _ = ENGINES[engine]
     config = parse(
         TrainConfig,
         [
@@ -118,8 +125,8 @@ def config_of(arm: str, engine: str, work: Path) -> TrainConfig:
             "--rollout-batch-size", f"{PROMPTS}", "--rollout-max-response-len", f"{ANSWER}",
             "--n-samples-per-prompt", f"{BATCHES}", "--max-tokens-per-gpu", "4096",
             "--rollout-health-timeout", "600", "--run-dir", f"{work / engine}",
-            *(("--opd-top-k", f"{LIKELIEST}") if arm.startswith("centered") else ()),
-            *ENGINES[engine][0],
+            *(("--opd-top-k", f"{told}") if arm.startswith("centered") else ()),
+            *flags,
         ],
         "onpolicy train",
     )  # fmt: skip
@@ -155,15 +162,16 @@ def unsolvable(checkpoint: str) -> list[Prompt]:
     ]
 
 
-def sample(engines: EnginePair) -> list[list[Sample]]:
-    """Return batches of an answer to each prompt, all with the advantage -1."""
+def sample(engines: EnginePair, told: int) -> list[list[Sample]]:
+    """Return batches of an answer to each prompt, all with the advantage -1, and the engine's likeliest
+    tokens, `told` of them."""
     checkpoint = engines.config.model.hf_checkpoint
     prompts = unsolvable(checkpoint)
     params = SamplingParams(
         temperature=1.0,
         max_new_tokens=ANSWER,
         stop_token_ids=(load_tokenizer(checkpoint).eos_token_id,),
-        num_likeliest=0 if engines.contract.is_aligned else LIKELIEST,
+        num_likeliest=told,
     )
     requests = make_requests(prompts, BATCHES, params, SEED, "drift")
     trajectories = trajectories_of(requests, engines.generate(requests))
@@ -206,10 +214,10 @@ class Gradients:
         trainer.learner = Learner(config, trainer.models, trainer.learner.estimator, trainer.device)
         found = []
         for batch in batches:
-            told = [s if config.num_likeliest else without_likeliest(s) for s in batch]
-            found.append(trainer.train(told, 0, [0.0]).metrics)
-        told_of = [name for name in METRICS if all(name in each for each in found)]
-        return self.kept, {name: fmean(each[name] for each in found) for name in told_of}
+            seen = [s if config.num_likeliest else without_likeliest(s) for s in batch]
+            found.append(trainer.train(seen, 0, [0.0]).metrics)
+        names = [name for name in METRICS if all(name in each for each in found)]
+        return self.kept, {name: fmean(each[name] for each in found) for name in names}
 
 
 METRICS = (
@@ -271,10 +279,11 @@ def measure(engine: str, work: Path, nothing: list[Gradient]) -> dict[str, Any]:
 
     nothing: the uncorrected gradients, which an engine with an arm of that name replaces by its own.
     """
-    arms, found = ENGINES[engine][1], dict[str, Any]()
+    _, told, arms = ENGINES[engine]
+    found = dict[str, Any]()
     first = config_of(arms[0], engine, work)
     with started(first, work / engine) as engines:
-        batches = sample(engines)
+        batches = sample(engines, told)
         assert isinstance(engines.trainer, PolicyTrainer)
         gradients = Gradients(engines.trainer)
         for arm in arms:
@@ -301,8 +310,8 @@ def rows(record: Mapping[str, Any]) -> list[list[str]]:
             if "correction/rejected_fraction" in of
             else "",
         ]
-        for engine, arms in record["engines"].items()
-        for arm, of in arms.items()
+        for engine, found in record["engines"].items()
+        for arm, of in found["arms"].items()
     ]
 
 
@@ -317,6 +326,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--json", default="")
     parser.add_argument("--work-dir", type=Path, default=ROOT / "runs" / "smollm2_drift")
+    parser.add_argument("--engines", nargs="*", default=[*ENGINES], choices=ENGINES)
     parser.add_argument("--from", default="", dest="record", help="a record to write into the page")
     args = parser.parse_args()
     if args.record:
@@ -325,9 +335,11 @@ def main() -> None:
         return
     EXAMPLE["main"](args.work_dir / "inputs")
     nothing: list[Gradient] = []
-    record = {**surroundings(time.time()), "versions": versions(), "engines": {}}
-    for engine in ENGINES:
-        record["engines"][engine] = measure(engine, args.work_dir, nothing)
+    before = Path(args.json).read_text() if Path(args.json).is_file() else "{}"
+    record = {"versions": versions(), "engines": {}, **json.loads(before)}
+    for engine in args.engines:
+        about = surroundings(time.time())
+        record["engines"][engine] = {**about, "arms": measure(engine, args.work_dir, nothing)}
         put_out(record, args.json)
 
 

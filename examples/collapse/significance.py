@@ -27,6 +27,21 @@ ROUNDED: Case = ("int3", "aligned_rounded")
 
 OTHERS = [("int3", arm) for arm in CORRECTIONS if arm != TIS[1]]
 
+MASKS = ("geo_rs", "geo_rs_0.01")
+LAGGED: list[tuple[Case, Case]] = [
+    ((engine, f"{arm}{estimator}, {lag}"), (engine, f"{other}{estimator}, {lag}"))
+    for lag in ("lag_1", "lag_4")
+    for engine, estimator, arms, others in (
+        ("int3", "", MASKS, ("tis_token",)),
+        ("bf16", "", ("tis_token", *MASKS, "vcpo", "centered_tis"), ("stale", "tis_token")),
+        ("bf16", ", grpo", ("tis_token", *MASKS), ("stale", "tis_token")),
+    )
+    for arm in arms
+    for other in others
+    if arm != other
+]
+"""Corrections of samples that lag, with none and with token TIS in the same setting."""
+
 QUESTIONS: dict[str, list[tuple[Case, Case]]] = {
     "does a mismatch cost reward?": [(ALIGNED, NOTHING), (TIS, NOTHING), (ALIGNED, TIS)],
     "does another correction end above none?": [(other, NOTHING) for other in OTHERS],
@@ -36,6 +51,7 @@ QUESTIONS: dict[str, list[tuple[Case, Case]]] = {
         for case in [("int3", arm) for arm in (*RECENT, "nothing, otb", "tis_token, otb")]
         for other in (NOTHING, TIS)
     ],
+    "where samples lag, do they differ from none, or from token TIS?": LAGGED,
     "and where both sides are rounded?": [(ROUNDED, NOTHING), (ROUNDED, TIS), (ALIGNED, ROUNDED)],
 }
 """Each with its comparisons, all of which count when it is adjusted."""
@@ -57,8 +73,13 @@ def differences(ends: Mapping[Case, Sequence[float]]) -> list[list[str]]:
         for (a, b), p, adjusted, without in zip(pairs, ps, holm(ps), later, strict=True):
             mean = fmean(ends[a]) - fmean(ends[b])
             numbers = (f"{mean:+.2f}", *(f"{x:.3f}" for x in (p, adjusted, without)))
-            rows.append([question, f"{a[1]} and {b[1]}", *numbers])
+            rows.append([question, f"{named(a)} and {named(b)}", *numbers])
     return rows
+
+
+def named(case: Case) -> str:
+    """The arm of a case, after an engine that no other question has."""
+    return " ".join(case) if case[0] == "bf16" else case[1]
 
 
 def half_of_peak(curves: Curves, aligned: float) -> bool:
