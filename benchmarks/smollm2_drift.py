@@ -1,7 +1,7 @@
 """Measures what each correction leaves of the drift on SmolLM2-135M, whose weights are trained.
 
-    python -m benchmarks.smollm2_drift --json benchmarks/results/smollm2_drift.json   # [--engines int4 ...]
-    python -m benchmarks.smollm2_drift --from benchmarks/results/smollm2_drift.json   # writes PAGES
+    python -m benchmarks.smollm2_drift --json benchmarks/results/smollm2_drift.json [--engines int4 ...]
+    python -m benchmarks.smollm2_drift --from benchmarks/results/smollm2_drift.json   # writes the page
 
 Where all answers to a prompt have the advantage b, the mean gradient on-policy is zero; what is left of
 it off-policy is the drift b (mu - pi) of docs/collapse.md. A real SGLang server samples answers to 16
@@ -333,6 +333,8 @@ def main() -> None:
         record = json.loads(Path(args.record).read_text())
         PAGE.write_text(with_table(PAGE.read_text(), record))
         return
+    if "aligned" in args.engines and "int4" not in args.engines:
+        parser.error("--engines aligned: its gradients are compared with those of int4. Add that.")
     EXAMPLE["main"](args.work_dir / "inputs")
     nothing: list[Gradient] = []
     before = Path(args.json).read_text() if Path(args.json).is_file() else "{}"
