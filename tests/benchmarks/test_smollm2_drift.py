@@ -54,6 +54,7 @@ def test_where_there_is_only_chance_no_drift_is_found():
 
 
 def test_gradients_are_those_of_a_step_which_is_not_taken(make):
+    """Its rate is 1, so that a step would change every weight."""
     trainer, other = make("float32"), make("float32")
     before = {name: tensor.clone() for name, tensor in weights(trainer).items()}
     samples = make_samples(trainer)

@@ -140,6 +140,22 @@ def test_an_alarm_counts_its_lead_before_a_collapse_and_rings_in_vain_in_a_run_w
     assert surge(curves_of(fell, length=[100.0] * 30 + [400.0] * 30, truncated=zeros)) is not None
 
 
+def test_a_run_whose_samples_lag_has_no_k3_and_counts_for_no_alarm_that_reads_it():
+    import alarms
+    import tables
+    from records import summary
+
+    rest = {"ess": [1.0] * 60, "length": [100.0] * 60}
+    compared = curves_of([0.8] * 60, **rest) | {"k3": [0.01] * 60}
+    lagged = {name: curve for name, curve in compared.items() if name != "k3"}
+    rows = {name: cells for name, _, *cells in alarms.rows({"int3": [compared, lagged]})}
+    assert rows["k3 above 0.001"] == ["0 of 0", "-", "1 of 1"]
+    assert rows["ESS below 0.95"] == ["0 of 0", "-", "0 of 2"]
+    ends = [[summary(run)[key] for run in (compared, lagged)] for key in ("k3_first", "k3_last")]
+    assert ends == [[0.01, None]] * 2 and tables.k3_cell(*ends) == "-"
+    assert tables.k3_cell([0.01], [0.02]) == "1e-02 / 2e-02" and tables.k3_cell([0.0], [0.0]) == "0"
+
+
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     """What train.sh would make first, of a model that has learnt for two steps."""
