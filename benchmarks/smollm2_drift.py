@@ -245,13 +245,11 @@ def of_two_batches(found: torch.Tensor, left_out: int | None = None) -> float:
     return float((part.sum() - part.diagonal().sum()) / (len(kept) * (len(kept) - 1)))
 
 
-def share(found: torch.Tensor, whole: torch.Tensor) -> tuple[float, float]:
-    """Return the ratio of two mean products, and half of its 95 % interval by a jackknife."""
-    count = len(found)
-    without = [of_two_batches(found, i) / of_two_batches(whole, i) for i in range(count)]
-    middle = fmean(without)
+def half_interval(without: Sequence[float]) -> float:
+    """Return half of a number's 95 % interval by a jackknife: from its values without each batch."""
+    count, middle = len(without), fmean(without)
     variance = (count - 1) / count * sum((x - middle) ** 2 for x in without)
-    return of_two_batches(found) / of_two_batches(whole), STUDENT[count] * variance**0.5
+    return float(STUDENT[count] * variance**0.5)
 
 
 def judged(own: Sequence[Gradient], nothing: Sequence[Gradient]) -> dict[str, float]:
@@ -259,18 +257,22 @@ def judged(own: Sequence[Gradient], nothing: Sequence[Gradient]) -> dict[str, fl
     ours, crossed, whole = (
         products(*each) for each in ((own, own), (own, nothing), (nothing, nothing))
     )
-    drift, half = share(crossed, whole)
     taken = ours + whole - crossed - crossed.T
+    number = range(len(own))
+    shares = [of_two_batches(crossed, i) / of_two_batches(whole, i) for i in number]
     squares = [of_two_batches(each) for each in (ours, whole, taken)]
+    halves = [half_interval([of_two_batches(x, i) for i in number]) for x in (ours, taken)]
     noises = [float(each.diagonal().mean()) - of_two_batches(each) for each in (ours, whole)]
     return {
-        "drift": drift,
-        "interval": half,
+        "drift": of_two_batches(crossed) / squares[1],
+        "interval": half_interval(shares),
         "elsewhere": (max(squares[0], 0.0) / squares[1]) ** 0.5,
         "noise": (noises[0] / noises[1]) ** 0.5,
         "squared_length": squares[0],
+        "squared_length_interval": halves[0],
         "squared_noise": noises[0],
         "squared_taken": squares[2],
+        "squared_taken_interval": halves[1],
     }
 
 

@@ -51,6 +51,7 @@ def test_where_there_is_only_chance_no_drift_is_found():
     """A mean of products that counted a batch with itself would find the noise."""
     found = drift.judged(gradients((0.0, 0.0), 7.0, 5.0, 3.0), WHOLE)
     assert found["drift"] == found["elsewhere"] == found["squared_length"] == 0
+    assert found["squared_length_interval"] == found["squared_taken_interval"] == 0
 
 
 def test_gradients_are_those_of_a_step_which_is_not_taken(make):
