@@ -41,7 +41,7 @@ def main(image: str, *named: str) -> None:
     for number, (name, paths) in enumerate(pair.split("=", 1) for pair in named):
         seeds = [read_curves(Path(path)) for path in paths.split(",")]
         draw(left, [curves["reward"] for curves in seeds], title(name), f"C{number}", SMOOTH)
-        if any(seeds[0]["k3"]):
+        if any(seeds[0].get("k3", ())):
             draw(right, [curves["k3"] for curves in seeds], title(name), f"C{number}", SMOOTH)
     right.set_yscale("log")
     left.set_title("reward on solvable problems")

@@ -96,6 +96,15 @@ def test_the_pages_table_is_that_of_the_records():
         assert tables.with_tables(page) == page, "call examples/collapse/tables.py"
 
 
+def test_the_picture_has_runs_whose_samples_lag_and_so_have_no_k3(tmp_path):
+    import picture
+    import study
+
+    records = ("int3-nothing-0", "bf16-stale-lag_1-0")
+    picture.main(str(tmp_path / "p.png"), *(f"{x}={study.RESULTS / x}.json" for x in records))
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_permutation_test_counts_every_way_to_share_out_the_runs():
     from significance import exact_p, holm
 
