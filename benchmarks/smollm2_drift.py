@@ -56,7 +56,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from onpolicy.compat.process import prepare_process
@@ -107,6 +107,11 @@ PROMPTS, BATCHES = 16, 5
 
 ANSWER = 24
 SEED = 0
+
+METRICS = (
+    "correction/rejected_fraction", "mismatch/ess", "train/k3_kl",
+    "parity/num_mismatched_tokens", "parity/num_compared_tokens",
+)  # fmt: skip
 
 Gradient = list[torch.Tensor]
 """Of each parameter, float32, flat."""
@@ -220,12 +225,6 @@ class Gradients:
         return self.kept, {name: fmean(each[name] for each in found) for name in names}
 
 
-METRICS = (
-    "correction/rejected_fraction", "mismatch/ess", "train/k3_kl",
-    "parity/num_mismatched_tokens", "parity/num_compared_tokens",
-)  # fmt: skip
-
-
 def without_likeliest(sample: Sample) -> Sample:
     return replace(sample, trajectory=replace(sample.trajectory, likeliest=[]))
 
@@ -247,9 +246,8 @@ def of_two_batches(found: torch.Tensor, left_out: int | None = None) -> float:
 
 def half_interval(without: Sequence[float]) -> float:
     """Return half of a number's 95 % interval by a jackknife: from its values without each batch."""
-    count, middle = len(without), fmean(without)
-    variance = (count - 1) / count * sum((x - middle) ** 2 for x in without)
-    return float(STUDENT[count] * variance**0.5)
+    count = len(without)
+    return float(STUDENT[count] * (count - 1) * stdev(without) / count**0.5)
 
 
 def judged(own: Sequence[Gradient], nothing: Sequence[Gradient]) -> dict[str, float]:

@@ -73,15 +73,17 @@ class ParityCounts:
     def metrics(self) -> dict[str, float]:
         """Return the metrics of a training step; `onpolicy/outputs/meanings.py` describes them. Without
         a compared token there are no distances, since a 0 would say that the engines agree."""
-        distances = {
-            "parity/max_ulp": self.max_ulp,
-            "train/train_rollout_logprob_abs_diff": self.sum_abs_diff / max(self.num_compared, 1),
-            "train/k3_kl": self.mean_k3,
-        }
-        return {
+        counts: dict[str, float] = {
             "parity/num_compared_tokens": self.num_compared,
             "parity/num_mismatched_tokens": self.num_mismatched,
-            **(distances if self.num_compared else {}),
+        }
+        if not self.num_compared:
+            return counts
+        return {
+            **counts,
+            "parity/max_ulp": self.max_ulp,
+            "train/train_rollout_logprob_abs_diff": self.sum_abs_diff / self.num_compared,
+            "train/k3_kl": self.mean_k3,
         }
 
 

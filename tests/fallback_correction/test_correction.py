@@ -157,6 +157,18 @@ def test_a_veto_takes_the_sequence_at_every_level(level, veto):
         assert correction.weights.tolist() == [1, 1, 0, 0]
 
 
+@pytest.mark.parametrize(("mode", "after"), [("truncate", 2.141754), ("mask", 0.475087 * 3 / 2)])
+def test_the_mean_weight_is_told_before_and_after_its_bounds(mode, after):
+    """With the numbers of NeMo-RL's pull request 3900, where it was told after them alone. Their mean
+    counts a masked token as 0; ours is that of the two tokens that are kept."""
+    batch = by_log_ratios([[-0.5, 2.5, -0.2]], [[1, 1, 1]])
+    metrics = correct(
+        batch, CorrectionConfig(level="token", mode=mode, lower=0.5, upper=5.0)
+    ).metrics
+    assert metrics["correction/weight_mean_before"] == pytest.approx(4.535918, abs=1e-6)
+    assert metrics["correction/weight_mean"] == pytest.approx(after, abs=1e-6)
+
+
 METRICS = {
     "nonfinite_fraction": 0.0, "weight_mean_before": 3.5 / 3, "weight_max_before": 2.0,
     "weight_min_before": 0.5, "batch_norm_factor": 1.0,
